@@ -1,0 +1,14 @@
+# Every target calls what go.py and CI call.
+PYTHON ?= python3
+
+.PHONY: check test bench golden demo
+check:
+	$(PYTHON) go.py check
+test:
+	$(PYTHON) go.py test
+bench:
+	$(PYTHON) go.py bench
+golden:
+	HEADWAY_WRITE_GOLDEN=1 $(PYTHON) go.py test tests/test_golden.py
+demo:
+	$(PYTHON) go.py demo

@@ -1,0 +1,59 @@
+"""headway finds where a training job's accelerator time goes, and wins it back.
+
+Importing this package loads nothing heavy: every public name below is
+resolved on first use, through one literal table.
+
+>>> import headway
+>>> headway.Trace.__module__
+'headway.trace.trace'
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headway.core.errors import HeadwayError as HeadwayError
+    from headway.ledger.ledger import Ledger as Ledger
+    from headway.plan.planner import Plan as Plan
+    from headway.plan.proposal import Proposal as Proposal
+    from headway.plan.setup import Setup as Setup
+    from headway.runtime.annotate import run as run
+    from headway.runtime.annotate import steps as steps
+    from headway.sim.dag import Dag as Dag
+    from headway.trace.trace import Trace as Trace
+
+__version__ = "0.1.0"
+
+PUBLIC: dict[str, str] = {
+    "Dag": "headway.sim.dag:Dag",
+    "HeadwayError": "headway.core.errors:HeadwayError",
+    "Ledger": "headway.ledger.ledger:Ledger",
+    "Plan": "headway.plan.planner:Plan",
+    "Proposal": "headway.plan.proposal:Proposal",
+    "Setup": "headway.plan.setup:Setup",
+    "Trace": "headway.trace.trace:Trace",
+    "run": "headway.runtime.annotate:run",
+    "steps": "headway.runtime.annotate:steps",
+}
+"""Every lazily loaded public name -> "module:attribute"."""
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> object:
+    """Resolve a public name on first use (PEP 562)."""
+    target = PUBLIC.get(name)
+    if target is None:
+        raise AttributeError(f"module 'headway' has no attribute {name!r}; it has: {', '.join(sorted(PUBLIC))}")
+    module, attribute = target.split(":")
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted([*globals(), *PUBLIC])

@@ -1,0 +1,91 @@
+"""Conversions between the units of the world and the ones used inside.
+
+Inside: integer nanoseconds (`_ns`) in traces and replays, float seconds
+(`_s`) in models and results, bytes, watts, fractions in [0, 1]. Nothing else
+has a unit; whatever a file or a person says in ms, MB or percent is converted
+here, at the border.
+
+>>> us_text_to_ns("1523.041"), us_text_to_ns("-3"), us_text_to_ns("2.5e3")
+(1523041, -3000, 2500000)
+>>> parse_bytes("25MB"), parse_bytes("1.5GiB")
+(25000000, 1610612736)
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+
+from headway.core.errors import InputError
+
+NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
+NS_PER_US = 1_000
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+_BYTE_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "K": KIB, "M": MIB, "G": GIB, "T": 1 << 40,
+    "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": 1 << 40,
+}  # fmt: skip
+
+
+def seconds_to_ns(seconds: float) -> int:
+    """Return the nearest whole nanosecond."""
+    return round(seconds * NS_PER_S)
+
+
+def us_text_to_ns(text: str) -> int:
+    """Convert decimal text in microseconds to integer nanoseconds, never through a float.
+
+    Raises `InputError` when `text` is not a finite decimal number.
+    """
+    try:
+        scaled = Decimal(text).scaleb(3)
+        return int(scaled.to_integral_value(rounding=ROUND_HALF_EVEN))
+    except (InvalidOperation, ValueError, OverflowError) as cause:
+        raise InputError(f"{text!r} is not a time in microseconds. Write a finite decimal number.") from cause
+
+
+def parse_bytes(text: str) -> int:
+    """Convert '25MB', '1.5GiB' or '4096' to bytes; MB is 10**6, MiB and M are 2**20.
+
+    Raises `InputError` on anything else.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    unit = _BYTE_UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None:
+        raise InputError(f"{text!r} is not a size in bytes. Write a number with one of B, KB, MB, GB, KiB, MiB, GiB.")
+    return round(float(match[1]) * unit)
+
+
+def format_bytes(count: float) -> str:
+    """Return a short human form, powers of 1000.
+
+    >>> format_bytes(25_300_000)
+    '25.3 MB'
+    """
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a short human form with three significant digits.
+
+    >>> [format_seconds(x) for x in (0.0000123, 0.0456, 7.891, 754.0)]
+    ['12.3 us', '45.6 ms', '7.89 s', '12 min 34 s']
+    """
+    size = abs(seconds)
+    if size < 1e-3:
+        return f"{seconds * 1e6:.3g} us"
+    if size < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if size < 100:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

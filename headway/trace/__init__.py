@@ -1,0 +1,1 @@
+"""Floor 1: facts. Columnar events: their schema, the recorder, readers, writers."""

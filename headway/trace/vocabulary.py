@@ -1,0 +1,85 @@
+"""The names of everything the recorder writes: one literal table.
+
+The probes in `runtime/` write fixed-size records that carry a code; the
+reader turns codes into names, kinds and columns; `ledger/` maps names to
+buckets. All three read this table, nobody else defines an event name.
+
+>>> SPANS["input.next"].kind
+'DATA'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+KINDS: tuple[str, ...] = ("COMPUTE", "COLL", "SEND", "RECV", "HOST", "DATA", "CKPT", "OPTIM", "SYNC", "MARK")
+"""Values of the `kind` column, by index. COLL = collective, HOST = the host's own work, MARK = bookkeeping."""
+
+KIND: dict[str, int] = {name: index for index, name in enumerate(KINDS)}
+"""Kind name -> value of the `kind` column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one recorded name means and how its record's four numbers map onto trace columns."""
+
+    code: int
+    """Code in the binary record; never reused."""
+
+    kind: str
+    """One of `KINDS`."""
+
+    columns: tuple[str, ...] = ()
+    """Trace columns that the record's numbers `a, b, c, d` fill, in order; '' skips one."""
+
+    meaning: str = ""
+    """One line for the documentation of the run folder."""
+
+
+SPANS: dict[str, Span] = {
+    # Bookkeeping.
+    "process": Span(1, "MARK", (), "life of the rank's process: fork or exec to exit"),
+    "launcher": Span(2, "MARK", (), "life of the launcher: start to exit (rank -1)"),
+    "step": Span(3, "MARK", (), "one optimizer update: end of the previous one to its own end"),
+    "window": Span(4, "MARK", ("seq",), "steps recorded in depth by the profiler; seq = window number"),
+    "dropped": Span(5, "MARK", ("bytes",), "records overwritten before they were drained; bytes = how many"),
+    "region": Span(6, "MARK", ("corr",), "a stretch the script named itself; corr = index of the name"),
+    # The optimizer: the only thing that ends a step.
+    "optimizer.step": Span(10, "OPTIM", ("corr", "seq"),
+                           "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it"),
+    # Input. All on the training thread's lane, except input.load and its children inside loader workers.
+    "input.next": Span(20, "DATA", ("group", "seq", "peer", "corr"),
+                       "wait inside next(loader); group = loader, seq = batch, peer = worker or -1, corr = iterator"),
+    "input.iter": Span(21, "DATA", ("group", "corr", "peer"),
+                       "iter(loader), worker start included; corr = iterator, peer = number of workers"),
+    "input.load": Span(22, "DATA", ("group", "seq", "peer", "bytes"),
+                       "fetch and collate of one batch; peer = worker or -1, seq = n-th batch of that worker"),
+    "input.fetch": Span(23, "DATA", ("group", "seq", "peer"), "child of input.load: blocked (storage, network, sleep)"),
+    "input.cpu_wait": Span(24, "DATA", ("group", "seq", "peer"), "child of input.load: runnable but without a core"),
+    "input.prep": Span(25, "DATA", ("group", "seq", "peer"), "child of input.load: CPU time inside the dataset"),
+    "input.collate": Span(26, "DATA", ("group", "seq", "peer"), "child of input.load: CPU time inside collate"),
+    "input.transfer": Span(27, "DATA", ("bytes",), "copy from host to device"),
+    # Communication on the training thread. group = process group, seq = n-th in that group.
+    "comm.wait": Span(40, "COLL", ("group", "seq", "bytes"), "end of backward until DDP's gradients are reduced"),
+    "comm.collective": Span(41, "COLL", ("group", "seq", "bytes", "corr"),
+                            "blocking collective; corr = index of its name"),
+    "comm.send": Span(42, "SEND", ("group", "seq", "bytes", "peer"), "blocking send"),
+    "comm.recv": Span(43, "RECV", ("group", "seq", "bytes", "peer"), "blocking receive"),
+    "comm.init": Span(44, "COLL", ("group",), "process group creation"),
+    # State.
+    "checkpoint.save": Span(60, "CKPT", ("bytes", "seq"), "torch.save or a DCP save"),
+    "checkpoint.sync": Span(61, "CKPT", ("bytes",), "fsync, and the flush and close around it"),
+    "checkpoint.rename": Span(62, "CKPT", (), "rename or replace: the commit"),
+    "checkpoint.load": Span(63, "CKPT", ("bytes",), "torch.load or a DCP load"),
+    # The host.
+    "host.gc": Span(80, "HOST", ("corr", "seq"), "garbage collection; corr = generation, seq = objects collected"),
+    "host.logging": Span(81, "HOST", ("corr",), "handlers of the logging module; corr = level"),
+    "host.compile": Span(82, "HOST", (), "torch.compile at work"),
+    "host.import": Span(83, "HOST", (), "import of torch"),
+}  # fmt: skip
+"""Every name the recorder writes -> its code, kind and columns."""
+
+SPAN_OF_CODE: dict[int, str] = {span.code: name for name, span in SPANS.items()}
+"""Code -> name."""
+
+assert len(SPAN_OF_CODE) == len(SPANS), "two spans share a code"
