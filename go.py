@@ -7,6 +7,7 @@ a stamp and start at once. Arguments after the task are passed on.
 HEADWAY_VENV puts the environment elsewhere (for a read-only checkout).
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -34,7 +35,7 @@ CHECKS = [
 ]
 
 
-def fail(message: str) -> "NoReturn":  # noqa: F821 - the annotation is for the reader; typing is not imported to start fast
+def fail(message: str) -> None:
     """Print one line and exit with 2."""
     sys.exit(f"go.py: {message}")
 
@@ -64,32 +65,40 @@ def set_up(extras: tuple[str, ...]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second set-up at the same time waits here, then finds the stamp
         if is_ready(stamp, extras):
             return python
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no stamp yet: the first set-up
             extras = tuple(sorted({*extras, *json.loads(stamp.read_text())["extras"]}))
-        except (OSError, ValueError):
-            pass  # first set-up, or one that was interrupted: the stamp is written last
         stamp.unlink(missing_ok=True)
-        print(f"go.py: setting up {VENV} (once, about a minute)", file=sys.stderr, flush=True)
-        made = subprocess.run([sys.executable, "-m", "venv", str(VENV)])
-        if made.returncode:
-            fail("python could not make a virtual environment. Install its venv module (Debian: apt install python3-venv).")
-        wanted = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        if subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), "-e", wanted], cwd=ROOT).returncode:
-            fail("the installation failed (its reason stands above). Run the same command again to continue.")
+        install(python, extras)
         stamp.write_text(json.dumps({"fingerprint": fingerprint(), "extras": sorted(extras)}))
     return python
 
 
+def install(python: Path, extras: tuple[str, ...]) -> None:
+    """Make the environment and install headway with `extras` into it."""
+    print(f"go.py: setting up {VENV} (once, about a minute)", file=sys.stderr, flush=True)
+    unfinished = VENV / "headway-unfinished"
+    # An installation that was killed can leave half a package that pip takes for a whole one: start over then.
+    clear = ["--clear"] if unfinished.exists() else []
+    if subprocess.run([sys.executable, "-m", "venv", *clear, str(VENV)]).returncode:
+        fail("python could not make a virtual environment. Install its venv module (Debian: apt install python3-venv).")
+    unfinished.touch()
+    wanted = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    failed = subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), "-e", wanted], cwd=ROOT).returncode
+    unfinished.unlink()
+    if failed:
+        fail("the installation failed (its reason stands above). Run the same command again to continue.")
+
+
 def check() -> int:
     """Run every static check, the cheapest first; return 1 if one fails."""
-    results = [subprocess.run([str(VENV / "bin" / command[0]), *command[1:]], cwd=ROOT).returncode for command in CHECKS]
-    return int(any(results))
+    tools = VENV / "bin"
+    return int(any([subprocess.run([str(tools / name), *rest], cwd=ROOT).returncode for name, *rest in CHECKS]))
 
 
 def main() -> None:
     """Set up what the task needs, then become it."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - an older python may well be the one that runs this file
         fail(f"this is Python {sys.version.split()[0]}; headway needs 3.11 or newer. Start go.py with a newer python3.")
     task, *arguments = sys.argv[1:] or ["--help"]
     if task not in TASKS:

@@ -21,7 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import suggestion
-from headway.trace.vocabulary import KIND
+from headway.core.units import NS_PER_S, format_seconds
+from headway.trace.vocabulary import KIND, KINDS
 
 COLUMNS: dict[str, tuple[type[np.generic], float]] = {
     "rank": (np.int32, -1),
@@ -45,7 +46,7 @@ COLUMNS: dict[str, tuple[type[np.generic], float]] = {
 """Column -> (dtype, value that means 'not applicable' or 'unknown')."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Trace:
     """`n` events in columns. Build one with `from_columns`, `concat` or `open`; it is never changed."""
 
@@ -70,6 +71,26 @@ class Trace:
     def __len__(self) -> int:
         """Return the number of events."""
         return len(self.events["start_ns"])
+
+    def __repr__(self) -> str:
+        """Say how much of what this is, in one line."""
+        low, high = self.span_ns
+        parts = [f"{len(self)} events", f"{format_seconds((high - low) / NS_PER_S)}"]
+        for column in ("rank", "step"):
+            known = self.events[column][self.events[column] >= 0]
+            if len(known):
+                first, last = int(known.min()), int(known.max())
+                parts.append(f"{column} {first}" if first == last else f"{column}s {first}..{last}")
+        return f"<Trace: {', '.join(parts)}, {self.meta.get('source', 'unknown source')}>"
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether every column and every table is equal; NaN equals NaN."""
+        if not isinstance(other, Trace):
+            return NotImplemented
+        tables = ("names", "lanes", "groups", "ranks", "meta")
+        return all(getattr(self, table) == getattr(other, table) for table in tables) and all(
+            np.array_equal(self.events[column], other.events[column], equal_nan=column == "flops") for column in COLUMNS
+        )
 
     @classmethod
     def from_columns(
@@ -140,6 +161,21 @@ class Trace:
         code = int(self.events["name"][index])
         return self.names[code] if code >= 0 else ""
 
+    def head(self, count: int = 5) -> list[dict[str, Any]]:
+        """Return the `count` earliest events as dicts, codes replaced by their words, unknown columns left out."""
+        rows = np.argsort(self.events["start_ns"], kind="stable")[:count].tolist()
+        return [self._row(row) for row in rows]
+
+    def _row(self, index: int) -> dict[str, Any]:
+        """Return one event as a dict."""
+        known: dict[str, Any] = {
+            column: self.events[column][index].item()
+            for column, (_, blank) in COLUMNS.items()
+            if self.events[column][index] != blank or column in ("start_ns", "duration_ns")
+        }
+        words = {"name": self.name_of(index), "kind": KINDS[int(self.events["kind"][index])]}
+        return {**known, **words, "lane": self.lanes[int(self.events["lane"][index])]}
+
     def where(self, mask: NDArray[Any]) -> Trace:
         """Return the events that `mask` (bool [n] or indices) picks, in that order, with the same tables."""
         return replace(self, events={column: values[mask] for column, values in self.events.items()})
@@ -160,30 +196,42 @@ class Trace:
 
 
 def concat(traces: Sequence[Trace]) -> Trace:
-    """Put traces one behind the other, joining their name and lane tables.
+    """Put traces one behind the other, joining their tables; a group id that two of them use differently is renumbered.
 
-    Raises `InputError` when there is none.
+    Of facts that differ the last one stays; their coverage is listed per trace. Raises `InputError` on no trace.
     """
     if not traces:
         raise InputError("there is no trace to open: the list of paths is empty. Name at least one file.")
     if len(traces) == 1:
         return traces[0]
-    names, lanes = _Table(), _Table()
+    names, lanes, groups = _Table(), _Table(), _Groups()
     parts: list[dict[str, NDArray[Any]]] = []
     for trace in traces:
         part = dict(trace.events)
         part["name"] = names.recode(part["name"], trace.names)
         part["lane"] = lanes.recode(part["lane"], trace.lanes)
+        part["group"] = groups.recode(part["group"], part["kind"], trace.groups)
         parts.append(part)
     events = {column: np.concatenate([part[column] for part in parts]) for column in COLUMNS}
     return Trace(
         events,
         tuple(names.entries),
         tuple(lanes.entries),
-        {k: v for t in traces for k, v in t.groups.items()},
+        groups.entries,
         {k: v for t in traces for k, v in t.ranks.items()},
-        {k: v for t in traces for k, v in t.meta.items()},
+        _joined_facts(traces),
     )
+
+
+def _joined_facts(traces: Sequence[Trace]) -> dict[str, Any]:
+    """Return the facts of all traces, and the coverage of each under 'parts'."""
+    facts = {k: v for t in traces for k, v in t.meta.items()}
+    known = [t.meta["coverage"] for t in traces if isinstance(t.meta.get("coverage"), Mapping)]
+    parts = [part for coverage in known for part in coverage.get("parts", [coverage])]
+    if parts:
+        mapped = min(float(part.get("mapped", 1.0)) for part in parts)
+        facts["coverage"] = {"mapped": mapped, "parts": [dict(part) for part in parts]}
+    return facts
 
 
 class _Table:
@@ -198,3 +246,34 @@ class _Table:
             return codes
         mapping = np.array([self.entries.setdefault(entry, len(self.entries)) for entry in table], dtype=codes.dtype)
         return np.where(codes >= 0, mapping[np.maximum(codes, 0)], codes).astype(codes.dtype)
+
+
+class _Groups:
+    """A growing table of communication groups."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, Mapping[str, Any]] = {}
+
+    def recode(self, codes: NDArray[Any], kinds: NDArray[Any], table: Mapping[int, Mapping[str, Any]]) -> NDArray[Any]:
+        """Enter `table`; where an id already means another group, renumber it in the communication rows."""
+        result = codes
+        for number, entry in table.items():
+            target = self._place(number, entry, max(table))
+            if target != number:
+                moving = (codes == number) & np.isin(kinds, [KIND["COLL"], KIND["SEND"], KIND["RECV"]])
+                result = np.where(moving, target, result).astype(codes.dtype)
+            known = self.entries.get(target, {})
+            self.entries[target] = {**entry, **{key: value for key, value in known.items() if value}}
+        return result
+
+    def _place(self, number: int, entry: Mapping[str, Any], highest: int) -> int:
+        """Return the id under which `entry` belongs: its own, that of its equal, or a new one above all."""
+        if number not in self.entries or not _differ(self.entries[number], entry):
+            return number
+        same = [at for at, known in self.entries.items() if known.get("name") == entry.get("name")]
+        return next((at for at in same if not _differ(self.entries[at], entry)), max(highest, *self.entries) + 1)
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two entries cannot be the same group: both know a name, or ranks, and these differ."""
+    return any(one.get(key) and other.get(key) and one[key] != other[key] for key in ("name", "ranks"))

@@ -59,6 +59,11 @@ SPANS: dict[str, Span] = {
     "input.prep": Span(25, "DATA", ("group", "seq", "peer"), "child of input.load: CPU time inside the dataset"),
     "input.collate": Span(26, "DATA", ("group", "seq", "peer"), "child of input.load: CPU time inside collate"),
     "input.transfer": Span(27, "DATA", ("bytes",), "copy from host to device"),
+    "input.parts": Span(28, "DATA", (),
+                        "raw only, follows the input.load it measures: a = thread CPU ns, b = run delay ns (-1 when "
+                        "unknown), c = CPU ns of collate inside a, d = ns of GC inside a"),
+    "input.worker": Span(29, "DATA", ("group", "corr", "peer", "seq"),
+                         "instant at iter(loader), one per worker process: corr = iterator, peer = worker, seq = pid"),
     # Communication on the training thread. group = process group, seq = n-th in that group.
     "comm.wait": Span(40, "COLL", ("group", "seq", "bytes"), "end of backward until DDP's gradients are reduced"),
     "comm.collective": Span(41, "COLL", ("group", "seq", "bytes", "corr"),
@@ -78,6 +83,14 @@ SPANS: dict[str, Span] = {
     "host.import": Span(83, "HOST", (), "import of torch"),
 }  # fmt: skip
 """Every name the recorder writes -> its code, kind and columns."""
+
+COLLECTIVES: tuple[str, ...] = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast",
+    "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier",
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "wait",
+    "all_gather_single", "reduce_scatter_single", "all_reduce_coalesced", "all_gather_coalesced",
+)  # fmt: skip
+"""Names of collectives by index: `corr` of `comm.collective`. 'wait' = a Work whose collective is not known."""
 
 SPAN_OF_CODE: dict[int, str] = {span.code: name for name, span in SPANS.items()}
 """Code -> name."""

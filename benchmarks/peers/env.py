@@ -1,0 +1,66 @@
+"""An environment of its own for each peer, built when a benchmark first needs it.
+
+`python_of("hta")` returns the interpreter of a virtual environment with the
+pins of `benchmarks/peers/hta.txt`, under ~/.cache/headway/peers (or
+$HEADWAY_PEERS). It is built once: a stamp holds the pins' and the
+interpreter's fingerprint, a file lock lets two benchmarks start together, and
+an interrupted build is done again.
+
+>>> pins("hta").name
+'hta.txt'
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+from headway.core.errors import InputError
+
+PEERS = Path(__file__).resolve().parent
+
+
+def python_of(peer: str) -> Path:
+    """Return the interpreter of the environment called `peer`, which is built or rebuilt when its pins changed.
+
+    Raises `InputError` when there are no pins for it, and when pip cannot install them (its last lines are quoted).
+    """
+    wanted = pins(peer)
+    folder = Path(os.environ.get("HEADWAY_PEERS", Path.home() / ".cache" / "headway" / "peers")) / peer
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = folder / "headway.stamp"
+    python = folder / "bin" / "python"
+    with (folder / "headway.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print_of = fingerprint(wanted)
+        if not (stamp.exists() and stamp.read_text() == print_of and python.exists()):
+            stamp.unlink(missing_ok=True)
+            _build(folder, python, wanted)
+            stamp.write_text(print_of)
+    return python
+
+
+def pins(peer: str) -> Path:
+    """Return the requirements file of `peer`. Raises `InputError` when there is none."""
+    path = PEERS / f"{peer}.txt"
+    if not path.exists():
+        known = ", ".join(sorted(file.stem for file in PEERS.glob("*.txt")))
+        raise InputError(f"there are no pins for the peer {peer!r}. Write {path} or choose one of: {known}.")
+    return path
+
+
+def fingerprint(wanted: Path) -> str:
+    """Return what an environment depends on: its pins and this interpreter."""
+    return hashlib.sha256(wanted.read_bytes() + sys.version.encode()).hexdigest()
+
+
+def _build(folder: Path, python: Path, wanted: Path) -> None:
+    """Make the environment and install the pins."""
+    venv.EnvBuilder(with_pip=True, clear=False).create(folder)
+    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", wanted]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode:
+        raise InputError(f"pip cannot install {wanted}:\n{answer.stderr[-1500:]}\nCheck the network or the pins.")

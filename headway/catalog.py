@@ -1,0 +1,38 @@
+"""What the project offers, as literal tables: adding a remedy is adding a line.
+
+Nothing is imported here: an entry is "module:function", resolved where it is
+used. Advisers run in the command, remedies run inside ranks.
+
+>>> sorted(REMEDIES)
+['comm.bucket', 'data.cache', 'data.workers', 'host.gc', 'host.logging']
+"""
+
+from __future__ import annotations
+
+ADVISERS: dict[str, str] = {
+    "data": "headway.data.advise:propose",
+    "comm": "headway.comm.advise:propose",
+    "host": "headway.host.advise:propose",
+}
+"""Room -> the function that proposes its remedies from (ledger, program, setup)."""
+
+REMEDIES: dict[str, str] = {
+    "data.workers": "headway.data.runtime.workers:workers",
+    "data.cache": "headway.data.runtime.cache:cache",
+    "comm.bucket": "headway.comm.runtime:bucket",
+    "host.gc": "headway.host.runtime:collect_together",
+    "host.logging": "headway.host.runtime:log_on_a_thread",
+}
+"""Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
+
+CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
+    "data.workers": ("input.fetch", "input.prep"),
+    "data.cache": ("input.fetch", "input.prep"),
+    "comm.bucket": ("comm.exposed",),
+    "comm.links": ("comm.exposed",),
+    "host.gc": ("host.gc",),
+    "host.logging": ("host.logging",),
+    "checkpoint.interval": ("checkpoint.stall",),
+    "straggler.remove": ("straggler.rank",),
+}
+"""Remedy -> the causes that it acts against."""

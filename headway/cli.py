@@ -1,0 +1,116 @@
+"""The command: one literal table of verbs, each loaded when it is called.
+
+`headway --help` imports neither torch nor any room. Everything behind the
+first `--` belongs to the script that is run, and reaches it unchanged.
+
+Exit codes: 0 done, 1 our fault, 2 the caller's mistake, 3 damage found or bar
+missed; `run` exits with the first failing rank's code (128 + signal).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from headway.core.errors import HeadwayError
+from headway.core.tables import pick
+
+if TYPE_CHECKING:
+    from cyclopts import App
+
+VERBS: dict[str, tuple[str, str]] = {
+    "run": ("headway.verbs.run:run", "Run a training script unmodified, record it, say where its time went."),
+    "why": ("headway.verbs.why:why", "Explain a run or a trace: ledger, ranked causes, next best action."),
+    "whatif": ("headway.verbs.whatif:whatif", "Predict the step time after edits, by replaying the run."),
+    "plan": ("headway.verbs.plan:plan", "Rank the remedies, compose the best set, write a plan file."),
+    "compare": ("headway.verbs.compare:compare", "Compare two runs; exit 3 when the second is slower."),
+    "report": ("headway.verbs.report:report", "Write one self-contained HTML page of a run."),
+    "doctor": ("headway.verbs.doctor:doctor", "Check this host before a run: memory, limits, threads, versions."),
+    "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
+    "bench": ("headway.verbs.bench:bench", "Run a benchmark by name; each holds headway to a stated bar."),
+    "trace import": ("headway.verbs.trace:import_", "Convert any known trace format into headway's own."),
+    "trace export": ("headway.verbs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
+    "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
+    "data stalls": ("headway.verbs.data:stalls", "Split a run's input stalls into fetch, prep and transfer; what-if."),
+}
+"""Verb -> ("module:function", one line for `--help`)."""
+
+GROUPS: dict[str, str] = {
+    "trace": "Read, convert and describe traces.",
+    "data": "The input side of a run.",
+}
+"""First word of the two-word verbs -> its line in `--help`."""
+
+
+def build() -> App:
+    """Make the parser from `VERBS`; no verb's module is imported."""
+    from cyclopts import App
+
+    from headway import __version__
+
+    app = App(
+        name="headway",
+        help="Find where a training job's accelerator time goes, and win it back.",
+        help_epilogue="Start with: headway run -- train.py     then: headway why, headway plan, headway run --apply",
+        help_format="plaintext",
+        version=__version__,
+        version_flags=["--version"],
+    )
+    groups = {name: App(name=name, help=text, help_format="plaintext") for name, text in GROUPS.items()}
+    for group in groups.values():
+        app.command(group)
+    for verb, (target, text) in VERBS.items():
+        *group_name, name = verb.split()
+        (groups[group_name[0]] if group_name else app).command(target, name=name, help=text)
+    return app
+
+
+def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
+    """Split at the first `--`: what is ours, and the script with its arguments (None without a `--`).
+
+    >>> split_script(["run", "--json", "--", "train.py", "--", "--help", ""])
+    (['run', '--json'], ['train.py', '--', '--help', ''])
+    """
+    arguments = list(arguments)
+    if "--" not in arguments:
+        return arguments, None
+    cut = arguments.index("--")
+    return arguments[:cut], arguments[cut + 1 :]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse, dispatch, and exit with the verb's code."""
+    ours, script = split_script(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = dispatch(ours, script)
+        sys.stdout.flush()
+    except HeadwayError as error:
+        print(f"headway: {error}", file=sys.stderr)
+        code = error.exit_code
+    except BrokenPipeError:  # the reader of our output went away: not an error, and nothing is left to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
+
+
+def dispatch(ours: list[str], script: list[str] | None) -> int:
+    """Run the verb that `ours` names; a verb that takes a script gets `script`."""
+    words = {verb.split()[0]: verb for verb in VERBS}
+    if ours and not ours[0].startswith("-"):
+        pick(words, ours[0], "verb")
+    app = build()
+    command, bound, ignored = app.parse_args(ours)
+    if "script" in ignored:
+        return int(command(*bound.args, **bound.kwargs, script=script) or 0)
+    if script is not None:
+        print("headway: only `run` takes a script behind `--`. Drop the `--`.", file=sys.stderr)
+        return 2
+    return int(command(*bound.args, **bound.kwargs) or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Floor 5, communication: the size of DDP buckets, faster links."""

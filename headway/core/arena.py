@@ -1,0 +1,109 @@
+"""Shared memory that a process and the children it forks fill once and read often.
+
+`Arena` holds at most one payload per slot, up to a budget in bytes. It has
+no name in the file system (memfd), so it cannot be left behind: it is gone
+with its last holder. Payloads are only ever appended; a slot that is filled
+stays as it is. Safe across processes: space is reserved under a record lock
+that the kernel drops with its owner, and a slot becomes visible only after its
+payload is written.
+
+>>> arena = Arena(num_slots=4, capacity_bytes=100)
+>>> arena.put(2, b"payload"), arena.put(3, b"x" * 1000)
+(True, False)
+>>> bytes(arena.get(2)), arena.get(0), arena.used_bytes
+(b'payload', None, 7)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+
+from headway.core.errors import InputError
+
+_HEAD = struct.Struct("<qq")
+"""Bytes used, payloads refused because the arena was full."""
+
+_SLOT = struct.Struct("<qq")
+"""Offset of the payload + 1 (0 = empty), its length."""
+
+
+class Arena:
+    """`num_slots` slots that share `capacity_bytes` of memory; pages are taken only when they are filled."""
+
+    def __init__(self, num_slots: int, capacity_bytes: int) -> None:
+        if num_slots < 1 or capacity_bytes < 1:
+            raise InputError(
+                f"an arena of {num_slots} slots and {capacity_bytes} bytes holds nothing. Give at least 1 of each."
+            )
+        self.num_slots = num_slots
+        """Slots are numbered 0..num_slots - 1."""
+        self.capacity_bytes = capacity_bytes
+        """Most bytes that all payloads together may take."""
+        self._data_offset = _HEAD.size + num_slots * _SLOT.size
+        self._file = os.memfd_create("headway-arena", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, self._data_offset + capacity_bytes)
+        self._memory = mmap.mmap(self._file, 0, mmap.MAP_SHARED)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that payloads take now."""
+        return int(_HEAD.unpack_from(self._memory, 0)[0])
+
+    @property
+    def num_refused(self) -> int:
+        """Payloads that found no room."""
+        return int(_HEAD.unpack_from(self._memory, 0)[1])
+
+    @property
+    def num_filled(self) -> int:
+        """Slots that hold a payload; O(num_slots)."""
+        table = self._memory[_HEAD.size : self._data_offset]
+        return sum(offset != 0 for offset, _ in _SLOT.iter_unpack(table))
+
+    def get(self, slot: int) -> memoryview | None:
+        """Return the payload of `slot` without copying it, or None while it is empty."""
+        offset, length = _SLOT.unpack_from(self._memory, self._place(slot))
+        if not offset:
+            return None
+        return memoryview(self._memory)[offset - 1 : offset - 1 + length].toreadonly()
+
+    def put(self, slot: int, payload: bytes) -> bool:
+        """Fill `slot`; return False when it does not fit. A slot that is filled already keeps its payload."""
+        place = self._place(slot)
+        if _SLOT.unpack_from(self._memory, place)[0]:
+            return True
+        offset = self._reserve(len(payload))
+        if offset < 0:
+            return False
+        self._memory[offset : offset + len(payload)] = payload
+        # Published last: a reader sees either an empty slot or a whole payload.
+        struct.pack_into("<q", self._memory, place + 8, len(payload))
+        struct.pack_into("<q", self._memory, place, offset + 1)
+        return True
+
+    def close(self) -> None:
+        """Give the memory back in this process; views handed out must be gone."""
+        self._memory.close()
+        os.close(self._file)
+
+    def _place(self, slot: int) -> int:
+        """Return where the slot's entry lies, checking its number."""
+        if not 0 <= slot < self.num_slots:
+            raise InputError(f"slot {slot} is outside 0..{self.num_slots - 1}. Make the arena with more slots.")
+        return _HEAD.size + slot * _SLOT.size
+
+    def _reserve(self, length: int) -> int:
+        """Take `length` bytes and return their offset, or -1 (and count it) when they do not fit."""
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1)
+        try:
+            used, refused = _HEAD.unpack_from(self._memory, 0)
+            if used + length > self.capacity_bytes:
+                _HEAD.pack_into(self._memory, 0, used, refused + 1)
+                return -1
+            _HEAD.pack_into(self._memory, 0, used + length, refused)
+            return int(self._data_offset + used)
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1)

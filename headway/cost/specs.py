@@ -1,0 +1,258 @@
+"""What hardware can do: devices, links, hosts and disks, each with where its figures come from.
+
+The shipped tables are the TOML files beside this one. A user's own file adds
+to them or replaces entries, with the same keys, in tables named `devices`,
+`links`, `hosts`, `disks`. Rates are per second, sizes in bytes, powers in
+watts; peak rates are dense and per device.
+
+>>> shipped().device("A100-SXM4-80GB").flops_per_s["bf16"]
+312000000000000.0
+>>> shipped().device("V100-SXM2")
+Traceback (most recent call last):
+headway.core.errors.UnknownNameError: device 'V100-SXM2' has several forms. Choose V100-SXM2-16GB or V100-SXM2-32GB.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from headway.core.errors import FormatError, InputError, UnknownNameError
+from headway.core.tables import pick, suggestion
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator."""
+
+    name: str
+    """Key in the table."""
+
+    memory_bytes: float
+    """Memory on the device."""
+
+    memory_bytes_per_s: float
+    """Peak bandwidth of that memory."""
+
+    tdp_w: float
+    """Thermal design power."""
+
+    link: str
+    """Name of the link to the other devices of its host."""
+
+    flops_per_s: Mapping[str, float]
+    """dtype (fp64, fp32, tf32, bf16, fp16, fp8, int8) -> peak dense operations per second."""
+
+    source: str
+    """Document that states the figures."""
+
+    aliases: tuple[str, ...] = ()
+    """Names under which drivers report it."""
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak operations per second in `dtype`; raises `UnknownNameError` when none is stated."""
+        return pick(self.flops_per_s, dtype, f"dtype of {self.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of a connection: sending n bytes takes `latency_s + n / bytes_per_s`."""
+
+    name: str
+    """Key in the table."""
+
+    bytes_per_s: float
+    """Rate in one direction."""
+
+    latency_s: float
+    """Time of an empty message."""
+
+    source: str
+    """Document or measurement that states the figures."""
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the time of one message of `num_bytes`."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One machine with devices."""
+
+    name: str
+    """Key in the table."""
+
+    device: str
+    """Name of its devices."""
+
+    num_devices: int
+    """How many."""
+
+    num_cores: int
+    """Physical CPU cores."""
+
+    memory_bytes: float
+    """Main memory."""
+
+    link: str
+    """Name of the link of each adapter towards other hosts."""
+
+    num_links: int
+    """Number of such adapters."""
+
+    source: str
+    """Document that states the figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Storage."""
+
+    name: str
+    """Key in the table."""
+
+    read_bytes_per_s: float
+    """Sequential read rate."""
+
+    write_bytes_per_s: float
+    """Sequential write rate."""
+
+    latency_s: float
+    """Time to the first byte of a random read."""
+
+    reads_per_s: float
+    """Small random reads per second."""
+
+    source: str
+    """Document or measurement that states the figures."""
+
+    def read_seconds(self, num_bytes: float, *, num_reads: int = 1) -> float:
+        """Return the time to read `num_bytes` in `num_reads` random pieces, one after the other."""
+        return num_reads * self.latency_s + num_bytes / self.read_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Specs:
+    """Tables of hardware by name."""
+
+    devices: Mapping[str, Device] = field(default_factory=dict)
+    """Accelerators."""
+
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """Connections."""
+
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    """Hosts; their devices and links are in the other tables."""
+
+    disks: Mapping[str, Disk] = field(default_factory=dict)
+    """Storage."""
+
+    def __post_init__(self) -> None:
+        """See that every name that an entry mentions exists; raises `UnknownNameError`."""
+        for device in self.devices.values():
+            pick(self.links, device.link, f"link of device {device.name}")
+        for host in self.hosts.values():
+            pick(self.devices, host.device, f"device of host {host.name}")
+            pick(self.links, host.link, f"link of host {host.name}")
+
+    def device(self, name: str) -> Device:
+        """Return a device by table name or reported name; raises `UnknownNameError` with the nearest ones."""
+        found = self.reported(name)
+        variants = sorted(known for known in self.devices if name and known.lower().startswith(f"{name.lower()}-"))
+        if found is None and variants:
+            raise UnknownNameError(f"device {name!r} has several forms. Choose {' or '.join(variants)}.")
+        return found or pick(self.devices, name, "device")
+
+    def link(self, name: str) -> Link:
+        """Return a link; raises `UnknownNameError` with the nearest ones."""
+        return pick(self.links, name, "link")
+
+    def host(self, name: str) -> Host:
+        """Return a host; raises `UnknownNameError` with the nearest ones."""
+        return pick(self.hosts, name, "host")
+
+    def disk(self, name: str) -> Disk:
+        """Return a disk; raises `UnknownNameError` with the nearest ones."""
+        return pick(self.disks, name, "disk")
+
+    def reported(self, name: str) -> Device | None:
+        """Return the device that a driver calls `name` (as `torch.cuda.get_device_name` does), None if unlisted.
+
+        >>> shipped().reported("NVIDIA H100 80GB HBM3").name, shipped().reported("cpu")
+        ('H100-SXM5-80GB', None)
+        """
+        wanted = name.strip().lower()
+        for device in self.devices.values():
+            if wanted in (device.name.lower(), *(alias.lower() for alias in device.aliases)):
+                return device
+        return None
+
+
+KINDS: dict[str, type] = {"devices": Device, "links": Link, "hosts": Host, "disks": Disk}
+"""Table of a TOML file -> what its entries are."""
+
+
+@cache
+def shipped() -> Specs:
+    """Return the tables that come with the library."""
+    here = Path(__file__).parent
+    return Specs(**{kind: _entries(_toml(here / f"{kind}.toml"), kind, f"{kind}.toml") for kind in KINDS})
+
+
+def read_specs(path: str | os.PathLike[str]) -> Specs:
+    """Return the shipped tables with the entries of a user's TOML file added or replaced.
+
+    Raises `InputError` when it cannot be read, `FormatError` naming file,
+    table, entry and key when it is not what it should be.
+    """
+    content = _toml(Path(path))
+    for kind in content:
+        if kind not in KINDS:
+            raise FormatError(f"{path}: unknown table {kind!r}. {suggestion(KINDS, kind)}")
+    known = shipped()
+    return Specs(**{kind: {**getattr(known, kind), **_entries(content.get(kind, {}), kind, path)} for kind in KINDS})
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    """Decode one TOML file."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as cause:
+        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a TOML file.") from cause
+    except ValueError as cause:
+        raise FormatError(f"{path} is not TOML: {cause}. Correct that place.") from cause
+
+
+def _entries(table: object, kind: str, path: object) -> dict[str, Any]:
+    """Turn one table into checked entries."""
+    if not isinstance(table, dict) or not all(isinstance(row, dict) for row in table.values()):
+        raise FormatError(f"{path}: {kind} must hold tables; write them as [{kind}.NAME] with keys below.")
+    return {name: _entry({**row, "name": name}, KINDS[kind], f"{path}: {kind}.{name}") for name, row in table.items()}
+
+
+def _entry(row: dict[str, Any], wanted: type[T], where: str) -> T:
+    """Build one entry; every key must be known, every number positive."""
+    names = [part.name for part in fields(wanted)]  # type: ignore[arg-type]  # KINDS holds dataclasses only
+    for key in row:
+        if key not in names:
+            raise FormatError(f"{where} has an unknown key {key!r}. {suggestion(set(names) - {'name'}, key)}")
+    try:
+        entry = msgspec.convert(row, wanted)
+    except msgspec.ValidationError as cause:
+        raise FormatError(f"{where}: {cause}. Correct that key.") from cause
+    for key, value in row.items():
+        numbers = value if isinstance(value, dict) else {key: value}
+        for part, number in numbers.items():
+            if isinstance(number, (int, float)) and not (math.isfinite(number) and number > 0):
+                raise FormatError(f"{where}: {part} is {number}; write a finite number > 0.")
+    return entry

@@ -1,0 +1,207 @@
+"""Remedy: load batches in worker processes, more of them, further ahead, kept between epochs.
+
+The loader is the user's own; only its settings change, at the moment an
+iterator is asked for, and again at each later one while that still pays. It is
+left alone where more workers could change what the script computes: each
+reason is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from headway.data.runtime.outcome import Report, reporter
+from headway.data.runtime.purity import impurity
+from headway.runtime.remedy import Applied, Context, Refused
+
+SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+"""Samplers whose order depends on nothing that training changes, so that reading them ahead is safe."""
+
+
+def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
+    """Install the remedy. Parameters: num_workers, prefetch_factor, persistent_workers, pin_memory, max_workers.
+
+    Whether a given loader takes it is decided when that loader is first read, and reported then.
+    """
+    tuner = LoaderTuner(
+        num_workers=int(parameters.get("num_workers", 2)),
+        prefetch_factor=int(parameters.get("prefetch_factor", 2)),
+        persistent_workers=bool(parameters.get("persistent_workers", True)),
+        pin_memory=bool(parameters.get("pin_memory", False)) and torch.cuda.is_available(),
+        max_workers=int(parameters.get("max_workers", parameters.get("num_workers", 2))),
+        report=reporter("data.workers", parameters, context),
+    )
+    module = "torch.utils.data.dataloader"
+    context.patch(f"{module}:DataLoader.__iter__", tuner.around_iter)
+    context.patch(f"{module}:_MultiProcessingDataLoaderIter._reset", tuner.around_reset)
+    context.patch(f"{module}:_MultiProcessingDataLoaderIter._next_data", tuner.around_next)
+    return Applied("data.workers", dict(parameters))
+
+
+def untunable(loader: DataLoader[Any]) -> str | None:
+    """Say why this loader must keep its settings, or None."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "its dataset is an IterableDataset: every worker would yield all of it"
+    if type(loader.sampler) not in SAMPLERS or (
+        loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
+    ):
+        return "its sampler is its own class: workers would read it ahead of training"
+    if loader.num_workers == 0 and loader.worker_init_fn is not None:
+        return "its worker_init_fn has never run, and would with workers"
+    if len(loader.dataset) == 0:  # type: ignore[arg-type]  # IterableDataset was answered above
+        return "its dataset is empty"
+    finding = impurity(loader.dataset, [0])
+    return f"its dataset is not pure: {finding}" if finding else None
+
+
+@dataclass(slots=True)
+class _Tuning:
+    """What is known of one loader that takes the remedy."""
+
+    num_workers: int
+    """Workers of the iterators made from now on."""
+    persistent_is_ours: bool
+    """Whether workers are kept between epochs only because of us."""
+    wait_ns: int = 0
+    """Time the training thread waited for batches since the iterator was made."""
+    started_ns: int = 0
+    """When that iterator was made."""
+    batch_ns: float = 0.0
+    """Time per batch of the epoch before, 0 while there was none."""
+    num_batches: int = 0
+    """Batches handed out since the iterator was made."""
+    settled: bool = False
+    """Whether the search for a better number of workers is over."""
+
+
+@dataclass(slots=True)
+class LoaderTuner:
+    """Sets and re-tunes loaders. One per rank."""
+
+    num_workers: int
+    """Workers to begin with."""
+    prefetch_factor: int
+    """Batches in flight per worker."""
+    persistent_workers: bool
+    """Whether to keep workers between epochs once their number is settled."""
+    pin_memory: bool
+    """Whether to stage batches in pinned memory."""
+    max_workers: int
+    """Where the search for a better number ends."""
+    report: Report
+    """Called when something about a loader was decided."""
+    tunings: WeakKeyDictionary[DataLoader[Any], _Tuning | None] = field(default_factory=WeakKeyDictionary)
+    """Loader -> its tuning, None when it is left alone."""
+
+    def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap `DataLoader.__iter__`: set the loader up before its iterator is made."""
+
+        def __iter__(loader: DataLoader[Any]) -> Any:  # noqa: N807 - it stands in for the method of that name
+            self._before_iterator(loader)
+            return original(loader)
+
+        return __iter__
+
+    def around_reset(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the reset of a kept iterator: draw the seed that a fresh iterator would have drawn.
+
+        Without it the script's generator would be one draw behind from the second epoch on, and the order of
+        the data would differ from that of the unchanged script.
+        """
+
+        def _reset(iterator: Any, loader: DataLoader[Any], first_iter: bool = False) -> None:
+            tuning = self.tunings.get(loader)
+            if tuning is not None and tuning.persistent_is_ours and not first_iter:
+                drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+                iterator._base_seed = int(drawn.item())
+            if tuning is not None:
+                iterator._headway_tuning = tuning
+            original(iterator, loader, first_iter)
+
+        return _reset
+
+    def around_next(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap `_next_data` of iterators with workers: add up how long training waits."""
+
+        def _next_data(iterator: Any) -> Any:
+            before_ns = perf_counter_ns()
+            batch = original(iterator)
+            tuning = getattr(iterator, "_headway_tuning", None)
+            if tuning is not None:
+                tuning.wait_ns += perf_counter_ns() - before_ns
+                tuning.num_batches += 1
+            return batch
+
+        return _next_data
+
+    def _before_iterator(self, loader: DataLoader[Any]) -> None:
+        """Decide on a loader the first time, re-tune it the next times."""
+        if loader not in self.tunings:
+            self._decide(loader)
+        elif (tuning := self.tunings[loader]) is not None:
+            self._retune(loader, tuning)
+            tuning.wait_ns = tuning.num_batches = 0
+            tuning.started_ns = perf_counter_ns()
+
+    def _decide(self, loader: DataLoader[Any]) -> None:
+        """Apply the plan to a loader not seen before, or leave it alone and say why."""
+        facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}
+        reason = untunable(loader)
+        if reason is not None:
+            self.tunings[loader] = None
+            self.report({**facts, "reason_not_applied": reason})
+            return
+        # More workers than batches would start, and have nothing to do.
+        count = max(loader.num_workers, min(self.num_workers, len(loader)))
+        ours = self.persistent_workers and not loader.persistent_workers and count > 0
+        self.tunings[loader] = _Tuning(count, ours, started_ns=perf_counter_ns(), settled=self.max_workers <= count)
+        self._set(loader, count)
+        self.report({**facts, "num_workers": count})
+
+    def _set(self, loader: DataLoader[Any], count: int) -> None:
+        """Write the settings; what the loader's own setter forbids after construction goes past it."""
+        loader.num_workers = count
+        if count:
+            loader.prefetch_factor = max(self.prefetch_factor, loader.prefetch_factor or 2)
+        loader.pin_memory = loader.pin_memory or self.pin_memory
+        object.__setattr__(
+            loader, "persistent_workers", loader.persistent_workers or (self.persistent_workers and count > 0)
+        )
+
+    def _retune(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
+        """Between epochs: while training still waits, try twice the workers; keep them only if batches came faster."""
+        elapsed_ns = perf_counter_ns() - tuning.started_ns
+        if tuning.settled or not tuning.num_batches:
+            return
+        batch_ns = elapsed_ns / tuning.num_batches
+        if tuning.batch_ns and batch_ns > 0.95 * tuning.batch_ns:
+            count, tuning.settled = max(1, tuning.num_workers // 2), True
+        elif tuning.wait_ns < 0.05 * elapsed_ns:
+            tuning.settled = True
+            return
+        else:
+            count = min(self.max_workers, 2 * tuning.num_workers)
+            tuning.settled = count == tuning.num_workers
+        tuning.batch_ns = batch_ns
+        if count == tuning.num_workers:
+            return
+        tuning.num_workers = count
+        loader._iterator = None  # the kept workers end here; the next iterator starts `count` of them
+        self._set(loader, count)
+        self.report({"dataset": type(loader.dataset).__name__, "num_workers": count, "retuned": True})

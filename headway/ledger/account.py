@@ -1,0 +1,104 @@
+"""What every way of accounting returns: sub-lines per rank, and how far they can be trusted.
+
+Recorded runs (`attempts.py`), profiler traces (`kernels.py`) and operation
+traces (`operations.py`) build an `Account`; `ledger.py` sums it.
+
+>>> blank_subs().sum()
+np.int64(0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headway.ledger.arrivals import Lateness
+from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
+from headway.ledger.sweep import Ints
+
+
+def blank_subs() -> Ints:
+    """Return [len(SUBS)] zeros."""
+    return np.zeros(len(SUBS), np.int64)
+
+
+def blank_steps() -> Ints:
+    """Return [len(BUCKETS), 0]: no step is known."""
+    return np.zeros((len(BUCKETS), 0), np.int64)
+
+
+def no_steps() -> Ints:
+    """Return [0]: no step is known."""
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class SpanFacts:
+    """Totals of one recorded name on the training threads of all ranks."""
+
+    count: int
+    """Rows."""
+
+    total_ns: int
+    """Sum of their durations; overlaps are counted twice."""
+
+    max_ns: int
+    """Longest one."""
+
+    total_bytes: int
+    """Sum of their bytes, 0 where none were recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Booked time of every rank; each adds up to `wall_ns`."""
+
+    wall_ns: int
+    """What each device is accounted for."""
+
+    sub_ns: Mapping[int, Ints]
+    """Device (rank) -> [len(SUBS)] ns."""
+
+    steps: int
+    """Steps whose result was kept."""
+
+    basis: Mapping[str, str]
+    """Bucket -> how it is known."""
+
+    step_ns: Ints = field(default_factory=blank_steps)
+    """[len(BUCKETS), n] Device-ns per step, over all ranks."""
+
+    step_wall_ns: Ints = field(default_factory=no_steps)
+    """[n] Wall of each step, the mean over ranks."""
+
+    lateness: Lateness = field(default_factory=Lateness)
+    """Who waited for whom."""
+
+    spans: Mapping[str, SpanFacts] = field(default_factory=dict)
+    """Recorded name -> its totals."""
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the run or trace."""
+
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> host, where known."""
+
+    notes: tuple[str, ...] = ()
+    """What limits the account."""
+
+    def __post_init__(self) -> None:
+        """Check that no nanosecond was lost or counted twice."""
+        for rank, amounts in self.sub_ns.items():
+            booked = int(amounts.sum())
+            assert booked == self.wall_ns, f"rank {rank}: {booked} ns booked of {self.wall_ns}"
+            assert int(amounts.min()) >= 0, f"rank {rank}: {SUBS[int(amounts.argmin())]} is negative"
+
+
+def booked(sub: str, duration_ns: int) -> Ints:
+    """Return sub-lines [len(SUBS)] that hold one amount."""
+    amounts = blank_subs()
+    amounts[SUB_CODE[sub]] = duration_ns
+    return amounts

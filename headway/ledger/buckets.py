@@ -1,0 +1,155 @@
+"""The buckets of the ledger, their sub-lines, and the one table that maps recorded names to them.
+
+Every device-nanosecond of a run lands in exactly one sub-line, and a
+sub-line's first word is its bucket. Rooms record events; only `BUCKET_OF`
+says what they mean.
+
+>>> BUCKET_OF["checkpoint.sync"].sub, BUCKET_OF["host.gc"].precedence > BUCKET_OF["input.next"].precedence
+('checkpoint.persist', True)
+>>> bucket_of_sub("input.fetch")
+'input'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BUCKETS: tuple[str, ...] = (
+    "useful",
+    "input",
+    "comm",
+    "bubble",
+    "straggler",
+    "checkpoint",
+    "startup",
+    "restart",
+    "rework",
+    "host",
+    "idle",
+    "unknown",
+)
+"""Every bucket, in the order in which reports print them."""
+
+SUB_LINES: dict[str, str] = {
+    "useful.compute": "forward, backward and what else the step did; on a device: compute kernels",
+    "useful.optimizer": "inside optimizer.step()",
+    "input.fetch": "the awaited batch was blocked on storage, network or sleep",
+    "input.cpu_wait": "the awaited batch's worker was runnable but had no core",
+    "input.prep": "the awaited batch's worker computed: dataset code and collate",
+    "input.transfer": "the batch was ready: hand-off between processes, pinning, copy to the device",
+    "input.start": "creation of the iterator, start of its workers",
+    "input.unsplit": "waiting for a batch whose load was not recorded",
+    "comm.exposed": "gradients under way after the last rank had arrived, not hidden by compute",
+    "comm.collective": "other blocking collectives after the last rank had arrived",
+    "comm.p2p": "blocking send or receive after the peer had arrived",
+    "bubble.p2p": "a pipeline stage waiting for its peer to send or receive",
+    "straggler.compute": "waiting for a rank whose compute took longer",
+    "straggler.input": "waiting for a rank whose input took longer",
+    "straggler.checkpoint": "waiting for a rank that saved or loaded state",
+    "straggler.host": "waiting for a rank that collected garbage or logged",
+    "straggler.startup": "waiting for a rank that compiled or had not started",
+    "straggler.device": "a collective kernel waiting for the last rank's kernel",
+    "checkpoint.save": "inside torch.save or a DCP save",
+    "checkpoint.persist": "fsync, flush and close, and the gap between a save and them",
+    "checkpoint.commit": "rename of the finished file",
+    "checkpoint.load": "loading state between or after steps",
+    "startup.launch": "launcher start to process start",
+    "startup.import": "import of torch",
+    "startup.init": "process group creation",
+    "startup.compile": "torch.compile at work, in steps too",
+    "startup.load": "loading state before the first step",
+    "startup.script": "the rest of the time from process start to the first step",
+    "restart.down": "from the end of a failed attempt's process to the next one's",
+    "restart.launch": "launching a later attempt",
+    "restart.import": "import of torch in a later attempt",
+    "restart.init": "process group creation in a later attempt",
+    "restart.compile": "torch.compile in a later attempt",
+    "restart.load": "loading state before the first step of a later attempt",
+    "restart.script": "the rest of a later attempt's start-up",
+    "rework.steps": "compute of steps after the last save of a failed attempt: done again later",
+    "rework.partial": "the step that a failed attempt did not finish",
+    "host.gc": "garbage collection",
+    "host.logging": "logging handlers",
+    "host.launch": "device idle inside a step: the host had not launched the next kernel",
+    "host.copy": "device busy only with copies back to the host",
+    "idle.teardown": "last step to the end of the process",
+    "idle.exit": "end of the process to the end of the launcher",
+    "idle.absent": "allocated, but no rank ran there in this attempt",
+    "idle.device": "device idle outside steps",
+    "unknown.dropped": "records were overwritten before they were drained",
+    "unknown.cut_short": "after the last record of a process whose end nobody saw",
+    "unknown.missing": "a rank that left no records",
+    "unknown.model": "an operation trace: time that no operation explains",
+}
+"""Every sub-line -> what it means."""
+
+SUBS: tuple[str, ...] = tuple(SUB_LINES)
+"""Sub-lines by code."""
+
+SUB_CODE: dict[str, int] = {sub: code for code, sub in enumerate(SUBS)}
+"""Sub-line -> code."""
+
+
+def bucket_of_sub(sub: str) -> str:
+    """Return the bucket of a sub-line: its first word."""
+    return sub.split(".", 1)[0]
+
+
+BUCKET_CODE_OF_SUB: tuple[int, ...] = tuple(BUCKETS.index(bucket_of_sub(sub)) for sub in SUBS)
+"""Code of a sub-line -> index of its bucket in `BUCKETS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """Where the time of one recorded name goes when it owns the training thread."""
+
+    sub: str
+    """The sub-line; names that `waits.py` splits further carry the one used when nothing is known."""
+
+    precedence: int
+    """On overlap the larger one owns the nanosecond; unique per name."""
+
+
+BUCKET_OF: dict[str, Booking] = {
+    # gc > checkpoint > logging > input > comm > startup > the rest of the step; a child stands above its parent.
+    "host.gc": Booking("host.gc", 90),
+    "checkpoint.rename": Booking("checkpoint.commit", 83),
+    "checkpoint.sync": Booking("checkpoint.persist", 82),
+    "checkpoint.save": Booking("checkpoint.save", 81),
+    "checkpoint.load": Booking("checkpoint.load", 80),
+    "host.logging": Booking("host.logging", 70),
+    "input.transfer": Booking("input.transfer", 63),
+    "input.load": Booking("input.unsplit", 62),
+    "input.next": Booking("input.unsplit", 61),
+    "input.iter": Booking("input.start", 60),
+    "comm.recv": Booking("comm.p2p", 53),
+    "comm.send": Booking("comm.p2p", 52),
+    "comm.collective": Booking("comm.collective", 51),
+    "comm.wait": Booking("comm.exposed", 50),
+    "comm.init": Booking("startup.init", 42),
+    "host.compile": Booking("startup.compile", 41),
+    "host.import": Booking("startup.import", 40),
+    "dropped": Booking("unknown.dropped", 20),
+    "optimizer.step": Booking("useful.optimizer", 10),
+}
+"""Recorded name -> its booking: the only place that maps. Names left out own no time by themselves."""
+
+STARTUP_OF: dict[str, Booking] = {
+    "host.compile": Booking("startup.compile", 4),
+    "checkpoint.load": Booking("startup.load", 3),
+    "comm.init": Booking("startup.init", 2),
+    "host.import": Booking("startup.import", 1),
+}
+"""The same before the first step, where collections, logging and the rest belong to start-up."""
+
+REMAINDER_SUB = "useful.compute"
+"""What the training thread does inside a step while no recorded name covers it; its basis is 'remainder'."""
+
+BLAME: dict[str, str] = {
+    "useful": "straggler.compute",
+    "input": "straggler.input",
+    "checkpoint": "straggler.checkpoint",
+    "host": "straggler.host",
+    "startup": "straggler.startup",
+}
+"""Bucket in which the last rank spent more than the others -> sub-line of those who waited for it."""

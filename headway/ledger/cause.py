@@ -1,0 +1,59 @@
+"""One cause of lost device time: what, where, how much, how we know, what to do.
+
+Rules (`causes.py`, `straggler.py`) return these; `headway why` prints them.
+A cause is a counterfactual, not a bucket: causes may overlap and need not sum
+to anything. Times are device-seconds (seconds times devices that lost them).
+
+>>> late = Cause("input.fetch", "loader 0", 12.5, "412 batches waited for storage", "try 4 workers", 1.3, (1.2, 1.4))
+>>> late.to_json()["interval"]
+[1.2, 1.4]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """A ranked finding of `headway why`."""
+
+    cause: str
+    """Dotted, stable name: 'input.fetch', 'straggler.worker', 'host.gc', ..."""
+
+    where: str
+    """The rank, stage, loader or file it was seen at, in words."""
+
+    lost_device_s: float
+    """Device-seconds that would be won if the cause were gone; >= 0."""
+
+    evidence: str
+    """One sentence with the numbers that led to the verdict."""
+
+    fix: str
+    """One concrete next action."""
+
+    predicted_speedup: float | None = None
+    """Step-rate ratio after the fix (>= 1), None when nothing predicted it."""
+
+    interval: tuple[float, float] | None = None
+    """Low and high end of `predicted_speedup`, None when unknown."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of the `causes` list of schema `headway.why/1`."""
+        return {
+            "cause": self.cause,
+            "where": self.where,
+            "lost_device_s": self.lost_device_s,
+            "evidence": self.evidence,
+            "fix": self.fix,
+            "predicted_speedup": self.predicted_speedup,
+            "interval": None if self.interval is None else list(self.interval),
+        }
+
+
+def ranked(causes: Iterable[Cause]) -> list[Cause]:
+    """Return the causes by device-seconds lost, largest first; equal ones by name and place."""
+    return sorted(causes, key=lambda row: (-row.lost_device_s, row.cause, row.where))

@@ -1,0 +1,380 @@
+"""What cost the time: the causes of a recorded run, ranked, each with evidence and a fix.
+
+One rule per cause, in the table `RULES`. A rule reads the ledger's sub-lines
+and totals; what other ranks waited because of a cause counts as lost to it
+too, so causes may overlap. With a predictor the seconds lost are
+counterfactual: the recorded run replayed without the cause.
+
+>>> from headway.trace.trace import Trace
+>>> trace = Trace.from_columns({"rank": [0] * 3, "start_ns": [0, 0, 20], "duration_ns": [100, 100, 30]},
+...                            name=[0, 1, 2], names=["process", "step", "host.gc"])
+>>> [(cause.cause, cause.lost_device_s) for cause in find_causes(Ledger.of(trace))]
+[('host.gc', 3e-08)]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from headway.core.errors import InputError
+from headway.core.units import NS_PER_S, format_bytes, format_seconds
+from headway.ledger.account import SpanFacts
+from headway.ledger.cause import Cause, ranked
+from headway.ledger.ledger import Ledger
+
+LEAST_FRACTION = 0.005
+"""A cause that lost less of the device time than this is not listed."""
+
+PERSISTENT = 2 / 3
+"""A rank that was last at this share of the collectives, or blamed for this share of the waiting, is a straggler."""
+
+EDIT_OF_CAUSE: dict[str, str] = {
+    "input.fetch": "input.fetch=none",
+    "input.prep": "input.prep=none",
+    "input.transfer": "input.transfer=none",
+    "comm.exposed": "comm=none",
+    "straggler.rank": "straggler=none",
+    "host.gc": "host.gc=none",
+    "host.logging": "host.logging=none",
+    "checkpoint.stall": "checkpoint=none",
+}
+"""Cause -> the what-if edit that takes it away; causes left out cannot be replayed away."""
+
+DOING: dict[str, str] = {
+    "useful": "computed longer",
+    "input": "waited longer for input",
+    "checkpoint": "saved or loaded state",
+    "host": "collected garbage or logged",
+    "startup": "compiled or started later",
+}
+"""Bucket of a rank's largest excess -> what the rank was doing, in words."""
+
+
+class Forecast(Protocol):
+    """What a predictor returns; `headway.sim` predictions have it."""
+
+    @property
+    def base_step_s(self) -> float:
+        """Seconds per step as recorded."""
+        ...
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per step after the edits."""
+        ...
+
+    @property
+    def speedup(self) -> float:
+        """`base_step_s / step_s`."""
+        ...
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Range of the speedup."""
+        ...
+
+
+class Predictor(Protocol):
+    """Replays the run under what-if edits; may raise `InputError` when it cannot."""
+
+    def __call__(self, edits: Sequence[str]) -> Forecast:
+        """Return the forecast for `edits`, such as ('input.fetch=none',)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """A remedy that somebody predicted: what to do instead of a rule's general advice."""
+
+    text: str
+    """One concrete action."""
+
+    predicted_speedup: float
+    """Step-rate ratio after it."""
+
+    interval: tuple[float, float] | None = None
+    """Range of the speedup."""
+
+
+class Rule(Protocol):
+    """Looks for one cause. Write a function of this shape and list it in `RULES`."""
+
+    def __call__(self, ledger: Ledger) -> list[Cause]:
+        """Return what was found; empty when the cause is absent."""
+        ...
+
+
+def find_causes(
+    ledger: Ledger,
+    *,
+    predict: Predictor | None = None,
+    fixes: Mapping[str, Fix] | None = None,
+    least_fraction: float = LEAST_FRACTION,
+) -> list[Cause]:
+    """Return the causes of a ledger, by device-seconds lost.
+
+    Without `predict` the seconds are those booked; with it, those that a replay without the cause wins, and the
+    speedup is that replay's. `fixes` (cause -> Fix) puts predicted remedies in the place of general advice.
+    """
+    least_s = least_fraction * ledger.total_ns / NS_PER_S
+    found = [cause for rule in RULES.values() for cause in rule(ledger) if cause.lost_device_s > 0]
+    found = [cause for cause in found if cause.lost_device_s >= least_s]
+    if predict is not None:
+        found = [_predicted(cause, ledger, predict) for cause in found]
+    return ranked(_fixed(cause, (fixes or {}).get(cause.cause)) for cause in found)
+
+
+def _predicted(cause: Cause, ledger: Ledger, predict: Predictor) -> Cause:
+    """Put the replay without the cause in the place of the booked seconds, where it can be replayed."""
+    edit = EDIT_OF_CAUSE.get(cause.cause)
+    if edit is None:
+        return cause
+    try:
+        forecast = predict((edit,))
+    except InputError:  # This run cannot be replayed so; the booked seconds stand, without a prediction.
+        return cause
+    won_s = max(0.0, forecast.base_step_s - forecast.step_s) * ledger.steps * ledger.devices
+    return replace(cause, lost_device_s=won_s, predicted_speedup=forecast.speedup, interval=forecast.interval)
+
+
+def _fixed(cause: Cause, fix: Fix | None) -> Cause:
+    """Put a predicted remedy in the place of the advice."""
+    if fix is None:
+        return cause
+    return replace(cause, fix=fix.text, predicted_speedup=fix.predicted_speedup, interval=fix.interval)
+
+
+# ---- the rules
+
+
+def _sub_s(ledger: Ledger, *subs: str) -> float:
+    """Return device-seconds of some sub-lines."""
+    return sum(ledger.sub_ns.get(sub, 0) for sub in subs) / NS_PER_S
+
+
+def _blamed_s(ledger: Ledger, bucket: str, share: float = 1.0) -> float:
+    """Return what other ranks waited because a rank spent more in `bucket`."""
+    return share * sum(row.get(bucket, 0) for row in ledger.lateness.blamed_ns.values()) / NS_PER_S
+
+
+def _share_of(ledger: Ledger, bucket: str, *subs: str) -> float:
+    """Return the share of some sub-lines in their bucket."""
+    whole = ledger.ledger_ns[bucket]
+    return sum(ledger.sub_ns.get(sub, 0) for sub in subs) / whole if whole else 0.0
+
+
+def _span(ledger: Ledger, name: str) -> SpanFacts:
+    """Return the totals of a recorded name."""
+    return ledger.spans.get(name, SpanFacts(0, 0, 0, 0))
+
+
+def _also(waited_s: float) -> str:
+    """Mention what other ranks waited."""
+    return f"; other ranks waited {format_seconds(waited_s)} more for it" if waited_s > 0 else ""
+
+
+def _each(total_s: float, count: int) -> str:
+    """Return the mean, in words."""
+    return f"{format_seconds(total_s / count)} each" if count else format_seconds(total_s)
+
+
+def _loader(ledger: Ledger) -> Mapping[str, Any]:
+    """Return what run.json says of the first loader."""
+    loaders = ledger.meta.get("loaders") or {}
+    first: Mapping[str, Any] = next(iter(loaders.values()), {})
+    return first
+
+
+def _workers(ledger: Ledger) -> int | None:
+    """Return the loader's workers per rank, None when it is not known."""
+    value = _loader(ledger).get("num_workers")
+    return None if value is None else int(value)
+
+
+def _where_loader(ledger: Ledger) -> str:
+    """Name the loader."""
+    facts, workers = _loader(ledger), _workers(ledger)
+    name = facts.get("dataset") or "loader"
+    return str(name) if workers is None else f"{name}, {workers} workers per rank"
+
+
+def _input_fetch(ledger: Ledger) -> list[Cause]:
+    """Awaited batches that were blocked on storage, network or sleep; unsplit waits count here and say so."""
+    subs = ("input.fetch", "input.unsplit")
+    waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
+    own, blind = _sub_s(ledger, *subs), _sub_s(ledger, "input.unsplit")
+    count = _span(ledger, "input.next").count
+    evidence = f"{count} batches, and the training thread waited {_each(own, count)} while they were read"
+    if blind > own / 2:
+        evidence += " (their loads were not recorded, so this may be preparation as well)"
+    workers = _workers(ledger)
+    if workers == 0:
+        fix = "read in worker processes: DataLoader(num_workers=4); try --set workers=4, or --set cache_fraction=1"
+    else:
+        fix = (
+            f"more workers than {workers or 'now'} or a cache: try --set workers={2 * (workers or 2)}, cache_fraction=1"
+        )
+    return [Cause("input.fetch", _where_loader(ledger), own + waited, evidence + _also(waited), fix)]
+
+
+def _input_prep(ledger: Ledger) -> list[Cause]:
+    """Awaited batches that were being computed, or whose worker had no core."""
+    subs = ("input.prep", "input.cpu_wait")
+    waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
+    own, queue = _sub_s(ledger, *subs), _sub_s(ledger, "input.cpu_wait")
+    count = _span(ledger, "input.next").count
+    evidence = f"{count} batches, and the training thread waited {_each(own, count)} while they were prepared"
+    if queue > 0:
+        evidence += f", {format_seconds(queue)} of it because their worker had no core"
+    workers, cores = _workers(ledger), ledger.meta.get("cores")
+    if workers == 0:
+        fix = "prepare in worker processes: DataLoader(num_workers=2); try --set workers=2"
+    elif queue > own / 2 or (cores and workers and workers * ledger.devices >= int(cores)):
+        fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"
+    else:
+        fix = f"more workers than {workers if workers is not None else 'now'}: try --set workers={2 * (workers or 1)}"
+    return [Cause("input.prep", _where_loader(ledger), own + waited, evidence + _also(waited), fix)]
+
+
+def _input_transfer(ledger: Ledger) -> list[Cause]:
+    """Hand-off of finished batches, and creation of iterators."""
+    subs = ("input.transfer", "input.start")
+    waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
+    hand, start = _sub_s(ledger, "input.transfer"), _sub_s(ledger, "input.start")
+    count, created = _span(ledger, "input.next").count, _span(ledger, "input.iter").count
+    evidence = f"hand-off of {count} batches took {_each(hand, count)}"
+    if start > 0:
+        evidence += f"; {created} iterators were created, {_each(start, created)}"
+    if start > hand:
+        fix = "keep the workers between epochs: DataLoader(persistent_workers=True); try --set persistent=true"
+    else:
+        fix = "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device"
+    return [Cause("input.transfer", _where_loader(ledger), hand + start + waited, evidence + _also(waited), fix)]
+
+
+def _comm_exposed(ledger: Ledger) -> list[Cause]:
+    """Communication that nothing hides, after the last rank had arrived."""
+    own = ledger.ledger_ns["comm"] / NS_PER_S
+    names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
+    spans = [_span(ledger, name) for name in names]
+    count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
+    evidence = f"{count} waits lasted {_each(own, count)} after the last rank had arrived"
+    if size and count:
+        evidence += f", for {format_bytes(size / count)} each"
+    fix = "overlap more or send less: DDP bucket size (--set bucket_mb=25), gradients in bf16, faster links"
+    return [Cause("comm.exposed", f"{ledger.devices} ranks", own, evidence, fix)]
+
+
+def _straggler_rank(ledger: Ledger) -> list[Cause]:
+    """A rank that the others waited for, with what it was doing; saves and compilation are causes of their own."""
+    late = ledger.lateness
+    rows = {
+        rank: {bucket: ns for bucket, ns in row.items() if bucket not in ("checkpoint", "startup")}
+        for rank, row in late.blamed_ns.items()
+    }
+    total_ns = sum(sum(row.values()) for row in rows.values())
+    found = []
+    for rank, row in rows.items():
+        own_ns = sum(row.values())
+        if own_ns and _persistent(ledger, rank, own_ns, total_ns):
+            found.append(_one_straggler(ledger, rank, row))
+    rest_ns = total_ns - round(sum(cause.lost_device_s for cause in found) * NS_PER_S)
+    if not found and rest_ns > 0:
+        evidence = (
+            f"{late.num_collectives} collectives waited {format_seconds(rest_ns / NS_PER_S)} in all, each time for "
+        )
+        evidence += "another rank: " + ", ".join(f"rank {r} {n}x" for r, n in sorted(late.times_last.items()) if n)
+        fix = "even out the work per step: equal batches and lengths, fewer background processes per host"
+        found.append(Cause("straggler.rank", "ranks in turn", rest_ns / NS_PER_S, evidence, fix))
+    return found
+
+
+def _persistent(ledger: Ledger, rank: int, own_ns: int, total_ns: int) -> bool:
+    """Return whether one rank is the straggler rather than one of many."""
+    late = ledger.lateness
+    often = late.times_last.get(rank, 0) >= PERSISTENT * late.num_collectives > 0
+    return often or own_ns >= PERSISTENT * total_ns
+
+
+def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
+    """Describe one straggling rank."""
+    late, own_ns = ledger.lateness, sum(row.values())
+    bucket = max(sorted(row), key=lambda name: row[name])
+    host = ledger.hosts.get(rank)
+    margin = format_seconds(late.median_margin_ns.get(rank, 0) / NS_PER_S)
+    evidence = (
+        f"last at {late.times_last.get(rank, 0)} of {late.num_collectives} collectives, by {margin} in the median; "
+        f"it {DOING[bucket]} than the others ({row[bucket] / own_ns:.0%} of the waiting)"
+    )
+    fix = {
+        "useful": f"look at what else runs on rank {rank}'s cores or device (clocks, heat, neighbours), or replace it",
+        "input": f"compare rank {rank}'s storage and loader workers with the others'",
+    }.get(bucket, "do it on all ranks at the same step: --set gc=frozen:100, logging on every rank alike")
+    where = f"rank {rank}" + (f" on {host}" if host else "")
+    return Cause("straggler.rank", where, own_ns / NS_PER_S, evidence, fix)
+
+
+def _host_gc(ledger: Ledger) -> list[Cause]:
+    """Garbage collection on the training thread."""
+    own, span = _sub_s(ledger, "host.gc"), _span(ledger, "host.gc")
+    waited = _blamed_s(ledger, "host", _share_of(ledger, "host", "host.gc"))
+    evidence = f"{span.count} collections stopped training, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
+    fix = "freeze what set-up made and collect on all ranks at once: remedy host.gc; try --set gc=frozen:100"
+    return [Cause("host.gc", "training thread", own + waited, evidence + _also(waited), fix)]
+
+
+def _host_logging(ledger: Ledger) -> list[Cause]:
+    """Logging handlers on the training thread."""
+    own, span = _sub_s(ledger, "host.logging"), _span(ledger, "host.logging")
+    waited = _blamed_s(ledger, "host", _share_of(ledger, "host", "host.logging"))
+    evidence = f"{span.count} log records took {_each(own, span.count)} on the training thread"
+    fix = "hand log records to a background thread: remedy host.logging; try --set logging=buffered"
+    return [Cause("host.logging", "training thread", own + waited, evidence + _also(waited), fix)]
+
+
+def _host_launch(ledger: Ledger) -> list[Cause]:
+    """Devices that waited for the host to launch the next kernel."""
+    own = _sub_s(ledger, "host.launch", "host.copy")
+    evidence = (
+        f"devices idled {ledger.fraction('host.launch'):.0%} of the time inside steps: no kernel had been launched"
+    )
+    fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
+    return [Cause("host.launch", f"{ledger.devices} devices", own, evidence, fix)]
+
+
+def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
+    """Saves that held up training, and the ranks that waited for them."""
+    own, waited = ledger.ledger_ns["checkpoint"] / NS_PER_S, _blamed_s(ledger, "checkpoint")
+    span = _span(ledger, "checkpoint.save")
+    evidence = f"{span.count} saves stopped training for {_each(own, span.count)}"
+    parts = {"save": "writing", "persist": "fsync and flush", "commit": "rename"}
+    told = [f"{text} {format_seconds(_sub_s(ledger, f'checkpoint.{key}'))}" for key, text in parts.items()]
+    evidence += f" ({', '.join(told)})" + _also(waited)
+    fix = "save less often, or copy to host memory and write in the background; try --set checkpoint=0.5x"
+    return [Cause("checkpoint.stall", "training thread", own + waited, evidence, fix)]
+
+
+def _startup_compile(ledger: Ledger) -> list[Cause]:
+    """torch.compile at work, at the start and in steps."""
+    own, waited = _sub_s(ledger, "startup.compile", "restart.compile"), _blamed_s(ledger, "startup")
+    span = _span(ledger, "host.compile")
+    evidence = f"torch.compile worked {span.count} times, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
+    fix = "keep the compile cache between runs (TORCHINDUCTOR_CACHE_DIR), mark dynamic shapes to avoid recompilation"
+    return [Cause("startup.compile", "training thread", own + waited, evidence + _also(waited), fix)]
+
+
+RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
+    "input.fetch": _input_fetch,
+    "input.prep": _input_prep,
+    "input.transfer": _input_transfer,
+    "comm.exposed": _comm_exposed,
+    "straggler.rank": _straggler_rank,
+    "host.gc": _host_gc,
+    "host.logging": _host_logging,
+    "host.launch": _host_launch,
+    "checkpoint.stall": _checkpoint_stall,
+    "startup.compile": _startup_compile,
+}
+"""Every cause that a recorded run can show. Adding one is adding a line here."""

@@ -1,0 +1,163 @@
+"""Runs on devices: what sampled profiler windows say about the time between them.
+
+The always-on records of a CUDA run tell what the training thread did; whether
+the device computed meanwhile is visible in profiler windows only. Each
+window is cut against the host's labels at the same moments; the shares found
+there split the whole run's time under each label. Whole nanoseconds that add
+up exactly; how much of the step time was seen is part of the basis.
+
+>>> Windows({}, 0, 0, 0).basis
+'sampled (0 windows, 0.00 % of step time)'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from headway.ledger.attempts import RunBook
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
+from headway.ledger.kernels import DeviceBook, device_books, lateness_of
+from headway.ledger.rows import NAMES
+from headway.ledger.sweep import Ints, share_out, sweep
+from headway.ledger.timeline import RankBook
+from headway.trace.trace import Trace, concat
+
+SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy")
+"""What a window can show of a device at work; a last column, 'own', holds the time in which it did not work."""
+
+OWN = len(SEEN)
+
+CLASSES: tuple[tuple[str, ...], ...] = (
+    ("useful",),
+    ("input",),
+    ("comm", "straggler", "bubble"),
+    ("checkpoint",),
+    ("host",),
+    ("startup",),
+)
+"""Buckets of the host's label that are split together."""
+
+CLASS_OF_BUCKET = {bucket: index for index, buckets in enumerate(CLASSES) for bucket in buckets}
+
+_CLASS_OF_NAME = np.array(
+    [CLASS_OF_BUCKET.get(bucket_of_sub(BUCKET_OF[name].sub), 0) if name in BUCKET_OF else 0 for name in NAMES] + [0]
+)
+_SEEN_OF_SUB = np.array([SEEN.index(sub) if sub in SEEN else OWN for sub in SUB_CODE])
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """What the windows of a run showed."""
+
+    shares: Mapping[int, Ints]
+    """Rank -> [len(CLASSES), len(SEEN) + 1] ns seen in windows, by host label and device activity."""
+
+    num_windows: int
+    """Windows used, over all ranks."""
+
+    window_ns: int
+    """Device-ns inside windows."""
+
+    step_ns: int
+    """Device-ns inside steps."""
+
+    @property
+    def basis(self) -> str:
+        """How the split buckets are known."""
+        seen = self.window_ns / self.step_ns if self.step_ns else 0.0
+        return f"sampled ({self.num_windows} windows, {seen:.2%} of step time)".replace("%", " %")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know."""
+        if self.num_windows:
+            return (f"device activity is extrapolated: {self.basis}",)
+        return ("no profiler window was recorded: `useful` is what host records leave over, device gaps included",)
+
+
+def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]], meta: Mapping[str, Any]) -> Windows:
+    """Cut every window of the run's last attempt against the host's labels.
+
+    `windows` maps a window's number to the traces of its ranks, their times on the realtime clock.
+    """
+    ranks = {one.rows.rank: one for one in book.attempts[-1].books}
+    shift = int(meta.get("realtime_ns") or 0) - int(meta.get("start_ns") or 0) if meta.get("realtime_ns") else 0
+    shares: dict[int, Ints] = {}
+    used = 0
+    for traces in windows.values():
+        trace = concat(list(traces))
+        found = device_books(trace)
+        late, _ = lateness_of(trace, found)
+        for device, waited in zip(found, late, strict=True):
+            host = ranks.get(device.rank)
+            table = _cut(device, waited, host, shift) if host is not None else None
+            if table is not None and table.any():
+                shares[device.rank] = shares.get(device.rank, 0) + table
+                used += 1
+    step_ns = sum(int((one.life.step_end - one.life.step_start).sum()) for one in ranks.values())
+    return Windows(shares, used, sum(int(table.sum()) for table in shares.values()), step_ns)
+
+
+def _cut(device: DeviceBook, waited: Ints, host: RankBook, shift: int) -> Ints | None:
+    """Return [len(CLASSES), len(SEEN) + 1] ns of one window of one device, only inside steps; None outside them."""
+    life, rows = host.life, host.rows
+    pieces = device.pieces
+    middle = pieces.start_ns + waited
+    start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1) - shift
+    end = np.stack([middle, pieces.end_ns], axis=1).reshape(-1) - shift
+    seen = np.stack([np.full(len(waited), SEEN.index("straggler.device")), _SEEN_OF_SUB[device.sub]], axis=1).reshape(
+        -1
+    )
+    low, high = max(int(start.min()), life.first_ns), min(int(end.max()), life.last_ns)
+    if high <= low:
+        return None
+    kept = end > start
+    start, end, seen = start[kept], end[kept], seen[kept]
+    picked = rows.of(*BUCKET_OF)
+    level = np.array([BUCKET_OF[NAMES[code]].precedence for code in rows.name[picked].tolist()], np.int64)
+    labels = sweep(rows.start_ns[picked], rows.end_ns[picked], level, window=(low, high), cuts=start)
+    name = np.append(rows.name[picked], -1)[labels.row]
+    activity = seen[np.clip(np.searchsorted(start, labels.start_ns, side="right") - 1, 0, len(seen) - 1)]
+    table = np.zeros((len(CLASSES), OWN + 1), np.int64)
+    np.add.at(table, (_CLASS_OF_NAME[name], activity), labels.duration_ns)
+    return table
+
+
+def apply_windows(book: RunBook, windows: Windows) -> None:
+    """Split the time inside steps by what the windows showed; ranks without windows take the shares of all."""
+    if not windows.shares:
+        return
+    everyone = np.sum(list(windows.shares.values()), axis=0)
+    for attempt in book.attempts:
+        for one in attempt.books:
+            _apply(one.sheet.ns[:, 1:-1], windows.shares.get(one.rows.rank, everyone), everyone)
+
+
+def _apply(ns: Ints, shares: Ints, everyone: Ints) -> None:
+    """Split the columns of one sheet in place."""
+    bucket = np.array(BUCKET_CODE_OF_SUB)
+    added = np.zeros_like(ns)
+    for index, buckets in enumerate(CLASSES):
+        weights = shares[index] if shares[index].any() else everyone[index]
+        if not weights.any():
+            continue
+        lines = np.flatnonzero(np.isin(bucket, [BUCKETS.index(name) for name in buckets]))
+        total = ns[lines].sum(axis=0)
+        split = share_out(total, np.broadcast_to(weights, (len(total), OWN + 1)))
+        for column, sub in enumerate(SEEN):
+            added[SUB_CODE[sub]] += split[:, column]
+        if index == 0:
+            ns[lines] = 0
+            added[SUB_CODE["host.launch"]] += split[:, OWN]
+        else:
+            ns[lines] = share_out(split[:, OWN], ns[lines].T).T
+    ns += added
+
+
+def of_rank(trace: Trace, rank: int) -> Trace:
+    """Return a window's trace with every row of `rank`: the file's name knows it even where the profiler does not."""
+    return replace(trace, events={**trace.events, "rank": np.full(len(trace), rank, np.int32)})

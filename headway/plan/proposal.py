@@ -1,0 +1,108 @@
+"""One change to a job, with what it would win, cost and risk; and one that was considered and refused.
+
+Advisers (`advise.py` of each room) yield these, the planner composes them.
+
+>>> Proposal("data.workers", "data", ("workers=4",), 1.8, (1.6, 1.9), applies=True).clear
+True
+>>> Proposal("data.workers", "data", ("workers=4",), 1.03, (0.98, 1.09), applies=True).clear
+False
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.errors import InputError
+
+MIN_SPEEDUP = 1.02
+"""A gain below this is not worth a change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A remedy for this run."""
+
+    name: str
+    """Name of the remedy: 'data.workers'."""
+
+    room: str
+    """Who proposes it."""
+
+    edits: tuple[str, ...]
+    """The change as edits of the recorded run: what the prediction replays, alone and in combination."""
+
+    predicted_speedup: float
+    """Steps per second after / before, when it is applied alone."""
+
+    interval: tuple[float, float]
+    """Range of that."""
+
+    applies: bool
+    """Whether `headway run --apply` can do it; False = predicted only."""
+
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """What the remedy's function takes."""
+
+    cost: str = ""
+    """What it uses, in words: processes, memory."""
+
+    risk: str = ""
+    """What could go wrong or change, in words; '' = nothing known."""
+
+    reason: str = ""
+    """Why it should help, or what the prediction assumes."""
+
+    memory_bytes: int = 0
+    """Host memory that it needs per rank."""
+
+    allow: str | None = None
+    """What the user has to grant (`--allow`) before it may be applied."""
+
+    conflicts: tuple[str, ...] = ()
+    """Names of remedies that cannot be applied with it."""
+
+    def __post_init__(self) -> None:
+        """Check the interval."""
+        if not self.interval[0] <= self.interval[1]:
+            raise InputError(f"the interval of {self.name} is {self.interval}; give (low, high) with low <= high.")
+
+    @property
+    def clear(self) -> bool:
+        """Say whether the gain is worth having and stands clear of its own uncertainty."""
+        return self.predicted_speedup >= MIN_SPEEDUP and self.interval[0] > 1 + (MIN_SPEEDUP - 1) / 2
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of `headway plan --json`."""
+        return {
+            "name": self.name,
+            "room": self.room,
+            "predicted_speedup": self.predicted_speedup,
+            "interval": list(self.interval),
+            "applies": self.applies,
+            "cost": self.cost,
+            "risk": self.risk,
+            "reason": self.reason,
+            "edits": list(self.edits),
+            "parameters": dict(self.parameters),
+            "allow": self.allow,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A remedy that was considered and is not proposed."""
+
+    name: str
+    """Name of the remedy."""
+
+    room: str
+    """Who considered it."""
+
+    reason: str
+    """Why not, with the number or the fact that decided."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of the plan's list of refusals."""
+        return {"name": self.name, "room": self.room, "reason": self.reason}

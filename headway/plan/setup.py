@@ -1,0 +1,111 @@
+"""What a plan has to respect: the job, the host it ran on, and the limits.
+
+Use `Setup.from_facts(run.meta)`; everything in it can be overridden. Memory is
+bytes per host, cores are usable cores per host, counts are per rank unless a
+name says otherwise.
+
+>>> setup = Setup.from_facts({"world_size": 4, "nproc": 2, "cores": 8, "device_type": "cpu"}, memory_bytes=10**9)
+>>> setup.limits.memory_per_rank_bytes(setup), setup.limits.max_workers
+(400000000, 16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+
+from headway.core.errors import InputError
+
+MEMORY_FRACTION = 0.8
+"""Share of the available memory that remedies may use together."""
+
+LEAST_WORKERS = 8
+"""Workers per rank that are tried even on a host with few cores: loads that sleep need no core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the plan may use."""
+
+    memory_bytes: int
+    """Memory per host that is free for caches and workers."""
+
+    max_workers: int
+    """Loader workers per rank, at most."""
+
+    allow: tuple[str, ...] = ()
+    """What the user has granted: 'result-equivalent' lets remedies change random draws, but no distribution."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.memory_bytes < 0 or self.max_workers < 0:
+            raise InputError(
+                f"limits are {self.memory_bytes} bytes and {self.max_workers} workers; pass numbers from 0 upwards."
+            )
+
+    def memory_per_rank_bytes(self, setup: Setup) -> int:
+        """Return what one rank's remedies may use."""
+        return int(MEMORY_FRACTION * self.memory_bytes) // setup.ranks_per_host
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The job and its hardware."""
+
+    world_size: int
+    """Ranks of the job."""
+
+    ranks_per_host: int
+    """Ranks that share one host's cores and memory."""
+
+    cores: int
+    """Usable cores per host."""
+
+    device_type: str
+    """'cpu' or the name of the accelerator."""
+
+    limits: Limits
+    """What the plan may use."""
+
+    loaders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Loader -> its facts, as in run.json."""
+
+    def __post_init__(self) -> None:
+        """Check the counts."""
+        for name in ("world_size", "ranks_per_host", "cores"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
+    @property
+    def accelerated(self) -> bool:
+        """Say whether the job computes on an accelerator."""
+        return self.device_type != "cpu"
+
+    @classmethod
+    def from_facts(
+        cls,
+        facts: Mapping[str, Any],
+        *,
+        memory_bytes: int | None = None,
+        max_workers: int | None = None,
+        allow: tuple[str, ...] = (),
+    ) -> Setup:
+        """Build it from run.json; what is left out is taken from the run, memory from this host as it is now."""
+        cores = int(facts.get("cores") or 1)
+        free = memory_bytes if memory_bytes is not None else facts.get("memory_available_bytes")
+        world_size = int(facts.get("world_size") or 1)
+        return cls(
+            world_size=world_size,
+            ranks_per_host=min(world_size, int(facts.get("nproc") or world_size)),
+            cores=cores,
+            device_type=str(facts.get("device_type") or "cpu"),
+            limits=Limits(
+                memory_bytes=int(psutil.virtual_memory().available) if free is None else int(free),
+                max_workers=max(LEAST_WORKERS, 2 * cores) if max_workers is None else max_workers,
+                allow=allow,
+            ),
+            loaders=dict(facts.get("loaders") or {}),
+        )

@@ -1,0 +1,252 @@
+"""Figures as words: how numbers, buckets and verdicts are written, on every screen and page.
+
+One place decides how many digits a share has, what a bucket is called and
+which colour it wears, so that the terminal and the HTML report never
+disagree. Inputs are plain floats in the units of `headway.core.units`.
+
+>>> percent(0.6199), speedup(1.904), interval((1.75, 2.02)), device_seconds(4031.2)
+('62.0 %', '1.90x', '1.75 to 2.02', '4,031 s')
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.core.units import format_seconds
+
+Json = Mapping[str, Any]
+"""One parsed JSON object of the `--json` contracts."""
+
+GAIN_WORTH_NAMING = 1.02
+"""A predicted speedup below this is not offered as a win: it drowns in the noise of two runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketStyle:
+    """How one bucket of the ledger is named and coloured, everywhere."""
+
+    losing: str
+    """What losing time to it is called, to follow 'went to'."""
+
+    light: str
+    """Colour on a light page, `#rrggbb`."""
+
+    dark: str
+    """Colour on a dark page, `#rrggbb`."""
+
+    ansi: int
+    """Colour of a 256-colour terminal, readable on both backgrounds."""
+
+    hatched: bool = False
+    """Drawn with stripes: tells greys and wines apart without relying on hue."""
+
+
+BUCKET_STYLES: dict[str, BucketStyle] = {
+    "useful": BucketStyle("useful work", "#328ad4", "#4290dc", 68),
+    "input": BucketStyle("waiting for input", "#db7b16", "#f78f13", 208),
+    "comm": BucketStyle("exposed communication", "#f7c512", "#fed967", 178),
+    "bubble": BucketStyle("pipeline bubbles", "#43c4e7", "#91e9f0", 80),
+    "straggler": BucketStyle("waiting for stragglers", "#cd2b0b", "#e44f2e", 160),
+    "checkpoint": BucketStyle("checkpoint stalls", "#772698", "#933da9", 133),
+    "startup": BucketStyle("start-up", "#979797", "#7e8084", 103),
+    "restart": BucketStyle("restarts", "#3b444d", "#56595d", 242),
+    "rework": BucketStyle("rework after restarts", "#4b1b2a", "#63383c", 89, hatched=True),
+    "host": BucketStyle("host work (GC, logging, launch gaps)", "#317860", "#8bbc92", 35),
+    "idle": BucketStyle("idle devices", "#dee1e3", "#2e2e2e", 248),
+    "unknown": BucketStyle("time nobody recorded", "#aaafb5", "#676d75", 245, hatched=True),
+}
+"""Bucket -> style, in the ledger's order. Colours keep apart under the three common colour deficiencies (tested)."""
+
+UNKNOWN_STYLE = BUCKET_STYLES["unknown"]
+
+
+def bucket_style(bucket: str) -> BucketStyle:
+    """Return the style of a bucket, that of `unknown` for a name from a newer ledger."""
+    return BUCKET_STYLES.get(bucket, UNKNOWN_STYLE)
+
+
+def finite(value: object) -> float | None:
+    """Return `value` as a float, None when it is missing, not a number or infinite."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def percent(fraction: object) -> str:
+    """Write a fraction in percent with one decimal; '-' when it is missing.
+
+    >>> percent(0.00004), percent(1.0), percent(None)
+    ('< 0.1 %', '100.0 %', '-')
+    """
+    value = finite(fraction)
+    if value is None:
+        return "-"
+    return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
+
+
+def speedup(value: object) -> str:
+    """Write a ratio of speeds: '1.90x', '12.4x'; '-' when it is missing."""
+    ratio = finite(value)
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x"
+
+
+def interval(bounds: object) -> str:
+    """Write the bounds of a prediction: '1.75 to 2.02'; '' when there are none."""
+    if not isinstance(bounds, Sequence) or isinstance(bounds, str) or len(bounds) != 2:
+        return ""
+    low, high = finite(bounds[0]), finite(bounds[1])
+    return "" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+
+
+def predicted(row: Json) -> str:
+    """Write a row's `predicted_speedup` with its `interval`: '1.90x (1.75 to 2.02)'; '-' when there is none."""
+    text, bounds = speedup(row.get("predicted_speedup")), interval(row.get("interval"))
+    return f"{text} ({bounds})" if bounds and text != "-" else text
+
+
+def seconds(value: object) -> str:
+    """Write a time in seconds with a fitting unit; '-' when it is missing."""
+    time_s = finite(value)
+    return "-" if time_s is None else "0 s" if time_s == 0 else format_seconds(time_s)
+
+
+def device_seconds(value: object, beside: float | None = None) -> str:
+    """Write device-seconds in seconds only, so that a column of them compares at a glance.
+
+    `beside` is the largest figure of the column: all of it is written with the
+    digits that suit that one.
+
+    >>> [device_seconds(x) for x in (0.0, 0.004, 1.0, 40.31, 86400.0)]
+    ['0 s', '< 0.01 s', '1.00 s', '40.3 s', '86,400 s']
+    >>> [device_seconds(x, beside=51.2) for x in (0.004, 1.0, 51.2)]
+    ['< 0.1 s', '1.0 s', '51.2 s']
+    """
+    amount = finite(value)
+    if amount is None:
+        return "-"
+    if amount == 0:
+        return "0 s"
+    scale = abs(amount if beside is None else beside)
+    digits = 2 if scale < 10 else 1 if scale < 1000 else 0
+    smallest = 10.0**-digits
+    return f"{amount:,.{digits}f} s" if abs(amount) >= smallest / 2 else f"< {smallest:g} s"
+
+
+def count(value: object) -> str:
+    """Write a whole number with thousands separators; '-' when it is missing.
+
+    >>> count(20000), count(None)
+    ('20,000', '-')
+    """
+    number = finite(value)
+    return "-" if number is None else f"{number:,.0f}"
+
+
+def plural(number: object, noun: str) -> str:
+    """Write a number with its noun: '1 step', '2 devices'."""
+    return f"{count(number)} {noun}{'' if finite(number) == 1 else 's'}"
+
+
+def clean(text: object) -> str:
+    """Return `text` without characters that could steer a terminal or reorder a page; each becomes a space.
+
+    >>> clean("train\\x1b[31m.py\\n")
+    'train [31m.py'
+    """
+    kept = (" " if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in str(text))
+    return " ".join("".join(kept).split())
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer in one breath."""
+
+    sentence: str
+    """Where the time went: '62 % of 2 devices x 41.3 s went to waiting for input.'"""
+
+    remedy: str
+    """What to do about it; '' when there is nothing to do."""
+
+    gain: str
+    """Predicted gain: '1.90x (1.75 to 2.02)'; '' when there is none."""
+
+    def line(self) -> str:
+        """Return everything as one line, for the end of a run and for logs."""
+        remedy = f" Fix: {self.remedy.rstrip('.')}" if self.remedy else ""
+        gain = f", predicted {self.gain}" if remedy and self.gain else ""
+        return f"{self.sentence}{remedy}{gain}{'.' if remedy else ''}"
+
+
+def total_device_s(why: Json) -> float:
+    """Return devices x wall, in seconds."""
+    wall_s = finite(why.get("wall_s"))
+    if wall_s is None:
+        wall_s = (finite(why.get("wall_ns")) or 0.0) / 1e9
+    return (finite(why.get("devices")) or 0.0) * wall_s
+
+
+def share(part: object, whole: float) -> float | None:
+    """Return part / whole, None when either is missing or `whole` is zero."""
+    amount = finite(part)
+    return None if amount is None or whole <= 0 else amount / whole
+
+
+def verdict(why: Json) -> Verdict:
+    """Say in one sentence where the time of a `headway.why/1` object went, and what to do first.
+
+    The first cause with a predicted gain leads, else the first cause: its bucket
+    gives the share, its fix the remedy. A run without a cause worth naming is
+    told so.
+    """
+    devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
+    if not finite(why.get("steps")):
+        return Verdict(f"No optimizer step was recorded in {devices} x {wall}.", "", "")
+    named = [c for c in why.get("causes") or () if worth_naming(c, why)]
+    first = next((c for c in named if (finite(c.get("predicted_speedup")) or 0.0) >= GAIN_WORTH_NAMING), None)
+    first = first or next(iter(named), None)
+    if first is None:
+        goodput = percent(why.get("goodput"))
+        return Verdict(f"{goodput} of {devices} x {wall} was useful work; no loss stands out.", "", "")
+    sentence = f"{_lost_to(first, why)} of {devices} x {wall} went to {_losing(first)}."
+    gain = finite(first.get("predicted_speedup"))
+    return Verdict(
+        sentence, clean(first.get("fix") or ""), predicted(first) if (gain or 0) >= GAIN_WORTH_NAMING else ""
+    )
+
+
+def worth_naming(cause: Json, why: Json) -> bool:
+    """Tell whether a cause lost at least 0.5 % of the device time or promises a gain."""
+    lost = share(cause.get("lost_device_s"), total_device_s(why)) or 0.0
+    return lost >= 0.005 or (finite(cause.get("predicted_speedup")) or 0.0) >= GAIN_WORTH_NAMING
+
+
+CAUSE_PHRASES: dict[str, str] = {
+    "straggler.worker": "waiting for slow workers",
+    "straggler.last_stage": "waiting for the last pipeline stage",
+    "straggler.sequence": "sequence-length imbalance",
+    "straggler.rank": "waiting for a slow rank",
+    "host.gc": "garbage collection",
+    "host.logging": "logging",
+    "host.launch": "launch gaps",
+    "startup.compile": "start-up and compilation",
+}
+"""Cause -> what losing time to it is called, where the name of its bucket would say too little."""
+
+
+def _losing(cause: Json) -> str:
+    name = str(cause.get("cause", ""))
+    return CAUSE_PHRASES.get(name) or bucket_style(name.partition(".")[0]).losing
+
+
+def _lost_to(cause: Json, why: Json) -> str:
+    """Return the share of the cause's whole bucket, or of the cause itself where the bucket holds others too."""
+    name = str(cause.get("cause", ""))
+    booked = None if name in CAUSE_PHRASES else (why.get("ledger") or {}).get(name.partition(".")[0])
+    fraction = share(booked or cause.get("lost_device_s"), total_device_s(why))
+    return "-" if fraction is None else f"{100 * fraction:.0f} %" if fraction >= 0.1 else percent(fraction)

@@ -1,0 +1,114 @@
+"""The parts of the HTML report that the page's script draws into: frames, controls, descriptions.
+
+Each frame can be reached with the Tab key and says in words what it shows and
+which keys it takes; without scripts a sentence stands in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headway.report.charts import HeatMap
+from headway.report.figures import count, plural
+from headway.report.sections import heat_table, legend, section, text
+
+CHART_KEYS = "Drag to zoom, double-click for everything. Keys: arrows, + and -, Home."
+TIMELINE_KEYS = "Drag to move, Ctrl and wheel to zoom, double-click for everything. Keys: arrows, + and -, Home."
+
+
+def steps_part(chart: Mapping[str, Any] | None, wanted: bool) -> str:
+    """Return the frame of step times; an empty state when there was no step to show."""
+    if chart is None:
+        return section("steps", "Step time", "", _empty("No steps were recorded.")) if wanted else ""
+    chooser = _rank_chooser(chart) if len(chart["ranks"]) > 1 else ""
+    tools = f'{chooser}<label class="check"><input type="checkbox" id="steps-log">Logarithmic</label>'
+    width = chart["width"]
+    many = len(chart["ranks"]) > 1
+    thinned = f" Each point stands for {width} steps; the band keeps their extremes." if width > 1 else ""
+    what = "The line is the median over ranks, the band reaches from the fastest to the slowest." if many else ""
+    lead = f"{plural(chart['steps'], 'step')}. {what}{thinned}".strip()
+    return section("steps", "Step time", lead, _frame("steps", "Step time over steps", tools))
+
+
+def _rank_chooser(chart: Mapping[str, Any]) -> str:
+    more = chart["all_ranks"] - len(chart["ranks"])
+    every = "All ranks" if not more else f"All {count(chart['all_ranks'])} ranks"
+    options = "".join(f'<option value="{place}">Rank {rank}</option>' for place, rank in enumerate(chart["ranks"]))
+    hint = "Highlight a rank" + (f" of the {len(chart['ranks'])} slowest" if more else "")
+    options = f'<option value="">{every}</option>{options}'
+    return f'<select id="steps-rank" aria-label="{hint}" title="{hint}">{options}</select>'
+
+
+def shares_part(chart: Mapping[str, Any] | None) -> str:
+    """Return the frame of bucket shares over steps, '' when there is none."""
+    if chart is None or not chart["shares"]:
+        return ""
+    width = chart["width"]
+    lead = "Device time of each step by bucket, all ranks together."
+    lead += f" Each column stands for {width} steps." if width > 1 else ""
+    body = _frame("shares", "Shares of device time over steps", "") + legend(list(chart["shares"]))
+    return section("shares", "Shares over time", lead, body)
+
+
+def _frame(name: str, title: str, tools: str) -> str:
+    controls = (
+        f'<div class="bar-tools">{tools}<span class="readout" id="{name}-readout" aria-live="polite"></span></div>'
+    )
+    plot = f'<div class="plot" id="{name}-plot"></div>'
+    label = f'role="group" aria-label="{text(title)}. {text(CHART_KEYS)}"'
+    return f'<figure id="{name}-figure" tabindex="0" {label} >{controls}{plot}</figure>{_without_script()}'
+
+
+def timeline_part(panels: Sequence[Mapping[str, Any]]) -> str:
+    """Return the frame of the timelines, recorded and ideal one below the other; '' when there is none."""
+    if not panels:
+        return ""
+    used = sorted({b for panel in panels for b in panel["used"]}, key=panels[0]["buckets"].index)
+    hidden = sum(panel["hidden"] for panel in panels)
+    missing = f" {plural(hidden, 'span')} too short to see {'is' if hidden == 1 else 'are'} left out." if hidden else ""
+    tools = "".join(
+        f'<button type="button" id="timeline-{name}" aria-label="{label}">{sign}</button>'
+        for name, label, sign in (("in", "Zoom in", "+"), ("out", "Zoom out", "−"), ("all", "Show everything", "All"))
+    )
+    canvas = '<canvas id="timeline-canvas"></canvas><div class="tip" id="timeline-tip" role="status"></div>'
+    label = f'role="group" aria-label="Timeline of a window. {text(TIMELINE_KEYS)}"'
+    frame = f'<figure id="timeline-figure" tabindex="0" {label}><div class="bar-tools">{tools}</div>{canvas}</figure>'
+    body = frame + legend(used) + _without_script()
+    return section("timeline", "Timeline of a window", TIMELINE_KEYS + missing, body)
+
+
+def heat_part(heats: Sequence[HeatMap], drawn: Sequence[Mapping[str, Any]], small: int) -> str:
+    """Return all heat maps: small ones as tables, the others as frames in the order of `drawn`."""
+    parts: list[str] = []
+    index = 0
+    for heat in heats:
+        parts.append(f"<h3>{text(heat.title)}</h3>")
+        if heat.values.size <= small:
+            parts.append(heat_table(heat))
+        else:
+            parts.append(_heat_frame(index, heat, drawn[index]))
+            index += 1
+    lead = "1.00 is as fast as without stragglers. Joined cells keep the largest value." if index else ""
+    return (
+        section("heat", "Heat map", lead or "1.00 is as fast as without stragglers.", "".join(parts)) if parts else ""
+    )
+
+
+def _heat_frame(index: int, heat: HeatMap, drawn: Mapping[str, Any]) -> str:
+    name = f"heat-{index}"
+    scale = f'<span class="scale"><span id="{name}-low"></span><i></i><span id="{name}-high"></span></span>'
+    readout = f'<span class="readout" id="{name}-readout" aria-live="polite"></span>'
+    label = f"{heat.title}: {len(drawn['rows'])} by {len(drawn['columns'])} cells. Keys: arrows."
+    return (
+        f'<figure id="{name}-figure" tabindex="0" role="group" aria-label="{text(label)}">'
+        f'<div class="bar-tools">{scale}{readout}</div><canvas id="{name}-canvas"></canvas></figure>{_without_script()}'
+    )
+
+
+def _empty(sentence: str) -> str:
+    return f'<p class="empty">{text(sentence)}</p>'
+
+
+def _without_script() -> str:
+    return '<p class="note no-script">This picture is drawn by the script in this file; allow it to run to see it.</p>'

@@ -1,0 +1,218 @@
+"""One self-contained HTML page about one run: nothing is fetched, everything is inside.
+
+`write_report` takes plain data (the `--json` objects, arrays of step times, a
+window of a trace) and writes a page that shows the verdict, the ledger, the
+causes, predicted beside measured, step times and bucket shares over steps, a
+timeline, heat maps, the plan and the facts of the run. What is not given is
+left out. The page's policy forbids every request; scripts run only if their
+hash is the one written into it. Times in seconds, shares as fractions.
+
+>>> data = ReportData("demo", {"devices": 1, "steps": 0, "wall_s": 2.0, "ledger": {"startup": 2.0}})
+>>> "https://" in page(data), "No optimizer step was recorded" in page(data)
+(False, True)
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import headway
+from headway.core.errors import InputError
+from headway.report import frames, sections
+from headway.report.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
+from headway.report.figures import BUCKET_STYLES, Json, clean
+from headway.report.sections import text
+from headway.report.timeline import Timeline
+
+ASSETS = Path(__file__).parent / "assets"
+"""Template, style and script of the page; uPlot and its licence."""
+
+SMALL_HEAT_MAP = 256
+"""Cells up to which a heat map is a table with figures; larger ones are drawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """Everything a page may show; only `title` and `why` are needed."""
+
+    title: str
+    """The run or trace as its owner knows it; shown in the header and as the page's title."""
+
+    why: Json
+    """The `headway.why/1` object."""
+
+    run: Json | None = None
+    """The `headway.run/1` object: steps per second, and predicted beside measured when a plan was applied."""
+
+    plan: Json | None = None
+    """The `headway.plan/1` object."""
+
+    step_s: NDArray[np.float64] | None = None
+    """[ranks, steps] Duration of each step on each rank in seconds; NaN where nothing was recorded."""
+
+    ranks: Sequence[int] = ()
+    """[ranks] Numbers of the rows of `step_s`; 0, 1, ... when empty."""
+
+    first_step: int = 0
+    """Number of the first column of `step_s` and of `bucket_s`."""
+
+    bucket_s: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Bucket -> [steps] device-seconds of that bucket in each step, all ranks together."""
+
+    rank_ledger: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Rank -> bucket -> device-seconds."""
+
+    timeline: Timeline | None = None
+    """A window of the recorded trace."""
+
+    ideal: Timeline | None = None
+    """The same window replayed without the losses; drawn below, to the same scale."""
+
+    heat_maps: Sequence[HeatMap] = ()
+    """Slowdowns as matrices; an operation trace's dp x pp map is taken from `why` when there is none."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> value: host, versions, script (already redacted)."""
+
+    created: str = ""
+    """When the run was recorded, as text for the header."""
+
+
+def write_report(data: ReportData, path: str | Path) -> int:
+    """Write the page to `path` through a temporary file beside it, and return its size in bytes.
+
+    Raises `InputError` when the folder does not exist.
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise InputError(f"{target.parent} is not a folder; a report is written into one. Create it first.")
+    content = page(data).encode("utf-8", "replace")
+    scratch = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            scratch.unlink()
+    return len(content)
+
+
+def page(data: ReportData) -> str:
+    """Return the page as text."""
+    payload = _payload(data)
+    heats = _heat_maps(data)
+    parts = {
+        "ledger": sections.ledger_part(data.why, data.rank_ledger),
+        "causes": sections.causes_part(data.why),
+        "applied": sections.applied_part(data.run),
+        "plan": sections.plan_part(data.plan),
+        "stragglers": sections.straggler_part(data.why),
+        "steps": frames.steps_part(payload["steps"], wanted=data.step_s is not None),
+        "shares": frames.shares_part(payload["shares"]),
+        "timeline": frames.timeline_part(payload["timelines"]),
+        "heat": frames.heat_part(heats, payload["heat"], SMALL_HEAT_MAP),
+        "failure": sections.traceback_part(data.run),
+        "facts": sections.facts_part(data.facts),
+    }
+    shown = {name: markup for name, markup in parts.items() if markup}
+    uplot, script = _asset("uplot.min.js"), _asset("page.js")
+    library = f"/* {_asset('uplot.LICENSE').strip()} */\n{uplot.partition('*/')[2].lstrip()}"
+    return Template(_asset("page.html")).substitute(
+        policy=_policy(library, script),
+        version=text(headway.__version__),
+        title=text(f"{clean(data.title)}: headway report"),
+        style=_style(),
+        name=text(data.title),
+        when=text(data.created),
+        verdict=sections.verdict_part(data.why) + sections.key_figures(data.why, data.run) + _contents(shown),
+        sections="\n".join(shown.values()),
+        footer=f"Written by headway {text(headway.__version__)}. This file is complete: it loads nothing.",
+        data=_json(payload),
+        uplot=library,
+        script=script,
+    )
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _policy(*scripts: str) -> str:
+    """Return the content security policy: no request at all, and only these scripts run."""
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode("ascii") for s in scripts)
+    allowed = " ".join(f"'sha256-{h}'" for h in hashes)
+    rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {allowed}; {rest}"
+
+
+def _style() -> str:
+    """Return the style sheet with both themes' bucket colours filled in."""
+    light = "".join(f"--b-{name}: {style.light}; " for name, style in BUCKET_STYLES.items())
+    dark = "".join(f"--b-{name}: {style.dark}; " for name, style in BUCKET_STYLES.items())
+    classes = "".join(f".b-{name} {{ fill: var(--b-{name}); }}\n" for name in BUCKET_STYLES)
+    own = _asset("page.css").replace("/*LIGHT*/", f":root {{ {light} }}").replace("/*DARK*/", DARK + dark)
+    return f"{_asset('uplot.min.css')}\n{own}\n{classes}"
+
+
+DARK = (
+    "--paper: #14181c; --ink: #e4e8ec; --quiet: #98a3ae; --rule: #2c333a; --soft: #1c2227; --accent: #6db1ee; "
+    "--good: #63c58a; --bad: #ff8a7a; --heat-0: #20272d; --heat-1: #ff7a5c; --heat-ink: #14181c; "
+    "--hatch: rgba(0, 0, 0, .5); color-scheme: dark; "
+)
+"""Colours of the dark theme; those of the light one stand in `page.css`."""
+
+TITLES = {
+    "ledger": "Ledger", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
+    "stragglers": "Stragglers", "steps": "Step time", "shares": "Shares over time", "timeline": "Timeline",
+    "heat": "Heat map", "failure": "Failure", "facts": "Facts",
+}  # fmt: skip
+"""Section -> its name in the table of contents."""
+
+
+def _contents(shown: Mapping[str, str]) -> str:
+    links = "".join(f'<a href="#{name}">{TITLES[name]}</a>' for name in shown)
+    return f'<nav aria-label="Sections">{links}</nav>' if len(shown) > 1 else ""
+
+
+def _json(payload: Mapping[str, Any]) -> str:
+    """Return JSON that no markup in it can end: '<', '>' and '&' are written as escapes."""
+    written = json.dumps(payload, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _ranks(data: ReportData) -> Sequence[int]:
+    rows = 0 if data.step_s is None else len(data.step_s)
+    if data.ranks and len(data.ranks) != rows:
+        raise InputError(f"{len(data.ranks)} rank numbers name {rows} rows of step times. Give one number per row.")
+    return data.ranks or range(rows)
+
+
+def _heat_maps(data: ReportData) -> list[HeatMap]:
+    given = list(data.heat_maps)
+    found = None if given else worker_heat_map(data.why.get("straggler") or {})
+    return [heat for heat in ([*given, found] if found else given) if heat.values.size]
+
+
+def _payload(data: ReportData) -> dict[str, Any]:
+    """Return what the page's script draws."""
+    panels = [("Recorded", data.timeline), ("Ideal: replayed without the losses", data.ideal)]
+    return {
+        "buckets": list(BUCKET_STYLES),
+        "steps": None if data.step_s is None else step_chart(data.step_s, _ranks(data), data.first_step),
+        "shares": share_chart(data.bucket_s, data.first_step),
+        "timelines": [{"title": title, **line.to_json()} for title, line in panels if line is not None and line.rows],
+        "mild": sections.MILD_SLOWDOWN,
+        "heat": [heat_chart(heat) for heat in _heat_maps(data) if heat.values.size > SMALL_HEAT_MAP],
+    }

@@ -1,0 +1,297 @@
+"""Terminal screens of every verb but `why`: run, plan, what-if, compare, data stalls, doctor, trace info.
+
+Each takes the object that the verb prints with `--json` and returns a string;
+a missing or null figure is written '-', never guessed. Times in seconds.
+
+>>> print(render_whatif({"base_step_s": 0.2, "step_s": 0.1, "speedup": 2.0, "edits": ["input=none"]}, width=69))
+headway whatif                                             input=none
+<BLANKLINE>
+  200 ms -> 100 ms per step, 2.00x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Unpack
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headway.core.units import format_bytes
+from headway.report.figures import (
+    Json,
+    clean,
+    count,
+    finite,
+    interval,
+    percent,
+    predicted,
+    seconds,
+    speedup,
+)
+from headway.report.paper import ScreenOptions, add_row, draw, grid, joined, paragraph, title
+
+WHOLE_PLAN = "plan"
+"""The row of `run.applied` that stands for all remedies together, where there is one."""
+
+
+def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
+    """Return the last screen of a `headway.run/1` object: how it ended, how fast it was, predicted beside measured."""
+    width = screen.get("width", 88)
+    parts: list[RenderableType] = [title("headway run", str(run.get("run", "")), width=width), ""]
+    parts.append(paragraph(_run_sentence(run)))
+    rows = list(run.get("applied") or ())
+    if rows:
+        parts += ["", *_applied(rows, str(run.get("baseline") or ""))]
+    return draw([*parts, *_traceback(run)], **screen)
+
+
+def _run_sentence(run: Json) -> Text:
+    ending = run.get("exit") or {}
+    kind, code = clean(ending.get("class", "")), ending.get("code")
+    rate = finite(run.get("steps_per_s"))
+    speed = f"{rate:.3g} steps/s" if rate is not None else ""
+    facts = joined([speed, f"goodput {percent(run['goodput'])}" if finite(run.get("goodput")) is not None else ""])
+    if kind in ("ok", "") and not code:
+        return Text.assemble(("Done. ", "bold"), facts)
+    rank = ending.get("first_rank")
+    where = f" on rank {clean(rank)}" if rank is not None else ""
+    return Text.assemble((f"Failed{where}: {kind}, exit code {clean(code)}. ", "bold red"), facts)
+
+
+def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
+    """Return the table of remedies: predicted, measured, how far apart; refused ones with their reason below."""
+    table = grid("left", "right", "right", "right")
+    add_row(table, "remedy", "predicted", "measured", "prediction off by", style="dim")
+    for row in sorted(rows, key=lambda r: r.get("name") == WHOLE_PLAN):
+        if row.get("reason_not_applied"):
+            continue
+        error = prediction_error(row)
+        off = "-" if error is None else f"{100 * error:+.1f} %"
+        style = "bold" if row.get("name") == WHOLE_PLAN else ""
+        measured = speedup(row.get("measured_speedup"))
+        add_row(table, clean(row.get("name")), predicted(row), measured, off, style=style)
+    heading = Text.assemble(
+        "  ", ("Predicted and measured", "bold"), (f"  against {clean(baseline)}" * bool(baseline), "dim")
+    )
+    parts: list[RenderableType] = [heading, table] if table.row_count > 1 else []
+    for row in rows:
+        if row.get("reason_not_applied"):
+            reason = (f"  not applied: {clean(row['reason_not_applied'])}", "dim")
+            parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))
+    return parts
+
+
+def prediction_error(row: Json) -> float | None:
+    """Return predicted / measured - 1 of one applied remedy, None when either is missing.
+
+    >>> round(prediction_error({"predicted_speedup": 1.9, "measured_speedup": 2.0}), 3)
+    -0.05
+    """
+    expected, measured = finite(row.get("predicted_speedup")), finite(row.get("measured_speedup"))
+    return None if expected is None or not measured else expected / measured - 1
+
+
+def _traceback(run: Json) -> list[RenderableType]:
+    """Return the first failing rank's traceback line by line, kept verbatim but for control characters."""
+    text = (run.get("exit") or {}).get("traceback")
+    if not text:
+        return []
+    lines = [" " * (len(line) - len(line.lstrip())) + clean(line) for line in str(text).splitlines()]
+    return ["", *(Text("  " + line, overflow="fold") for line in lines)]
+
+
+def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.plan/1` object: proposals, the chosen ones marked, the command to apply them."""
+    width, unicode = screen.get("width", 88), screen.get("unicode", True)
+    chosen = {_name_of(c) for c in plan.get("chosen") or ()}
+    proposals = list(plan.get("proposals") or ())
+    parts: list[RenderableType] = [title("headway plan", source, width=width), "", paragraph(_plan_sentence(plan))]
+    if proposals:
+        parts += ["", *_proposals(proposals, chosen, "✓" if unicode else "*")]
+    if chosen and plan_path:
+        command = f"headway run --apply {clean(plan_path)} -- <your script and its arguments>"
+        parts += ["", Text.assemble("  ", ("Next  ", "dim"), (command, "bold"), overflow="fold")]
+    return draw(parts, **screen)
+
+
+def _name_of(chosen: Any) -> str:
+    return str(chosen.get("name", "")) if isinstance(chosen, Mapping) else str(chosen)
+
+
+def _plan_sentence(plan: Json) -> Text:
+    number = len(plan.get("chosen") or ())
+    if not number:
+        return Text("Nothing to apply: no proposal gains more than the noise of two runs.", style="bold")
+    together = f"{number} remedies together" if number > 1 else "One remedy"
+    bounds = interval(plan.get("interval"))
+    gain = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
+    return Text(f"{together}: predicted {gain} the steps per second.", style="bold")
+
+
+def _proposals(proposals: Sequence[Json], chosen: set[str], mark: str) -> list[RenderableType]:
+    table = grid("left", "left", "right", "left", "fold")
+    add_row(table, "", "proposal", "predicted", "applied by", "cost and risk", style="dim")
+    for row in proposals:
+        name = str(row.get("name", ""))
+        applied_by = "headway" if row.get("applies") else "you"
+        costs = [text for key in ("cost", "risk") if (text := _plain(row.get(key))) not in ("", "none")]
+        cost = joined(costs, "; ") or "none"
+        style = "bold" if name in chosen else ""
+        cells = (mark if name in chosen else " ", Text(clean(name), style=style), predicted(row), applied_by)
+        add_row(table, *cells, Text(cost, style="dim"))
+    remark = [paragraph(f"{mark} = in the plan.", style="dim")] if chosen else []
+    return [table, *remark]
+
+
+def render_whatif(whatif: Json, **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.whatif/1` object; an `interval` and a `note` are shown where given."""
+    edits = ", ".join(_plain(e) for e in whatif.get("edits") or ()) or "no edit"
+    bounds = interval(whatif.get("interval"))
+    sentence = Text.assemble(
+        f"{seconds(whatif.get('base_step_s'))} → {seconds(whatif.get('step_s'))} per step, ".replace("→", "->"),
+        (speedup(whatif.get("speedup")), "bold"),
+        f" ({bounds})" if bounds else "",
+    )
+    parts: list[RenderableType] = [
+        title("headway whatif", edits, width=screen.get("width", 88)),
+        "",
+        paragraph(sentence),
+    ]
+    if whatif.get("note"):
+        parts.append(paragraph(clean(whatif["note"]), style="dim"))
+    return draw(parts, **screen)
+
+
+def render_compare(comparison: Json, **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway compare`: speed ratio, then each bucket's seconds per step in both runs.
+
+    Reads `steps_per_s` [a, b] or `ratio`, `buckets` {name: [a, b] or {a, b, delta}}
+    in device-seconds per step, and `regressions`.
+    """
+    a, b = clean(comparison.get("a", "A")), clean(comparison.get("b", "B"))
+    parts: list[RenderableType] = [title("headway compare", f"{a} -> {b}", width=screen.get("width", 88)), ""]
+    ratio = finite(comparison.get("ratio"))
+    regressions = [_plain(r) for r in comparison.get("regressions") or ()]
+    if ratio is not None:
+        word = "faster" if ratio >= 1 else "slower"
+        text = f"B runs {speedup(ratio if ratio >= 1 else 1 / ratio if ratio else None)} {word} than A."
+        parts.append(paragraph(text, style="bold red" if regressions else "bold"))
+    buckets = comparison.get("buckets") or {}
+    if buckets:
+        parts += ["", _bucket_deltas(buckets)]
+    if regressions:
+        parts += ["", *(paragraph(Text.assemble(("regression  ", "red"), r)) for r in regressions)]
+    return draw(parts, **screen)
+
+
+def _bucket_deltas(buckets: Mapping[str, Any]) -> Table:
+    table = grid("left", "right", "right", "right", "right")
+    add_row(table, "per step", "A", "B", "change", "", style="dim")
+    for name, value in buckets.items():
+        pair = [value.get("a"), value.get("b")] if isinstance(value, Mapping) else list(value)
+        before, after = (finite(x) or 0.0 for x in pair[:2])
+        if not before and not after:
+            continue
+        change = f"{'+' if after > before else '-' if after < before else ''}{seconds(abs(after - before))}"
+        relative = f"{100 * (after / before - 1):+.0f} %" if before else "new"
+        add_row(table, clean(name), seconds(before), seconds(after), change, relative)
+    return table
+
+
+def render_stalls(stalls: Json, **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway data stalls`: a step's input time, the bottleneck, what each fix wins."""
+    parts: list[RenderableType] = [
+        title("headway data stalls", str(stalls.get("source", "")), width=screen.get("width", 88)),
+        "",
+    ]
+    if stalls.get("bottleneck"):
+        parts.append(paragraph(f"The bottleneck is {clean(stalls['bottleneck'])}.", style="bold"))
+    amounts = {name: finite(stalls.get(f"{name}_s")) for name in ("compute", "fetch", "prep", "transfer")}
+    known = {name: value for name, value in amounts.items() if value is not None}
+    fractions = stalls.get("fractions") or {}
+    table = grid("left", "right", "right")
+    for name, value in known.items():
+        add_row(table, name if name == "compute" else f"{name} stall", seconds(value), percent(fractions.get(name)))
+    if known:
+        parts += ["", table]
+    fixes = [_knob(fix) for fix in stalls.get("fix") or ()]
+    gains = grid("left", "right")
+    for knob, gain_s in fixes:
+        add_row(gains, clean(knob), f"{seconds(gain_s)} less")
+    if fixes:
+        parts += ["", Text("  What each fix wins", style="bold"), gains]
+    return draw(parts, **screen)
+
+
+def _knob(fix: Any) -> tuple[str, Any]:
+    """Return (knob, seconds won) of a fix written as a pair or as an object."""
+    if isinstance(fix, Mapping):
+        return str(fix.get("knob", fix.get("name", ""))), fix.get("gain_s")
+    return str(fix[0]), fix[1]
+
+
+def render_doctor(findings: Iterable[Json], **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway doctor`: one line per finding (name, value, limit, ok, fix)."""
+    rows = list(findings)
+    bad = [row for row in rows if row.get("ok") is False]
+    good, wrong = ("✓", "✗") if screen.get("unicode", True) else ("ok", "!!")
+    sentence = f"{len(bad)} of {len(rows)} need attention." if bad else f"All {len(rows)} in order."
+    table = grid("left", "left", "left", "fold")
+    for row in rows:
+        ok = row.get("ok")
+        mark = Text("-", style="dim") if ok is None else Text(good, "green") if ok else Text(wrong, "bold red")
+        needed = f"needs {_plain(row['limit'])}" if row.get("limit") not in (None, "") else ""
+        fix = Text.assemble(
+            (needed, "dim"), "\n" * bool(needed and not ok), clean(row.get("fix") or "") if not ok else ""
+        )
+        add_row(table, mark, clean(row.get("name")), _plain(row.get("value")), fix)
+    head = title("headway doctor", "", width=screen.get("width", 88))
+    return draw([head, "", paragraph(sentence, style="bold"), "", table], **screen)
+
+
+def render_trace_info(info: Json, **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway trace info`: every fact of the object, names to the left; nested ones indented."""
+    source = str(info.get("path", info.get("source", "")))
+    table = grid("left", "fold")
+    for name, value in info.items():
+        if name in ("schema", "path"):
+            continue
+        if isinstance(value, Mapping) and value:
+            add_row(table, Text(_words(name), style="bold"), "")
+            for key, inner in value.items():
+                add_row(table, f"  {_words(str(key))}", _plain(inner, str(key)))
+        else:
+            add_row(table, _words(name), _plain(value, str(name)))
+    return draw([title("headway trace info", source, width=screen.get("width", 88)), "", table], **screen)
+
+
+def _words(name: str) -> str:
+    """Return a key as words, its unit suffix dropped: the value carries the unit."""
+    words = clean(name)
+    for suffix in ("_ns", "_s", "_bytes", "_fraction"):
+        words = words.removesuffix(suffix)
+    return words.replace("_", " ")
+
+
+def _plain(value: Any, name: str = "") -> str:
+    """Return any JSON value as short text, in the unit that the key's suffix names."""
+    number = finite(value)
+    if number is not None:
+        for suffix, written in (("_ns", lambda v: seconds(v / 1e9)), ("_s", seconds), ("_bytes", format_bytes)):
+            if name.endswith(suffix):
+                return clean(written(number))
+        if name.endswith("_fraction") or name in ("coverage", "goodput"):
+            return percent(number)
+        return count(number) if number == int(number) else f"{number:.4g}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{clean(k)}={_plain(v, str(k))}" for k, v in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        shown = [_plain(v) for v in value[:12]]
+        return ", ".join(shown) + (f", and {len(value) - 12} more" if len(value) > 12 else "")
+    return clean(value)

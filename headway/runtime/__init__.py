@@ -1,0 +1,10 @@
+"""Runs a training script, records it, supervises it, and turns the recording into a run folder.
+
+`launch` starts ranks and supervises them, `finalise` turns their rings into
+Parquet, `doctor` checks the host beforehand, `pool` runs functions on
+several ranks for tests and benchmarks. Importing this package loads no torch.
+
+>>> import sys, headway.runtime.launch
+>>> headway.runtime.launch.LaunchOptions().nproc_per_node
+1
+"""

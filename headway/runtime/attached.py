@@ -1,0 +1,140 @@
+"""`headway run --no-launch`: record one rank of a launch line that exists already.
+
+Use it under torchrun, srun or accelerate: each of their processes is a
+`headway run --no-launch -- train.py`, which runs the script as its child in
+the environment it was given, drains that child's rings and writes that rank's
+events. The host's local rank 0 also writes run.json; file names carry the
+rank, so one folder serves all ranks, or all hosts.
+
+>>> place_of({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}).rank
+3
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from headway.core.errors import InputError
+from headway.runtime import rank_env
+from headway.runtime.agent import RankSpec, Signals
+from headway.runtime.exit_class import OomWatch
+from headway.runtime.launch import RUNS, Attempts, ExitReport, LaunchOptions, open_recording, open_streams, report
+from headway.runtime.rank_env import Command, Place
+from headway.runtime.recording import write_json
+
+PEERS_S = 10.0
+"""How long local rank 0 waits for the other ranks of its host to have written theirs."""
+
+SOURCES = {
+    "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
+    "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
+    "local_world_size": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
+    "group_rank": ("GROUP_RANK", "SLURM_NODEID", "OMPI_COMM_WORLD_NODE_RANK"),
+    "attempt": ("TORCHELASTIC_RESTART_COUNT",),
+    "max_restarts": ("TORCHELASTIC_MAX_RESTARTS",),
+}
+"""Fact -> the variables that say it, in order of trust: torch's own, Slurm, Open MPI, PMI."""
+
+
+def place_of(env: Mapping[str, str]) -> Place:
+    """Return where this process stands in its launch line; without one it is the only rank.
+
+    Raises `InputError` when the variables contradict each other.
+    """
+    found = {fact: _number(env, names) for fact, names in SOURCES.items()}
+    world_size = found["world_size"] or 1
+    rank = found["rank"] or 0
+    if not 0 <= rank < world_size:
+        raise InputError(
+            f"the environment says rank {rank} of {world_size}; a rank must be below the world size. "
+            "Set RANK and WORLD_SIZE, or start through torchrun or srun."
+        )
+    local_world = found["local_world_size"] or (world_size if found["group_rank"] is None else 1)
+    local_rank = found["local_rank"]
+    return Place(
+        rank,
+        rank % local_world if local_rank is None else local_rank,
+        world_size,
+        local_world,
+        group_rank=rank // local_world if found["group_rank"] is None else found["group_rank"],
+        attempt=found["attempt"] or 0,
+        max_restarts=found["max_restarts"] or 0,
+    )
+
+
+def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
+    for name in names:
+        text = env.get(name, "")
+        if text.lstrip("-").isdigit():
+            return int(text)
+    return None
+
+
+def launch_line_id(env: Mapping[str, str]) -> str:
+    """Return a name that all ranks of this host's launch line share: the job's, else its parent process's."""
+    if env.get("SLURM_JOB_ID"):
+        return f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    torch_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    if torch_id != "none":
+        return torch_id[:12]
+    return f"p{os.getppid()}"
+
+
+def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -> ExitReport:
+    """Run the script as the rank that the environment names, recorded, and return how it ended."""
+    place = place_of(os.environ)
+    out = options.out or RUNS / f"{Path(script[0]).stem}-{launch_line_id(os.environ)}"
+    recording = open_recording(
+        replace(options, out=out),
+        script,
+        start_ns,
+        nproc=place.local_world_size,
+        world_size=place.world_size,
+        group_rank=place.group_rank,
+        rank_only=place.rank,
+        leads=place.local_rank == 0,
+        attempt=place.attempt,
+        shared=True,
+    )
+    streams = open_streams(options, recording)
+    watch = OomWatch()
+    with Signals() as signals, Attempts(options, recording, streams, signals) as attempts:
+        group = attempts.start([_spec(options, script, place, recording.path)], place.attempt, plain=True)
+        group.wait(signals, grace_s=options.grace_s)
+        ends = attempts.finish(group, watch)
+    if place.local_rank == 0:
+        _wait_for_peers(recording.path, place)
+    else:
+        row = asdict(recording.rows[-1]) | {"group_rank": place.group_rank}
+        (recording.path / "ranks").mkdir(exist_ok=True)
+        write_json(recording.path / "ranks" / f"r{place.rank}.json", row)
+    return report(options, recording, ends, signals)
+
+
+def _spec(options: LaunchOptions, script: Sequence[str], place: Place, run: Path) -> RankSpec:
+    """Return what the child runs: the same environment, with the recording switched on."""
+    argv = rank_env.argv(script[0], script[1:], Command(options.module, options.no_python))
+    base = rank_env.inherited(os.environ)
+    recorded = rank_env.headway_env(
+        base,
+        run=run,
+        attempt=place.attempt,
+        plan=run / "plan.json" if options.apply else None,
+        remedies=options.remedies,
+        windows_fraction=options.windows,
+    )
+    return RankSpec(place.rank, place.local_rank, argv, base | recorded)
+
+
+def _wait_for_peers(run: Path, place: Place) -> None:
+    """Wait until the other ranks of this host have written their events, or for `PEERS_S`."""
+    first = place.rank - place.local_rank
+    others = [rank for rank in range(first, first + place.local_world_size) if rank != place.rank]
+    deadline = time.monotonic() + PEERS_S
+    while time.monotonic() < deadline and not all((run / "ranks" / f"r{rank}.json").exists() for rank in others):
+        time.sleep(0.05)

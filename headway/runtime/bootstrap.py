@@ -1,0 +1,157 @@
+"""The start of recording in one process: probes follow the script's own import of torch.
+
+`inject/sitecustomize.py` calls `start` when the script imports torch for the
+first time; `annotate.run` calls `start_here` in a process that was started
+without headway. The environment says where to write: HEADWAY_RUN (folder),
+HEADWAY_ATTEMPT, RANK, LOCAL_RANK; HEADWAY_PLAN names a plan to apply,
+HEADWAY_REMEDIES maps its remedies to functions, HEADWAY_WINDOWS is the
+fraction of time that profiler windows may cost. HEADWAY=off starts nothing.
+
+>>> rank_of({"SLURM_PROCID": "3"}), rank_of({"RANK": "1", "SLURM_PROCID": "3"}), rank_of({})
+(3, 1, 0)
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc  # noqa: F401  # built-in modules are patched here and now: no loader of their own could be watched
+import logging  # noqa: F401  # the same
+import os
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from headway.runtime import patches, remedy, windows
+from headway.runtime.hooks import PostImport
+from headway.runtime.probes import Probes, now
+from headway.trace.ring import CHILD, MAIN, Recorder
+from headway.trace.vocabulary import SPANS
+
+IMPORT = SPANS["host.import"].code
+
+KINETO_QUIET = "5"
+"""KINETO_LOG_LEVEL that silences the profiler's library, unless the user set one."""
+
+FLIGHT_ENTRIES = "1024"
+"""TORCH_FR_BUFFER_SIZE: collectives that the Flight Recorder keeps, unless the user set a number."""
+
+WATCHED = frozenset(patch.module for patch in patches.PATCHES.values()) | {"torch"}
+
+
+class Session:
+    """The recording of this process."""
+
+    def __init__(self, probes: Probes, finder: PostImport | Any) -> None:
+        self.probes, self.finder = probes, finder
+        self.undos: list[patches.Undo] = []
+        self.windows: windows.Windows | None = None
+        self._torch_started = 0
+
+    def before(self, name: str) -> None:
+        """Note when the import of torch begins."""
+        if name == "torch":
+            self._torch_started = now()
+
+    def after(self, module: ModuleType) -> None:
+        """Patch a module that was just executed."""
+        try:
+            self.undos += patches.install_for(module.__name__, self.probes)
+            if module.__name__ == "torch":
+                self._after_torch()
+        except Exception as cause:
+            self.probes.failed(module.__name__, cause)
+
+    def _after_torch(self) -> None:
+        if self._torch_started:
+            self.probes.emit(IMPORT, self._torch_started, now() - self._torch_started)
+        self.undos += remedy.apply_plan(self.probes, os.environ)
+        self.windows = windows.Windows(self.probes, windows.budget_from(os.environ))
+
+    def finish(self) -> None:
+        """Write what is still in memory, and note the end of the process."""
+        if self.windows is not None:
+            self.windows.finish()
+        if self.probes.context is not None:
+            self.probes.context.write()  # facts may have grown since
+        self.probes.write_tables()
+        self.probes.recorder.close()
+
+    def stop(self) -> None:
+        """Take every patch out again and finish."""
+        self.finder.remove()
+        for undo in reversed(self.undos):
+            undo()
+        self.undos = []
+        self.finish()
+        atexit.unregister(self.finish)
+        if _SESSIONS.get("active") is self:
+            del _SESSIONS["active"]
+
+
+def active() -> Session | None:
+    """Return the recording of this process, None when there is none."""
+    return _SESSIONS.get("active")
+
+
+_SESSIONS: dict[str, Session] = {}
+"""'active' -> the recording of this process: patches reach into torch, so there is one at most."""
+
+
+def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ) -> Session:
+    """Begin to record into HEADWAY_RUN: patch what is imported already, and let `finder` watch for the rest."""
+    is_main = environ.get("HEADWAY_MAIN_PID", "") in ("", str(os.getpid()))
+    recorder = Recorder(
+        os.path.join(environ["HEADWAY_RUN"], "rings"),
+        rank=rank_of(environ),
+        local_rank=int(environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID") or 0),
+        attempt=int(environ.get("HEADWAY_ATTEMPT") or 0),
+        role=MAIN if is_main else CHILD,
+    )
+    os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_ENTRIES)
+    session = Session(Probes(recorder, environ["HEADWAY_RUN"]), finder)
+    _SESSIONS["active"] = session
+    atexit.register(session.finish)
+    for name in sorted(WATCHED):
+        if name in sys.modules and name != "torch":
+            session.undos += patches.install_for(name, session.probes)
+        elif name not in sys.modules:
+            finder.names.add(name)
+    finder.names.discard("torch")
+    return session
+
+
+def start_here(environ: Mapping[str, str]) -> Session:
+    """Begin to record in a process that was started without headway; torch may be imported already."""
+    finder = PostImport(set(), before=before_import, after=after_import)
+    finder.install()
+    session = start(finder, environ)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        session.after(torch)
+    else:
+        finder.names.add("torch")
+    return session
+
+
+def before_import(name: str) -> None:
+    """Called by the finder before a watched module is executed."""
+    session = active()
+    if session is not None:
+        session.before(name)
+
+
+def after_import(module: ModuleType) -> None:
+    """Called by the finder after a watched module was executed."""
+    session = active()
+    if session is not None:
+        session.after(module)
+
+
+def rank_of(environ: Mapping[str, str]) -> int:
+    """Return the rank that the launcher gave this process: torchrun's, Slurm's or Open MPI's variable, else 0."""
+    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0

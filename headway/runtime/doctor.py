@@ -1,0 +1,295 @@
+"""What about this host would break or slow a training job: each finding with its value, its limit and the fix.
+
+Use `check()` before a start. Nothing is changed, nothing leaves the host,
+torch is not imported (its version comes from the package's metadata). Sizes
+in bytes.
+
+>>> finding = Finding("memory lock", 65536, 8 << 20, ok=False, fix="ulimit -l unlimited")
+>>> str(finding)
+'bad  memory lock: 65536 (limit 8388608). Fix: ulimit -l unlimited'
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from headway.core.units import GIB, MIB, format_bytes
+
+Value = int | float | str | None
+
+MIN_SHM_BYTES = 1 * GIB
+"""A container's default is 64 MB: loader workers then die of a bus error."""
+
+MIN_FILES = 4096
+"""Open files: loader workers hold one descriptor per tensor in flight; the usual default is 1024."""
+
+MIN_MEMORY_BYTES = 2 * GIB
+MIN_DISK_BYTES = 2 * GIB
+MIN_TORCH = (2, 6)
+MIN_PYTHON = (3, 11)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    value: Value
+    """What was found, None when the host does not say."""
+    limit: Value
+    """What it is held to, None when it is only stated."""
+    ok: bool
+    fix: str = ""
+    """What to do when it is not ok, or why the value matters."""
+
+    def __str__(self) -> str:
+        """Return one line."""
+        state = "ok  " if self.ok else "bad "
+        limit = f" (limit {self.limit})" if self.limit is not None else ""
+        fix = f". Fix: {self.fix}" if not self.ok else ""
+        return f"{state} {self.name}: {self.value}{limit}{fix}"
+
+
+def check(root: Path = Path("/"), env: Mapping[str, str] = os.environ) -> list[Finding]:
+    """Look at everything in `CHECKS`; `root` stands for / (tests look at a made-up one)."""
+    return [look(root, env) for look in CHECKS.values()]
+
+
+def shared_memory(root: Path, env: Mapping[str, str]) -> Finding:
+    """Free space of /dev/shm: loader workers hand batches over in it."""
+    name = "shared memory (/dev/shm)"
+    try:
+        free = shutil.disk_usage(root / "dev/shm").free
+    except OSError:
+        return Finding(name, None, format_bytes(MIN_SHM_BYTES), False, "mount a tmpfs on /dev/shm")
+    fix = "start the container with --shm-size=8g (or --ipc=host), or use fewer loader workers"
+    return Finding(name, format_bytes(free), format_bytes(MIN_SHM_BYTES), free >= MIN_SHM_BYTES, fix)
+
+
+def open_files(root: Path, env: Mapping[str, str]) -> Finding:
+    """Limit of open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = soft == resource.RLIM_INFINITY
+    return Finding(
+        "open files",
+        "unlimited" if unlimited else soft,
+        MIN_FILES,
+        unlimited or soft >= MIN_FILES,
+        f"ulimit -n {MIN_FILES if hard == resource.RLIM_INFINITY else min(hard, 65536)}",
+    )
+
+
+def processes(root: Path, env: Mapping[str, str]) -> Finding:
+    """Limit of processes and threads of this user."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    unlimited = soft == resource.RLIM_INFINITY
+    return Finding("processes", "unlimited" if unlimited else soft, 1024, unlimited or soft >= 1024, "ulimit -u 4096")
+
+
+def memory(root: Path, env: Mapping[str, str]) -> Finding:
+    """Memory that is free for use, of the host."""
+    available = None
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    return Finding(
+        "available memory",
+        None if available is None else format_bytes(available),
+        format_bytes(MIN_MEMORY_BYTES),
+        available is None or available >= MIN_MEMORY_BYTES,
+        "end other jobs on this host, or lower the batch size and the number of loader workers",
+    )
+
+
+def memory_limit(root: Path, env: Mapping[str, str]) -> Finding:
+    """Memory left below the cgroup's limit: beyond it the kernel kills a rank without a word."""
+    limit, used = cgroup_memory(root)
+    left = None if limit is None else limit - (used or 0)
+    return Finding(
+        "memory left in the cgroup",
+        "no limit" if left is None else format_bytes(left),
+        format_bytes(MIN_MEMORY_BYTES),
+        left is None or left >= MIN_MEMORY_BYTES,
+        "raise the container's memory limit (--memory, resources.limits.memory)",
+    )
+
+
+def cgroup_memory(root: Path) -> tuple[int | None, int | None]:
+    """Return (limit, use) of this cgroup's memory, None where there is no limit."""
+    for limit_name, use_name in (
+        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
+        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        limit, use = _number(root / limit_name), _number(root / use_name)
+        if limit is not None and limit < 1 << 60:
+            return limit, use
+    return None, None
+
+
+def cores(root: Path, env: Mapping[str, str]) -> Finding:
+    """Cores that may be used: the affinity, cut to the cgroup's quota."""
+    usable = usable_cores(root)
+    return Finding("usable cores", usable, 1, usable >= 1, "give the container at least one core (--cpus)")
+
+
+def usable_cores(root: Path = Path("/")) -> float:
+    """Return how many cores this process may use at once."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    quota = (_lines(root / "sys/fs/cgroup/cpu.max") or [""])[0].split()
+    if len(quota) == 2 and quota[0].isdigit():
+        return min(allowed, int(quota[0]) / int(quota[1]))
+    old_quota = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    return min(allowed, old_quota / period) if old_quota and old_quota > 0 and period else allowed
+
+
+def threads(root: Path, env: Mapping[str, str]) -> Finding:
+    """Threads of torch's kernels against cores: unset, each rank of a plain start takes every core."""
+    usable = usable_cores(root)
+    text = env.get("OMP_NUM_THREADS", "")
+    ranks = int(env.get("LOCAL_WORLD_SIZE", "1") or 1)
+    wanted = int(text) * ranks if text.isdigit() else None
+    return Finding(
+        "OMP_NUM_THREADS x ranks",
+        "unset" if wanted is None else wanted,
+        f"{usable:g} cores",
+        wanted is None or wanted <= max(usable, ranks),
+        f"export OMP_NUM_THREADS={max(int(usable) // ranks, 1)}",
+    )
+
+
+def python(root: Path, env: Mapping[str, str]) -> Finding:
+    """Version of Python."""
+    wanted = ".".join(map(str, MIN_PYTHON))
+    return Finding(
+        "python", platform.python_version(), wanted, sys.version_info >= MIN_PYTHON, f"use {wanted} or newer"
+    )
+
+
+def torch(root: Path, env: Mapping[str, str]) -> Finding:
+    """Version of torch, from the package's metadata."""
+    wanted = ".".join(map(str, MIN_TORCH))
+    try:
+        found = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return Finding("torch", None, wanted, False, "pip install torch (the build for your driver)")
+    parts = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    return Finding("torch", found, wanted, parts >= MIN_TORCH, "pip install --upgrade torch")
+
+
+def cuda(root: Path, env: Mapping[str, str]) -> Finding:
+    """CUDA devices as the driver's library sees them, without torch."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as cause:
+        driver = (root / "proc/driver/nvidia/version").exists()
+        return Finding("cuda devices", 0, None, not driver, f"the driver is there but its library is not: {cause}")
+    try:
+        count = int(pynvml.nvmlDeviceGetCount())
+        names = {str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(i))) for i in range(count)}
+        version = pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()
+    text = f"{count} ({', '.join(sorted(names))}; driver {version})" if count else 0
+    return Finding("cuda devices", text, None, True)
+
+
+def ptrace(root: Path, env: Mapping[str, str]) -> Finding:
+    """Whether another process's stack may be read (py-spy, gdb): needed only to look into a hang."""
+    scope = _number(root / "proc/sys/kernel/yama/ptrace_scope")
+    allowed = scope in (None, 0) or os.geteuid() == 0 or scope == 1
+    return Finding(
+        "ptrace scope",
+        "off" if scope is None else scope,
+        "0 or 1",
+        allowed,
+        "run the container with --cap-add=SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=1",
+    )
+
+
+def run_delay(root: Path, env: Mapping[str, str]) -> Finding:
+    """Whether the kernel says how long a thread waited for a core: tells fetching from a lack of cores."""
+    there = bool(_lines(root / "proc/self/schedstat"))
+    fix = "sysctl kernel.sched_schedstats=1; without it such waits are counted as fetch"
+    return Finding("run delay (/proc/self/schedstat)", "yes" if there else "no", "yes", there, fix)
+
+
+def disk(root: Path, env: Mapping[str, str]) -> Finding:
+    """Free space where run folders go: the working directory."""
+    free = shutil.disk_usage(Path.cwd()).free
+    return Finding(
+        f"free disk ({Path.cwd()})",
+        format_bytes(free),
+        format_bytes(MIN_DISK_BYTES),
+        free >= MIN_DISK_BYTES,
+        "free some, or name another place with --out",
+    )
+
+
+def temporary(root: Path, env: Mapping[str, str]) -> Finding:
+    """Free space of the temporary folder: sockets and compiled kernels live there."""
+    import tempfile
+
+    folder = Path(tempfile.gettempdir())
+    free = shutil.disk_usage(folder).free
+    fix = "free some, or set TMPDIR to another place"
+    return Finding(f"free disk ({folder})", format_bytes(free), format_bytes(256 * MIB), free >= 256 * MIB, fix)
+
+
+def host_name(root: Path, env: Mapping[str, str]) -> Finding:
+    """Whether this host's own name can be resolved: gloo and rendezvous need it."""
+    import socket
+
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        fix = f"add '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME and MASTER_ADDR"
+        return Finding("host name resolves", f"{name}: no", "yes", False, fix)
+    return Finding("host name resolves", f"{name}: yes", "yes", True)
+
+
+Check = Callable[[Path, Mapping[str, str]], Finding]
+
+CHECKS: Final[Mapping[str, Check]] = {
+    "shared_memory": shared_memory,
+    "open_files": open_files,
+    "processes": processes,
+    "memory": memory,
+    "memory_limit": memory_limit,
+    "cores": cores,
+    "threads": threads,
+    "python": python,
+    "torch": torch,
+    "cuda": cuda,
+    "ptrace": ptrace,
+    "run_delay": run_delay,
+    "disk": disk,
+    "temporary": temporary,
+    "host_name": host_name,
+}
+"""Everything `check` looks at, in the order of the report."""
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    lines = _lines(path)
+    text = lines[0].strip() if lines else ""
+    return int(text) if text.lstrip("-").isdigit() else None

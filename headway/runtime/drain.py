@@ -1,0 +1,166 @@
+"""Takes records out of live rings while the ranks run, within a budget of bytes.
+
+The launcher drains every ring a few times a second, so that nothing is
+overwritten. A full spool is sealed; beyond the budget the oldest sealed
+pieces go first, but for each process's first one, which holds its start-up.
+A ring whose process is gone is emptied: its header stays as JSON.
+
+>>> import tempfile
+>>> drainer = Drainer(Path(tempfile.mkdtemp()), attempt=0, budget_bytes=1 << 20)
+>>> drainer.start(); drainer.stop(); drainer.failure is None
+True
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import FormatError
+from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
+from headway.trace.spool import pack, sealed_pieces, write_header
+
+DRAIN_S = 0.2
+"""Seconds between drains: a ring of 16384 records holds that much at 80,000 records a second."""
+
+SEAL_BYTES = 4 << 20
+
+Listener = Callable[[RingHeader, NDArray[np.void]], None]
+
+
+class _Ring:
+    """One ring being drained."""
+
+    def __init__(self, path: Path) -> None:
+        self.reader = RingReader(path)
+        self.stem = path.with_suffix("")
+        self.spool = self.stem.with_suffix(".spool").open("ab", buffering=0)
+        self.size = self.spool.tell()
+        self.sealed = len(sealed_pieces(self.stem))
+        self.quiet = 0
+
+    def take(self, *, final: bool = False) -> NDArray[np.void]:
+        """Return new records after spooling them."""
+        records = self.reader.drain(final=final)
+        if len(records):
+            self.spool.write(records.tobytes())
+            self.size += records.nbytes
+        self.quiet = 0 if len(records) else self.quiet + 1
+        return records
+
+    def seal(self) -> None:
+        """Turn the spool into a sealed piece; a crash in between leaves doubles, which the reader drops."""
+        raw = self.stem.with_suffix(".spool")
+        piece = self.stem.with_name(f"{self.stem.name}.{self.sealed:05d}.sealed")
+        draft = piece.with_suffix(".draft")
+        draft.write_bytes(pack(np.fromfile(raw, RECORD_DTYPE)))
+        os.replace(draft, piece)
+        self.spool.truncate(0)
+        self.sealed, self.size = self.sealed + 1, 0
+
+    def retire(self) -> None:
+        """Keep the header as JSON and empty the ring of a process that is gone; its name stays taken."""
+        write_header(self.stem, self.reader.header)
+        self.close()
+        os.truncate(self.reader.path, 0)
+
+    def close(self) -> None:
+        self.spool.close()
+        self.reader.close()
+
+
+class Drainer:
+    """A thread that drains the rings of one attempt."""
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        attempt: int,
+        budget_bytes: int,
+        rank: int | None = None,
+        earlier: Drainer | None = None,
+    ) -> None:
+        self.rings = run / "rings"
+        self.listeners: list[Listener] = list(earlier.listeners) if earlier else []
+        """Called with (header, new records) of each drain, in the drain's thread."""
+        self._pattern = f"a{attempt}-r{'*' if rank is None else rank}-p*.ring"
+        self._budget = budget_bytes
+        self._seal_bytes = max(min(SEAL_BYTES, budget_bytes // 16), 64 * RECORD_DTYPE.itemsize)
+        self._followed: dict[Path, _Ring] = {}
+        self._retired: set[Path] = set()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        """What stopped the drain; the rings themselves then still hold their newest records."""
+
+    def start(self) -> None:
+        """Start draining."""
+        self._thread = threading.Thread(target=self._run, name="headway-drain", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Drain a last time, with every writer gone, and stop."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self.failure is None:
+            self._try(lambda: self.drain(final=True))
+        for ring in self._followed.values():
+            ring.close()
+        self._followed.clear()
+
+    def drain(self, *, final: bool = False) -> None:
+        """Take what is new from every ring once."""
+        for path in self.rings.glob(self._pattern):
+            if path not in self._followed and path not in self._retired:
+                try:
+                    self._followed[path] = _Ring(path)
+                except (FormatError, OSError):
+                    continue  # its writer has not finished the header: next time
+        for path, ring in list(self._followed.items()):
+            records = ring.take(final=final)
+            if len(records):
+                for listener in self.listeners:
+                    listener(ring.reader.header, records)
+            if ring.size > self._seal_bytes:
+                ring.seal()
+                self._rotate()
+            if ring.quiet >= 5 and not final and _gone(ring.reader.header.pid):
+                ring.take(final=True)
+                ring.retire()
+                self._retired.add(path)
+                del self._followed[path]
+
+    def _rotate(self) -> None:
+        """Remove the oldest sealed pieces while all together exceed the budget."""
+        pieces = sorted((p.stat().st_mtime_ns, p, p.stat().st_size) for p in self.rings.glob("*.sealed"))
+        total = sum(size for _, _, size in pieces)
+        for _, piece, size in pieces:
+            if total <= self._budget:
+                return
+            if not piece.name.endswith(".00000.sealed"):
+                piece.unlink(missing_ok=True)
+                total -= size
+
+    def _run(self) -> None:
+        while not self._done.wait(DRAIN_S):
+            self._try(self.drain)
+            if self.failure is not None:
+                return
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Keep a failure (a full disk) for the launcher to report: it must never end the job."""
+        try:
+            action()
+        except Exception as cause:
+            self.failure = cause
+
+
+def _gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}")

@@ -1,0 +1,80 @@
+"""Write the events of a run: one Parquet file per rank and attempt, made of what its rings and spools hold.
+
+Use `finalise_attempt` when the ranks are gone, `finalise` for a whole run
+folder: one whose launcher died, or a run without a launcher. `facts` is what
+run.json says of the ranks' doings. Times in int64 ns on CLOCK_MONOTONIC.
+
+>>> finalise(Path("/nonexistent"))
+[]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.trace import parquet, spool
+from headway.trace.assemble import build, by_rank, json_object
+
+
+def finalise(run: Path) -> list[Path]:
+    """Write the events of every attempt whose rings are still there; returns the files written."""
+    attempts = sorted({int(stem.name[1 : stem.name.index("-")]) for stem in spool.stems(run / "rings")})
+    return [path for attempt in attempts for path in finalise_attempt(run, attempt)]
+
+
+def finalise_attempt(
+    run: Path, attempt: int, *, rows: Mapping[int, Mapping[str, Any]] | None = None, rank: int | None = None
+) -> list[Path]:
+    """Write one Parquet file per rank of `attempt`, then remove its rings; returns the files written.
+
+    `rows` are the launcher's facts of each rank (start_ns, end_ns); `rank`
+    restricts it to the rings that this rank's processes opened.
+    """
+    stems = spool.stems(run / "rings", attempt=attempt, rank=rank)
+    written = []
+    for number, processes in by_rank(stems).items():
+        trace = build(processes, rank=number, attempt=attempt, run=run, row=(rows or {}).get(number))
+        path = run / "events" / f"a{attempt}-r{number}.parquet"
+        path.parent.mkdir(exist_ok=True)
+        parquet.write(trace, path)
+        written.append(path)
+    for stem in stems:
+        spool.remove(stem)
+    return written
+
+
+def facts(run: Path) -> dict[str, Any]:
+    """Return what run.json says of the ranks' doings: applied, loaders, device_type, bytes_per_step, dropped."""
+    import pyarrow.parquet as pq
+
+    steps, dropped, size, device = 0, 0, 0, "cpu"
+    for path in sorted((run / "events").glob("a*-r*.parquet")):
+        meta = json.loads((pq.read_metadata(path).metadata or {}).get(parquet.TABLES_KEY, b"{}")).get("meta", {})
+        steps += int(meta.get("num_steps", 0))
+        dropped += int(meta.get("dropped", 0))
+        size += path.stat().st_size
+        device = meta.get("device_type", device)
+    loaders: dict[str, Any] = {}
+    for path in sorted((run / "loaders").glob("r*.json"), reverse=True):
+        loaders.update(json_object(path))
+    return {
+        "applied": applied(run),
+        "loaders": loaders,
+        "device_type": device,
+        "dropped": dropped,
+        "bytes_per_step": round(size / steps, 1) if steps else None,
+    }
+
+
+def applied(run: Path) -> list[Any]:
+    """Return what the ranks applied or refused: the entries of the lowest rank that wrote any."""
+    for path in sorted((run / "applied").glob("r*.json"), key=lambda p: int(p.stem[1:])):
+        try:
+            found = json.loads(path.read_text())
+        except (OSError, ValueError):
+            continue
+        return list(found if isinstance(found, list) else found.get("applied", []))
+    return []

@@ -1,0 +1,73 @@
+"""Starts headway's recording in every Python process of a job, then runs the user's own sitecustomize.
+
+This folder stands first on PYTHONPATH for ranks that `headway run` starts, so
+forked, spawned and fork-served children are covered too. Without HEADWAY_RUN
+in the environment, or with HEADWAY=off, it does nothing but chain. Until the
+script imports torch only one finder is installed (about 1 ms): nothing else
+of headway, and nothing of the standard library that is not there anyway.
+"""
+
+import os
+import sys
+from _frozen_importlib import module_from_spec, spec_from_loader
+from _frozen_importlib_external import PathFinder, SourceFileLoader
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_RUNTIME = os.path.dirname(_HERE)
+
+
+def _record():
+    """Wait for the import of torch; a failure is one line on stderr and never stops the job."""
+    if not os.environ.get("HEADWAY_RUN") or os.environ.get("HEADWAY", "").lower() in ("off", "0"):
+        return
+    os.environ.setdefault("HEADWAY_MAIN_PID", str(os.getpid()))
+    try:
+        # By path: `import headway` would load logging and more before the script's first line.
+        loader = SourceFileLoader("headway_hooks", os.path.join(_RUNTIME, "hooks.py"))
+        hooks = module_from_spec(spec_from_loader("headway_hooks", loader))
+        loader.exec_module(hooks)
+        hooks.PostImport({"torch"}, before=_begin, after=_torch_came).install()
+    except Exception as cause:
+        sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
+
+
+def _begin(name):
+    """Hand the finder over to the bootstrap when the script imports torch; it names the other modules to watch."""
+    bootstrap = sys.modules.get("headway.runtime.bootstrap")
+    if name != "torch":
+        return bootstrap.before_import(name)
+    root = os.path.dirname(os.path.dirname(_RUNTIME))  # the library that launched the job records it, installed or not
+    finder = next(finder for finder in sys.meta_path if type(finder).__module__ == "headway_hooks")
+    sys.path.insert(0, root)
+    try:
+        from headway.runtime import bootstrap
+
+        bootstrap.start(finder)
+        bootstrap.before_import(name)
+    except Exception as cause:
+        finder.remove()
+        sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
+    finally:
+        sys.path.remove(root)
+
+
+def _torch_came(module):
+    """Tell the bootstrap, if there is one, that a watched module was executed."""
+    bootstrap = sys.modules.get("headway.runtime.bootstrap")
+    if bootstrap is not None:
+        bootstrap.after_import(module)
+
+
+def _chain():
+    """Run the sitecustomize that would have been found without this one, and leave it in `sys.modules`."""
+    here = os.path.realpath(_HERE)
+    spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.realpath(entry) != here])
+    if spec is None or spec.loader is None:
+        return
+    module = module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+_record()
+_chain()

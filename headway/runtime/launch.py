@@ -1,0 +1,378 @@
+"""Start a script on the ranks of this host, record it, supervise it, and say how it ended.
+
+Use it as `headway run` does: `launch(LaunchOptions(nproc_per_node=4),
+["train.py", "--lr", "1e-3"])`. One host needs no torch here: the ranks are
+forked before anything heavy is imported. Several hosts meet through torch's
+elastic rendezvous (`headway.runtime.elastic`). Seconds are wall seconds.
+
+>>> parse_hosts("1:4"), parse_hosts(2)
+((1, 4), (2, 2))
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headway.core.errors import InputError
+from headway.runtime import rank_env
+from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
+from headway.runtime.exit_class import (
+    HEADER,
+    OomWatch,
+    RankEnd,
+    classify,
+    exit_status,
+    first_failure,
+    is_secondary,
+    traceback_of,
+)
+from headway.runtime.rank_env import Command, Place, Port
+from headway.runtime.recording import DEFAULT_MAX_RUN_BYTES, Exit, RankRow, Recording, claim_folder, next_folder
+from headway.runtime.streams import Streams
+
+if TYPE_CHECKING:
+    from headway.runtime.status import StatusLine
+
+RUNS = Path("headway-runs")
+"""Default parent of run folders, in the working directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What `headway run` was asked for; names and meanings of the first block are torchrun's."""
+
+    nproc_per_node: int | str = 1
+    """Ranks on this host: a number, 'auto', 'gpu' or 'cpu'."""
+    nnodes: int | str = 1
+    """Hosts: a number or '<min>:<max>'."""
+    node_rank: int = 0
+    """Index of this host, for the static rendezvous."""
+    rdzv_backend: str = "static"
+    rdzv_endpoint: str = ""
+    """host:port of the rendezvous."""
+    rdzv_id: str = "none"
+    rdzv_conf: Mapping[str, str | int | float] = field(default_factory=dict)
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    """Seconds between looks at the ranks of several hosts; on one host an exit is seen at once."""
+    standalone: bool = False
+    """Accepted for torchrun's sake: one host never needs a rendezvous here."""
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+    """Port of rank 0's store; None = a free one per attempt."""
+    local_addr: str | None = None
+    role: str = "default"
+    module: bool = False
+    no_python: bool = False
+    log_dir: Path | None = None
+    """Where the ranks' output is kept; None = RUN/logs."""
+
+    out: Path | None = None
+    """Run folder; None = ./headway-runs/<script>-<n>."""
+    apply: Path | None = None
+    """Plan file whose remedies the ranks apply."""
+    baseline: str | None = None
+    """Run that the plan was made from, for the comparison."""
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    """Remedy name -> 'module:function', from the catalog."""
+    no_launch: bool = False
+    """Join a launch line that exists already (torchrun, srun, accelerate): run the script as this rank."""
+    windows: float = 0.01
+    """Fraction of run time that deep windows may cost."""
+    max_run_bytes: int = DEFAULT_MAX_RUN_BYTES
+    grace_s: float = 30.0
+    """Seconds between SIGTERM and SIGKILL."""
+    quiet: bool = False
+    """No status line and no lines of our own; the traceback of a failure still comes."""
+    json: bool = False
+    """Ranks' stdout goes to stderr: stdout belongs to the one JSON object."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """How a launched run ended."""
+
+    code: int
+    """Exit status of the first failing rank (128 + signal), 0 when all went well."""
+    cls: str
+    """ok, user, oom, hang, infra or preempted."""
+    first_rank: int | None
+    """Global rank that failed first, None when none did."""
+    traceback: str | None
+    """Its traceback, None without one."""
+    seconds: float
+    """Launcher start to end, finalisation included."""
+    run: Path
+    """The run folder."""
+
+
+def launch(options: LaunchOptions, script: Sequence[str]) -> ExitReport:
+    """Run `script` (path or module, then its arguments, untouched) and return how it ended.
+
+    Raises `InputError` for options that cannot work: before any rank starts.
+    """
+    start_ns = time.perf_counter_ns()
+    min_hosts, max_hosts = check(options, script)
+    if options.no_launch:
+        from headway.runtime.attached import run_attached
+
+        return run_attached(options, script, start_ns)
+    if max_hosts > 1:
+        from headway.runtime.elastic import run_elastic
+
+        return run_elastic(options, script, start_ns, (min_hosts, max_hosts))
+    return _run_local(options, script, start_ns)
+
+
+def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
+    """Return (fewest, most) hosts after checking what can be checked before the start; raises `InputError`."""
+    if not script:
+        raise InputError("no script was given. Put it after --, as in: headway run -- train.py --lr 1e-3")
+    if options.module and options.no_python:
+        raise InputError("--module and --no-python exclude each other. Drop one of them.")
+    if options.max_restarts < 0:
+        raise InputError(f"--max-restarts is {options.max_restarts}; it must be at least 0. Pass 0 for no restart.")
+    if not 0 <= options.windows <= 1:
+        raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
+    if not options.module and not options.no_python and not Path(script[0]).exists():
+        raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Check the path.")
+    if options.apply is not None and not options.apply.is_file():
+        raise InputError(f"--apply {options.apply} is not a file. Write one with: headway plan RUN -o {options.apply}")
+    hosts = parse_hosts(options.nnodes)
+    if options.rdzv_endpoint:
+        rank_env.check_host(_host_of(options.rdzv_endpoint), "the rendezvous host")
+    rank_env.check_host(options.master_addr, "--master-addr")
+    return hosts
+
+
+def parse_hosts(text: str | int) -> tuple[int, int]:
+    """Return (fewest, most) hosts of torchrun's --nnodes, a number or 'min:max'; raises `InputError`."""
+    parts = str(text).split(":")
+    if len(parts) > 2 or not all(part.isdigit() for part in parts):
+        raise InputError(f"--nnodes is {text!r}; it must be a number or min:max. Pass 1 for a single host.")
+    low, high = int(parts[0]), int(parts[-1])
+    if not 1 <= low <= high:
+        raise InputError(f"--nnodes is {text!r}; it must hold 1 <= min <= max. Pass 1 for a single host.")
+    return low, high
+
+
+def _host_of(endpoint: str) -> str:
+    host = endpoint.rpartition(":")[0] if endpoint.count(":") == 1 or "]" in endpoint else endpoint
+    return host.strip("[]")
+
+
+def open_recording(
+    options: LaunchOptions,
+    script: Sequence[str],
+    start_ns: int,
+    *,
+    nproc: int,
+    world_size: int | None = None,
+    group_rank: int = 0,
+    rank_only: int | None = None,
+    leads: bool = True,
+    attempt: int = 0,
+    shared: bool = False,
+) -> Recording:
+    """Make the run folder and its first run.json."""
+    path = claim_folder(options.out, shared=shared) if options.out else next_folder(RUNS, script[0])
+    recording = Recording(
+        path.resolve(),
+        list(script),
+        start_ns,
+        nproc=nproc,
+        world_size=world_size or nproc,
+        group_rank=group_rank,
+        rank_only=rank_only,
+        leads=leads,
+        attempt=attempt,
+        plan=options.apply,
+        baseline=options.baseline,
+        max_run_bytes=options.max_run_bytes,
+    )
+    recording.open()
+    return recording
+
+
+def open_streams(options: LaunchOptions, recording: Recording) -> Streams:
+    """Return the reader of the ranks' output; logs share a sixteenth of the run folder's bytes."""
+    limit = max(recording.max_run_bytes // 16 // (2 * recording.nproc), 1 << 16)
+    return Streams(options.log_dir or recording.path / "logs", limit_bytes=limit, stdout_to_stderr=options.json)
+
+
+def specs_of(
+    options: LaunchOptions, script: Sequence[str], places: Sequence[Place], recording: Recording
+) -> list[RankSpec]:
+    """Return what each rank runs."""
+    command = rank_env.argv(script[0], script[1:], Command(options.module, options.no_python))
+    base = rank_env.inherited(os.environ)
+    specs = []
+    for place in places:
+        env = base | rank_env.torchrun_env(place, base)
+        env |= rank_env.headway_env(
+            base,
+            run=recording.path,
+            attempt=place.attempt,
+            plan=recording.path / "plan.json" if options.apply else None,
+            remedies=options.remedies,
+            windows_fraction=options.windows,
+        )
+        env["TORCHELASTIC_ERROR_FILE"] = str(recording.path / "logs" / f"r{place.rank}.error.json")
+        specs.append(RankSpec(place.rank, place.local_rank, command, env))
+    return specs
+
+
+def _run_local(options: LaunchOptions, script: Sequence[str], start_ns: int) -> ExitReport:
+    nproc = rank_env.num_processes(options.nproc_per_node)
+    recording = open_recording(options, script, start_ns, nproc=nproc)
+    streams = open_streams(options, recording)
+    watch = OomWatch()
+    ends: list[RankEnd] = []
+    with Signals() as signals, Attempts(options, recording, streams, signals) as attempts:
+        for attempt in range(options.max_restarts + 1):
+            with _port(options, attempt) as port:
+                places = [
+                    Place(
+                        rank, rank, nproc, nproc, master_addr=options.master_addr, master_port=port.number,
+                        role=options.role, attempt=attempt, max_restarts=options.max_restarts, run_id=options.rdzv_id,
+                    )
+                    for rank in range(nproc)
+                ]  # fmt: skip
+                group = attempts.start(specs_of(options, script, places, recording), attempt)
+                group.wait(signals, grace_s=options.grace_s, is_secondary=attempts.is_secondary)
+                ends = attempts.finish(group, watch)
+            if signals.stop or not group.failed:
+                break
+            if attempt < options.max_restarts:
+                say(options, f"attempt {attempt} failed; starting attempt {attempt + 1} of {options.max_restarts}")
+    return report(options, recording, ends, signals)
+
+
+def _port(options: LaunchOptions, attempt: int) -> Port:
+    """Reserve the port that was asked for, or a free one; a taken one costs a line, not the run."""
+    if options.master_port and attempt == 0:
+        try:
+            return Port(options.master_port)
+        except OSError:
+            say(options, f"port {options.master_port} is taken: another one is used")
+    return Port()
+
+
+class Attempts:
+    """What every attempt needs of the launcher: streams, drains, the status line, and the rows of its ranks."""
+
+    def __init__(self, options: LaunchOptions, recording: Recording, streams: Streams, signals: Signals) -> None:
+        self.options, self.recording, self.streams, self.signals = options, recording, streams, signals
+        self._status: StatusLine | None = None
+        self._attempt = 0
+        self._secondary: dict[int, bool] = {}
+
+    def __enter__(self) -> Attempts:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Read the rest of the output and take the status line away."""
+        if self._status is not None:
+            self._status.stop()
+        self.streams.close()
+
+    def start(self, specs: Sequence[RankSpec], attempt: int, *, plain: bool | None = None) -> Group:
+        """Start the ranks, then everything that may take its time."""
+        self._attempt = attempt
+        group = Group(specs)
+        group.start(
+            lambda spec: self.streams.attach(
+                spec.rank,
+                plain=spec.rank == 0 if plain is None else plain,
+                label=f"{self.options.role}{spec.local_rank}",
+            )
+        )
+        self.streams.start()
+        drainer = self.recording.begin(attempt)
+        if not self.options.quiet and specs[0].rank == 0 and self._status is None:
+            from headway.runtime.status import StatusLine
+
+            self._status = StatusLine(self.streams, world_size=self.recording.nproc, start_ns=self.recording.start_ns)
+            self._status.start()
+        if self._status is not None:
+            self._status.follow(drainer)
+        return group
+
+    def is_secondary(self, rank: RankProcess) -> bool:
+        """Say whether a rank that ended blames its connection rather than itself."""
+        if rank.pid not in self._secondary:
+            self.streams.finish(0.2, rank=rank.spec.rank)
+            self._secondary[rank.pid] = is_secondary(self._end_of(rank, None))
+        return self._secondary[rank.pid]
+
+    def finish(self, group: Group, watch: OomWatch) -> list[RankEnd]:
+        """Read what the ranks still had to say, finalise their events, and return how each ended."""
+        self.streams.finish()
+        ends = [self._end_of(rank, watch) for rank in group.ranks]
+        self.recording.end_attempt(
+            [
+                RankRow(r.spec.rank, r.spec.local_rank, r.pid, r.start_ns, r.end_ns, r.code, self._attempt)
+                for r in group.ranks
+            ]
+        )
+        return ends
+
+    def _end_of(self, rank: RankProcess, watch: OomWatch | None) -> RankEnd:
+        tail = self.streams.tail(rank.spec.rank)
+        code = rank.code if rank.code is not None else 0
+        killed = code == -9 and not rank.told and watch is not None and watch.killed(rank.pid)
+        return RankEnd(
+            rank.spec.rank,
+            code,
+            rank.end_ns or 0,
+            tail.text(),
+            tail.arrival_ns(HEADER.encode()),
+            rank.told,
+            killed,
+        )
+
+
+def report(
+    options: LaunchOptions,
+    recording: Recording,
+    ends: Sequence[RankEnd],
+    signals: Signals,
+    *,
+    show: Callable[[str], object] = sys.stderr.write,
+) -> ExitReport:
+    """Class the exit, write the last run.json, and show the first failing rank's traceback last."""
+    first = first_failure(ends)
+    cls = classify(first, preempted=signals.preempted)
+    if cls == "ok" and signals.stop:
+        cls = "user"  # Ctrl-C, and every rank left with 0
+    code = exit_status(first.code) if first else 0
+    traceback = traceback_of(first.stderr) if first else None
+    recording.end(Exit(code, cls, first.rank if first else None, traceback))
+    if first is not None:
+        show(_failure_text(first, cls, code, traceback, recording.path))
+        sys.stderr.flush()
+    seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
+    return ExitReport(code, cls, first.rank if first else None, traceback, seconds, recording.path)
+
+
+def _failure_text(first: RankEnd, cls: str, code: int, traceback: str | None, run: Path) -> str:
+    how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {code}"
+    head = f"headway: rank {first.rank} failed first ({how}, class {cls}); the run is in {run}\n"
+    if traceback:
+        return head + traceback + "\n"
+    last = [line for line in first.stderr.splitlines() if line.strip()][-5:]
+    return head + "".join(f"  {line}\n" for line in last)
+
+
+def say(options: LaunchOptions, text: str) -> None:
+    """Write one line of our own on stderr, unless `quiet`."""
+    if not options.quiet:
+        sys.stderr.write(f"headway: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,193 @@
+"""Every function that headway replaces, in one literal table: the only monkey-patching in the library.
+
+A patch names its target, the factory of its wrapper, and a self-test that the
+wrapper must pass before it goes in. A patch that cannot be made is one line
+on stderr and a lower coverage; `undo` puts the original back. Remedies patch
+through `replace_attribute` too, by their `Context`.
+
+>>> undo = replace_attribute("colorsys:rgb_to_yiq", lambda original: lambda *rgb: original(*rgb))
+>>> import colorsys; colorsys.rgb_to_yiq.__name__
+'<lambda>'
+>>> undo(); colorsys.rgb_to_yiq.__name__
+'rgb_to_yiq'
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from headway.core.errors import InputError
+from headway.runtime import probe_comm, probe_copy, probe_host, probe_input, probe_state, probe_step
+from headway.runtime.probes import Probes
+
+Undo = Callable[[], None]
+Wrapper = Callable[[Any, Probes], Any]
+
+
+def same_face(wrapped: Any, original: Any) -> None:
+    """Self-test of most wrappers: a function that presents itself as the original; raises `InputError` otherwise."""
+    function = wrapped.__func__ if isinstance(wrapped, staticmethod) else wrapped
+    if not callable(function) or getattr(function, "__wrapped__", None) is not original:
+        raise InputError(f"{original!r} was wrapped by {function!r}, which does not stand for it. Report this.")
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """One function to replace, or one list of callbacks to join."""
+
+    target: str
+    """'module:attribute.attribute' of what is replaced (or passed to `register`)."""
+
+    wrapper: Wrapper | None = None
+    """(original, probes) -> replacement."""
+
+    register: Callable[[Any, Probes], Undo] | None = None
+    """Instead of a wrapper: hook into the target by its own means; returns the undo."""
+
+    self_test: Callable[[Any, Any], None] = same_face
+    """(replacement, original) -> None; raises when the replacement must not go in."""
+
+    needs: str = ""
+    """'cuda': only where there is such a device. '' everywhere."""
+
+    optional: bool = False
+    """Whether a version of torch without the target is no reason for a warning."""
+
+    @property
+    def module(self) -> str:
+        """The module whose import makes this patch possible."""
+        return self.target.partition(":")[0]
+
+
+_C10D = "torch.distributed.distributed_c10d:"
+_LOADER = "torch.utils.data.dataloader:"
+_FETCH = "torch.utils.data._utils.fetch:"
+
+PATCHES: dict[str, Patch] = {
+    # Steps.
+    "optimizer.step": Patch("torch.optim.optimizer:Optimizer.profile_hook_step", probe_step.profile_hook_step),
+    "optimizer.step.existing": Patch("torch.optim.optimizer:Optimizer", register=probe_step.join_existing),
+    "GradScaler.step": Patch("torch.amp.grad_scaler:GradScaler.step", probe_step.scaler_step),
+    # Input.
+    "DataLoader.__iter__": Patch(_LOADER + "DataLoader.__iter__", probe_input.loader_iter),
+    "DataLoader.__next__": Patch(_LOADER + "_BaseDataLoaderIter.__next__", probe_input.loader_next),
+    "DataLoader.worker": Patch(_LOADER + "_MultiProcessingDataLoaderIter._process_data", probe_input.process_data,
+                               optional=True),
+    "fetcher": Patch(_FETCH + "_BaseDatasetFetcher.__init__", probe_input.fetcher_init),
+    "input.load": Patch(_FETCH + "_MapDatasetFetcher.fetch", probe_input.fetch),
+    "input.load.iterable": Patch(_FETCH + "_IterableDatasetFetcher.fetch", probe_input.fetch),
+    "input.transfer.to": Patch("torch._tensor:Tensor.to", probe_copy.to_device, needs="cuda"),
+    "input.transfer.cuda": Patch("torch._tensor:Tensor.cuda", probe_copy.to_device, needs="cuda"),
+    "input.transfer.copy_": Patch("torch._tensor:Tensor.copy_", probe_copy.copy_in, needs="cuda"),
+    # Communication.
+    "init_process_group": Patch(_C10D + "init_process_group", probe_comm.init_group),
+    "new_group": Patch(_C10D + "new_group", probe_comm.new_group),
+    "Work.wait": Patch(_C10D + "Work.wait", probe_comm.work_wait),
+    **{name: Patch(_C10D + name, probe_comm.collective, optional=True) for name in probe_comm.COLLECTIVES_SEEN},
+    **{name: Patch(_C10D + name, probe_comm.point_to_point, optional=True) for name in probe_comm.POINT_TO_POINT},
+    "comm.wait": Patch("torch.nn.parallel.distributed:DistributedDataParallel.__init__", probe_comm.ddp_init),
+    # State.
+    "torch.save": Patch("torch.serialization:save", probe_state.save(1, "f")),
+    "torch.load": Patch("torch.serialization:load", probe_state.load),
+    "dcp.save": Patch("torch.distributed.checkpoint.state_dict_saver:save", probe_state.save(9, "checkpoint_id")),
+    "dcp.async_save": Patch("torch.distributed.checkpoint.state_dict_saver:async_save",
+                            probe_state.save(9, "checkpoint_id")),
+    "dcp.load": Patch("torch.distributed.checkpoint.state_dict_loader:load", probe_state.load),
+    "safetensors.save_file": Patch("safetensors.torch:save_file", probe_state.save(1, "filename")),
+    "safetensors.load_file": Patch("safetensors.torch:load_file", probe_state.load),
+    "os.fsync": Patch("os:fsync", probe_state.fsync),
+    "os.replace": Patch("os:replace", probe_state.rename),
+    "os.rename": Patch("os:rename", probe_state.rename),
+    # The host.
+    "gc": Patch("gc:callbacks", register=probe_host.join_gc),
+    "logging": Patch("logging:Logger.callHandlers", probe_host.call_handlers),
+    "torch.compile": Patch("torch._dynamo.callback:callback_handler", register=probe_host.join_compile, optional=True),
+}  # fmt: skip
+"""Name -> patch. The names are the keys of `patches` in RUN/tables, and what HEADWAY_BREAK takes."""
+
+
+def replace_attribute(target: str, wrapper: Callable[[Any], Any]) -> Undo:
+    """Replace 'module:path' by `wrapper(original)` and return the undo; the module is imported if need be.
+
+    Raises `InputError` when there is no such attribute. Works for functions, methods and static methods.
+    """
+    module_name, _, path = target.partition(":")
+    owner: Any = sys.modules.get(module_name) or importlib.import_module(module_name)
+    *parents, name = path.split(".")
+    try:
+        for parent in parents:
+            owner = getattr(owner, parent)
+        original = getattr(owner, name)
+    except AttributeError as cause:
+        raise InputError(
+            f"there is no {target} to patch: {cause}. Use a version of the library that has it."
+        ) from cause
+    own = vars(owner).get(name, _INHERITED)
+    replacement = wrapper(original)
+    setattr(owner, name, replacement)
+
+    def undo() -> None:
+        """Put back what was there, unless somebody else has replaced it since."""
+        if vars(owner).get(name) is not replacement:
+            return
+        if own is _INHERITED:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+    return undo
+
+
+_INHERITED = object()
+
+
+def install(name: str, probes: Probes) -> Undo | None:
+    """Put one patch of the table in; None, and a warning, when that is impossible."""
+    patch = PATCHES[name]
+    if patch.needs == "cuda" and not has_cuda():
+        return None
+    try:
+        undo = _install(name, patch, probes)
+    except Exception as cause:
+        if not (patch.optional and isinstance(cause, InputError)):
+            probes.failed(name, cause)
+        return None
+    probes.tables["patches"][name] = "ok"
+    return undo
+
+
+def _install(name: str, patch: Patch, probes: Probes) -> Undo:
+    broken = os.environ.get("HEADWAY_BREAK", "").split(",")
+    if name in broken or "all" in broken:
+        raise RuntimeError(f"HEADWAY_BREAK={os.environ['HEADWAY_BREAK']}: this patch fails on purpose")
+    if patch.register is not None:
+        target: Any = importlib.import_module(patch.module)
+        for part in patch.target.partition(":")[2].split("."):
+            target = getattr(target, part)
+        return patch.register(target, probes)
+    wrapper = patch.wrapper
+    if wrapper is None:
+        raise InputError(f"patch {name} has neither wrapper nor register. Give it one of them.")
+
+    def tested(original: Any) -> Any:
+        replacement = wrapper(original, probes)
+        patch.self_test(replacement, original)
+        return replacement
+
+    return replace_attribute(patch.target, tested)
+
+
+def install_for(module: str, probes: Probes) -> list[Undo]:
+    """Put in every patch whose target lives in `module`, which has been executed; return the undos."""
+    undos = [install(name, probes) for name, patch in PATCHES.items() if patch.module == module]
+    return [undo for undo in undos if undo is not None]
+
+
+def has_cuda() -> bool:
+    """Whether the kernel knows an NVIDIA device; asking torch would initialise it."""
+    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")

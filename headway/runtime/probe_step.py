@@ -1,0 +1,106 @@
+"""Probes of the optimizer: the only thing that ends a step.
+
+Every `Optimizer` subclass gets its `step` from `Optimizer.profile_hook_step`
+when the first instance is made, so one patch there sees all optimizers, fused
+or not, several at once, under a scheduler or a scaler. An optimizer that
+steps another one inside is one step. Inside a compiled region nothing is
+recorded: the wrapper is traced away.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from headway.runtime.probes import Probes, now
+from headway.trace.vocabulary import SPANS
+
+STEP = SPANS["optimizer.step"].code
+
+
+def profile_hook_step(original: Callable[..., Any], probes: Probes) -> staticmethod[..., Any]:
+    """Wrap what `Optimizer.profile_hook_step` makes of a `step` function."""
+
+    @functools.wraps(original)
+    def hook(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `func` with torch's own hooks and the recording around it."""
+        return recorded(original(func), probes)
+
+    return staticmethod(hook)
+
+
+def join_existing(optimizer_class: Any, probes: Probes) -> Callable[[], None]:
+    """Record the optimizer classes that were in use before headway came; the undo frees those and all later ones."""
+    pending, classes = [optimizer_class], []
+    while pending:
+        for subclass in pending.pop().__subclasses__():
+            pending.append(subclass)
+            if getattr(vars(subclass).get("step"), "hooked", False):
+                classes.append(subclass)
+    for subclass in classes:
+        step = recorded(getattr(subclass.step, "headway_inner", subclass.step), probes)
+        step.hooked = True  # type: ignore[attr-defined]  # the mark by which torch knows a class that is done
+        subclass.step = step
+
+    def undo() -> None:
+        """Leave the wrappers where they are, idle: other wrappers may stand around them by now."""
+        probes.live[0] = False
+
+    return undo
+
+
+def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Return the `step` function `inner` with a clock around it."""
+    import torch  # here, not above: the factories run in the middle of torch's own import
+
+    emit, steps, due, wake, live = probes.emit, probes.steps, probes.due, probes.wake, probes.live
+    is_compiling, index_of = torch.compiler.is_compiling, probes.index_of
+    stepping = probes.stepping
+
+    @functools.wraps(inner)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's step and record how long it took."""
+        if is_compiling() or stepping[0] or not live[0]:
+            return inner(*args, **kwargs)
+        stepping[0] = True
+        start = now()
+        try:
+            result = inner(*args, **kwargs)
+        finally:
+            stepping[0] = False
+        try:
+            index = index_of(args[0])
+            emit(STEP, start, now() - start, index, 0)
+            steps[0] = count = steps[0] + 1
+            if count >= due[0]:
+                wake(index)
+        except Exception as cause:
+            probes.failed("optimizer.step", cause)
+        return result
+
+    step.headway_inner = inner  # type: ignore[attr-defined]  # a later session starts from the bare function
+    return step
+
+
+def scaler_step(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `GradScaler.step`: a step that it skips (gradients not finite) counts, with seq = 1."""
+    emit, steps, index_of = probes.emit, probes.steps, probes.index_of
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the scaler's step; record the optimizer step that did not happen."""
+        before, start = steps[0], now()
+        result = original(self, optimizer, *args, **kwargs)
+        try:
+            if steps[0] == before:
+                index = index_of(optimizer)
+                emit(STEP, start, now() - start, index, 1)
+                steps[0] = before + 1
+                if before + 1 >= probes.due[0]:
+                    probes.wake(index)
+        except Exception as cause:
+            probes.failed("GradScaler.step", cause)
+        return result
+
+    return step

@@ -1,0 +1,155 @@
+"""What the probes of one process share: where records go, what failed, who waits for steps.
+
+A probe is a function around one function of torch or Python. Probes are made
+by factories `wrapper(original, probes)` in `probe_*.py`; `patches.py` lists
+where each goes. Rules for all of them: one closure with everything bound, the
+original is called exactly once with exactly the caller's arguments, and what
+headway does around it can fail only into `Probes.failed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.runtime.saves import Saves
+from headway.trace.ring import CHILD, MAIN, SPAWNED, Recorder
+
+now = time.perf_counter_ns
+"""The clock of every record: CLOCK_MONOTONIC, the same for all processes of a host."""
+
+NEVER = 1 << 62
+
+
+@dataclass(slots=True)
+class Probes:
+    """The shared state of this process's probes."""
+
+    recorder: Recorder
+    """Writes the records."""
+
+    run: str
+    """Run folder."""
+
+    emit: Callable[..., None] = field(init=False)
+    """`recorder.emit`, or a function that raises when HEADWAY_BREAK=run asks for it."""
+
+    gc_ns: list[int] = field(default_factory=lambda: [0])
+    """[1] Nanoseconds of garbage collection so far."""
+
+    fetching: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether the main process is inside a dataset: what it loads there is input, not a checkpoint."""
+
+    inside: set[int] = field(default_factory=set)
+    """Threads inside a recorded save, load or collective: what those call themselves is not recorded again."""
+
+    saves: Saves = field(default_factory=Saves)
+    """What was saved last."""
+
+    groups: Any = None
+    """The process groups seen (`probe_comm.Groups`); None before the first one."""
+
+    context: Any = None
+    """The remedies of the plan (`remedy.Context`); None without a plan."""
+
+    stepping: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether an optimizer is stepping: one that it steps inside is part of its step."""
+
+    steps: list[int] = field(default_factory=lambda: [0])
+    """[1] Optimizer steps so far, all optimizers together."""
+
+    due: list[int] = field(default_factory=lambda: [1])
+    """[1] `wake` is called when `steps` reaches this number."""
+
+    live: list[bool] = field(default_factory=lambda: [True])
+    """[1] False once the recording was stopped: wrappers that cannot be taken out stay idle."""
+
+    listeners: list[Callable[[int], int]] = field(default_factory=list)
+    """Called by `wake` with the optimizer's index; each returns the number of optimizer steps until its next call."""
+
+    tables: dict[str, Any] = field(default_factory=lambda: {"patches": {}, "groups": {}, "optimizers": {}})
+    """What codes in the records mean; written to RUN/tables/r<rank>.json."""
+
+    loaders: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Facts of each loader by group; written to RUN/loaders/r<rank>.json."""
+
+    _indices: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.emit = _broken_emit if "run" in os.environ.get("HEADWAY_BREAK", "").split(",") else self.recorder.emit
+
+    def failed(self, name: str, cause: BaseException) -> None:
+        """Warn once that a probe does not work, and note it for the coverage."""
+        if name in self.tables["patches"] and self.tables["patches"][name] != "ok":
+            return
+        reason = f"{type(cause).__name__}: {cause}"
+        self.tables["patches"][name] = reason
+        sys.stderr.write(f"headway: {name} is not recorded: {reason}\n")
+
+    def wake(self, optimizer: int) -> None:
+        """Call the listeners: an optimizer step that one of them waits for has ended."""
+        pause = NEVER
+        for listener in tuple(self.listeners):
+            try:
+                pause = min(pause, listener(optimizer))
+            except Exception as cause:
+                self.listeners.remove(listener)
+                self.failed("windows", cause)
+        if self.steps[0] == 1:
+            self.write_tables()
+        self.due[0] = self.steps[0] + pause
+
+    def index_of(self, optimizer: Any) -> int:
+        """Return a small number for an optimizer, in order of first step; a dead one's `id` is not mistaken for it."""
+        index = self._indices.get(id(optimizer), -1)
+        if index < 0:
+            index = self._indices[id(optimizer)] = len(self.tables["optimizers"])
+            self.tables["optimizers"][str(index)] = type(optimizer).__name__
+            weakref.finalize(optimizer, self._indices.pop, id(optimizer), None).atexit = False
+        return index
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is a rank, and not a child of one."""
+        return self.recorder.role in (MAIN, SPAWNED)
+
+    def became_rank(self, rank: int) -> None:
+        """Note the rank that `init_process_group` gave this process; a child becomes a rank by that."""
+        self.recorder.set_rank(rank, role=SPAWNED if self.recorder.role == CHILD else None)
+        if self.context is not None:
+            self.context.write()
+
+    def write_tables(self) -> None:
+        """Write the tables and loader facts of a rank, each in one atomic act; other processes write none."""
+        if not self.leads:
+            return
+        rank = self.recorder.rank
+        tables = {**self.tables, "rank": rank, "attempt": self.recorder.attempt}
+        for folder, content in (("tables", tables), ("loaders", self.loaders)):
+            try:
+                write_json(f"{self.run}/{folder}/r{rank}.json", content)
+            except (OSError, TypeError, ValueError) as cause:
+                self.failed(f"{folder} file", cause)
+
+
+def write_json(path: str, content: object) -> None:
+    """Write a small JSON file so that a reader sees the old or the new one, never half of it."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    half = f"{path}.{os.getpid()}"
+    with open(half, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+    # os.replace may be one of the patched functions: the bare system call keeps headway's files out of the trace.
+    _replace(half, path)
+
+
+_replace = os.replace
+
+
+def _broken_emit(*_: object) -> None:
+    raise RuntimeError("HEADWAY_BREAK=run: every record fails on purpose")

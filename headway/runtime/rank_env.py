@@ -1,0 +1,222 @@
+"""What a rank is started with: its command line, its environment, its port.
+
+The environment is the one torchrun gives, plus headway's own variables. Each
+attempt gets a port of its own, held until the last rank is gone, so nobody
+else is given it between the choice and rank 0's first listen.
+
+>>> argv("train.py", ["--help", ""], Command())[2:]
+('train.py', '--help', '')
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.core.errors import InputError
+
+INJECT = Path(__file__).resolve().parent / "inject"
+"""The folder that goes in front of PYTHONPATH: its sitecustomize starts the recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """How the script is started."""
+
+    module: bool = False
+    """Run it as `python -m`."""
+
+    no_python: bool = False
+    """Run it as a program, without Python in front."""
+
+
+def argv(script: str, arguments: Sequence[str], command: Command) -> tuple[str, ...]:
+    """Return the command line of a rank, torchrun's: `python -u script arguments`, arguments untouched."""
+    if command.no_python:
+        return (script, *arguments)
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    return (python, "-u", *(["-m"] if command.module else []), script, *arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one rank stands among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    group_rank: int = 0
+    """Index of the host."""
+    group_world_size: int = 1
+    """Number of hosts."""
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    role: str = "default"
+    role_rank: int | None = None
+    """Rank within the role; the same as `rank` when there is one role."""
+    role_world_size: int | None = None
+    attempt: int = 0
+    max_restarts: int = 0
+    run_id: str = "none"
+
+
+def torchrun_env(place: Place, base: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun puts into a rank's environment (torch/distributed/elastic, local agent).
+
+    `TORCHELASTIC_USE_AGENT_STORE` is False: rank 0 of each attempt opens a
+    store of its own, so nothing of a dead attempt is left in it.
+    """
+    world, role_world = str(place.world_size), place.role_world_size
+    env = {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "GROUP_RANK": str(place.group_rank),
+        "ROLE_RANK": str(place.rank if place.role_rank is None else place.role_rank),
+        "ROLE_NAME": place.role,
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "WORLD_SIZE": world,
+        "GROUP_WORLD_SIZE": str(place.group_world_size),
+        "ROLE_WORLD_SIZE": world if role_world is None else str(role_world),
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": str(place.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(place.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(place.max_restarts),
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if place.local_world_size > 1:
+        env["OMP_NUM_THREADS"] = base.get("OMP_NUM_THREADS", "1")
+    return env
+
+
+def inherited(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the launcher's environment as ranks inherit it: without what an outer recording left there."""
+    return {name: value for name, value in env.items() if name not in ("HEADWAY_MAIN_PID", "HEADWAY_PLAN")}
+
+
+def headway_env(
+    base: Mapping[str, str],
+    *,
+    run: Path,
+    attempt: int,
+    plan: Path | None = None,
+    remedies: Mapping[str, str] | None = None,
+    windows_fraction: float = 0.01,
+) -> dict[str, str]:
+    """Return headway's own variables for a rank; PYTHONPATH keeps what the user had behind ours."""
+    paths = [str(INJECT), *([base["PYTHONPATH"]] if base.get("PYTHONPATH") else [])]
+    env = {
+        "HEADWAY_RUN": str(run),
+        "HEADWAY_ATTEMPT": str(attempt),
+        "HEADWAY_WINDOWS": f"{windows_fraction:g}",
+        "HEADWAY_REMEDIES": json.dumps(dict(remedies or {})),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    if plan is not None:
+        env["HEADWAY_PLAN"] = str(plan)
+    return env
+
+
+class Port:
+    """A TCP port reserved for rank 0's store: bound, never listening.
+
+    A second socket may listen on it while it is held, because both ask for
+    address reuse and ours does not listen; the kernel gives it to nobody else
+    who asks for any free port.
+
+    >>> with Port() as port: port.number > 0
+    True
+    """
+
+    def __init__(self, wanted: int = 0) -> None:
+        self.number = 0
+        self._socket: socket.socket | None = None
+        self._reserve(wanted)
+
+    def _reserve(self, wanted: int) -> None:
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        try:
+            self._socket = _bound(family, wanted)
+        except OSError:
+            if family == socket.AF_INET:
+                raise
+            self._socket = _bound(socket.AF_INET, wanted)  # IPv6 is compiled in but switched off
+        self.number = self._socket.getsockname()[1]
+
+    def __enter__(self) -> Port:
+        """Return self."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the port back."""
+        if self._socket is not None:
+            self._socket.close()
+
+
+def _bound(family: int, port: int) -> socket.socket:
+    """Return a socket bound to `port` (0: any free one) on all addresses, not listening."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0 if port else 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.bind(("", port))
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def check_host(host: str, what: str) -> None:
+    """Raise `InputError` when `host` cannot be resolved: at once, instead of a wait or a silent localhost."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as cause:
+        raise InputError(
+            f"{what} {host!r} cannot be resolved ({cause.strerror or cause}). A host name must be known to this host. "
+            "Check the spelling, or pass an IP address."
+        ) from cause
+
+
+def num_processes(text: str | int) -> int:
+    """Return how many ranks `--nproc-per-node` means: a number, 'auto', 'gpu' or 'cpu', without importing torch.
+
+    Raises `InputError` on anything else, and for 'gpu' without a CUDA device.
+    """
+    if isinstance(text, int) or text.isdigit():
+        count = int(text)
+        if count < 1:
+            raise InputError(f"--nproc-per-node is {count}; it must be at least 1. Pass 1 for a single process.")
+        return count
+    if text not in ("auto", "gpu", "cpu"):
+        raise InputError(f"--nproc-per-node is {text!r}; it must be a number, auto, gpu or cpu. Pass a number.")
+    devices = 0 if text == "cpu" else num_cuda_devices()
+    if text == "gpu" and not devices:
+        raise InputError("--nproc-per-node is 'gpu' but no CUDA device is visible. Pass a number, or 'cpu'.")
+    return devices or len(os.sched_getaffinity(0))
+
+
+def num_cuda_devices() -> int:
+    """Return how many CUDA devices a rank would see, asked of the driver's library; 0 without one."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    finally:
+        pynvml.nvmlShutdown()

@@ -1,0 +1,219 @@
+"""The run folder while a launcher owns it: made, described in run.json, drained, finalised.
+
+Use it around the ranks of one host: make it before they start, `begin` once
+they run (heavy imports wait until then), `end` when they are gone. Times in
+ns on CLOCK_MONOTONIC. docs/run-folder.md lists every file and key.
+
+>>> import tempfile
+>>> folder = next_folder(Path(tempfile.mkdtemp()), "train.py")
+>>> folder.name
+'train-1'
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headway import __version__
+from headway.core.errors import InputError
+from headway.runtime import redact
+
+if TYPE_CHECKING:
+    from headway.runtime.drain import Drainer
+
+SCHEMA = "headway.run-folder/1"
+DEFAULT_MAX_RUN_BYTES = 512_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank of this host in run.json."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    start_ns: int
+    end_ns: int | None
+    exit_code: int | None
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How the run ended."""
+
+    code: int
+    cls: str
+    """One of `headway.runtime.exit_class.CLASSES`."""
+    first_rank: int | None = None
+    traceback: str | None = None
+
+
+def next_folder(base: Path, script: str) -> Path:
+    """Make and return `base/<script>-<n>` with the first free n >= 1."""
+    stem = re.sub(r"[^\w.-]+", "_", Path(script).stem or "run")[:64]
+    base.mkdir(parents=True, exist_ok=True)
+    taken = [int(m[1]) for p in base.iterdir() if (m := re.fullmatch(re.escape(stem) + r"-(\d+)", p.name))]
+    number = max(taken, default=0) + 1
+    while True:
+        try:
+            (base / f"{stem}-{number}").mkdir()
+            return base / f"{stem}-{number}"
+        except FileExistsError:
+            number += 1
+
+
+def claim_folder(out: Path, *, shared: bool = False) -> Path:
+    """Make `out`; one that holds another run is refused, unless ranks or hosts share it.
+
+    Raises `InputError`.
+    """
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file; a run is a folder. Name a folder that does not exist yet.")
+    if not shared and out.is_dir() and any(out.iterdir()):
+        raise InputError(f"--out {out} is not empty; a run needs a folder of its own. Name another one, or remove it.")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise InputError(f"--out {out} cannot be made: {cause}. Name a folder that you may write.") from cause
+    return out
+
+
+@dataclass(slots=True)
+class Recording:
+    """A run folder and the facts that go into its run.json."""
+
+    path: Path
+    script: Sequence[str]
+    start_ns: int
+    """Launcher start."""
+    group_rank: int = 0
+    """Index of this host: host 0 writes run.json, host k run-host<k>.json."""
+    world_size: int = 1
+    nproc: int = 1
+    attempt: int = 0
+    plan: Path | None = None
+    baseline: str | None = None
+    max_run_bytes: int = DEFAULT_MAX_RUN_BYTES
+    leads: bool = True
+    """Whether this launcher writes the host's run.json: always, but for ranks above local rank 0 with `--no-launch`."""
+    rank_only: int | None = None
+    """The only rank whose rings this launcher drains (`--no-launch`); None = every one of this host."""
+    rows: list[RankRow] = field(default_factory=list)
+    realtime_ns: int = 0
+    """Realtime clock at `start_ns`."""
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    drainer: Drainer | None = None
+
+    def open(self) -> None:
+        """Pair the clocks and write the first run.json: a run whose launcher is killed stays readable.
+
+        A later attempt under another launcher goes on with the run that attempt 0 began.
+        Raises `InputError` when the folder holds another run.
+        """
+        self.realtime_ns = time.time_ns() - (time.perf_counter_ns() - self.start_ns)
+        if self.leads and self.file.exists():
+            if not self.attempt:
+                raise InputError(f"{self.path} holds a run already. Name another folder with --out, or remove it.")
+            before = json.loads(self.file.read_text())
+            self.run_id, self.start_ns, self.realtime_ns = (before[k] for k in ("run_id", "start_ns", "realtime_ns"))
+            self.rows = [RankRow(**row) for row in before["ranks"]]
+        for part in ("rings", "events", "logs"):
+            (self.path / part).mkdir(parents=True, exist_ok=True)
+        if self.plan is not None:
+            target = self.path / "plan.json"
+            if self.plan.resolve() != target.resolve():
+                shutil.copyfile(self.plan, target)
+        self.write()
+
+    @property
+    def file(self) -> Path:
+        """The run.json of this host."""
+        return self.path / ("run.json" if self.group_rank == 0 else f"run-host{self.group_rank}.json")
+
+    def begin(self, attempt: int) -> Drainer:
+        """Start to drain the rings of `attempt`; call it once the ranks run."""
+        from headway.runtime.drain import Drainer
+
+        self.attempt = attempt
+        self.drainer = Drainer(
+            self.path, attempt=attempt, budget_bytes=self.max_run_bytes // 2, rank=self.rank_only, earlier=self.drainer
+        )
+        self.drainer.start()
+        return self.drainer
+
+    def end_attempt(self, rows: Sequence[RankRow]) -> None:
+        """Stop draining and write the events of the attempt that ended."""
+        from headway.runtime.finalise import finalise_attempt
+
+        self.rows = [row for row in self.rows if row.attempt != self.attempt] + list(rows)
+        if self.drainer is not None:
+            self.drainer.stop()
+        finalise_attempt(self.path, self.attempt, rows={row.rank: asdict(row) for row in rows}, rank=self.rank_only)
+
+    def end(self, exit_: Exit) -> None:
+        """Write the final run.json."""
+        self.write(exit_=exit_, end_ns=time.perf_counter_ns())
+
+    def write(self, *, exit_: Exit | None = None, end_ns: int | None = None) -> None:
+        """Write run.json, whole or not at all."""
+        if not self.leads:
+            return
+        from_ranks = gather(self.path) if exit_ is not None else {}
+        facts: dict[str, Any] = {
+            "schema": SCHEMA,
+            "run_id": self.run_id,
+            "headway_version": __version__,
+            "attempt": self.attempt,
+            "host": socket.gethostname(),
+            "group_rank": self.group_rank,
+            "script": redact.arguments(self.script),
+            "env": redact.environment(os.environ),
+            "start_ns": self.start_ns,
+            "end_ns": end_ns,
+            "realtime_ns": self.realtime_ns,
+            "nproc": self.nproc,
+            "world_size": self.world_size,
+            "device_type": from_ranks.get("device_type", "cpu"),
+            "cores": len(os.sched_getaffinity(0)),
+            "ranks": [asdict(row) for row in self.rows],
+            "exit": exit_
+            and {
+                "code": exit_.code,
+                "class": exit_.cls,
+                "first_rank": exit_.first_rank,
+                "traceback": exit_.traceback and redact.text(exit_.traceback),
+            },
+            "baseline": self.baseline,
+            "plan": "plan.json" if self.plan is not None else None,
+            "applied": from_ranks.get("applied", []),
+            "loaders": from_ranks.get("loaders", {}),
+            "bytes_per_step": from_ranks.get("bytes_per_step"),
+            "dropped": from_ranks.get("dropped", 0),
+            "max_run_bytes": self.max_run_bytes,
+        }
+        write_json(self.file, facts)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write `value` to `path` by way of a draft beside it."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def gather(path: Path) -> dict[str, Any]:
+    """Collect what the ranks and the finalised events say: applied remedies, loaders, device, sizes."""
+    from headway.runtime.finalise import facts
+
+    return facts(path)

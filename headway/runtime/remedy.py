@@ -1,0 +1,149 @@
+"""Apply the remedies of a plan inside a rank, or say why not.
+
+A remedy is a function `apply(parameters, context) -> Applied | Refused` in a
+room's `runtime.py`. The plan names remedies, the launcher says which function
+each name means; nothing here knows a room. A remedy that raises is refused
+with its message: a plan can leave a job slower than promised, never broken.
+
+>>> Refused("data.cache", "the dataset draws random numbers").json()["reason_not_applied"]
+'the dataset draws random numbers'
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.errors import InputError
+from headway.core.planfile import Remedy, read_plan
+from headway.core.tables import pick
+from headway.runtime.patches import Undo, replace_attribute
+from headway.runtime.probes import Probes, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A remedy that is in effect."""
+
+    name: str
+    """Name of the remedy, such as 'comm.bucket'."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What it did, for the report. A remedy may keep the mapping and fill it in while the job runs."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the entry of RUN/applied."""
+        return {"name": self.name, "applied": True, "facts": dict(self.facts), "reason_not_applied": None}
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A remedy that cannot be applied to this script."""
+
+    name: str
+    """Name of the remedy."""
+
+    reason: str
+    """Why not: value, rule."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the entry of RUN/applied."""
+        return {"name": self.name, "applied": False, "facts": {}, "reason_not_applied": self.reason}
+
+
+@dataclass(slots=True)
+class Context:
+    """What a remedy gets to work with."""
+
+    probes: Probes
+    """The recording of this process: `probes.listeners` (see `Probes.wake`) for what happens at steps."""
+
+    allow: str = ""
+    """What the user allowed besides changes that keep every result: '' or 'result-equivalent'."""
+
+    undos: list[Undo] = field(default_factory=list)
+    """Undos of what the remedy patched, in order."""
+
+    outcomes: list[Applied | Refused] = field(default_factory=list)
+    """Outcomes so far, of all remedies of the plan."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process."""
+        return self.probes.recorder.rank
+
+    @property
+    def run(self) -> str:
+        """Run folder."""
+        return self.probes.run
+
+    def patch(self, target: str, wrapper: Callable[[Any], Any]) -> Undo:
+        """Replace 'module:path' by `wrapper(original)`; undone with the remedy, or by the function returned."""
+        undo = replace_attribute(target, wrapper)
+        self.undos.append(undo)
+        return undo
+
+    def listen(self, listener: Callable[[int], int]) -> Undo:
+        """Call `listener(optimizer)` at the next optimizer step; it returns the number of steps until its next call."""
+        self.probes.listeners.append(listener)
+        self.probes.due[0] = 0
+
+        def undo() -> None:
+            """Call it no more."""
+            if listener in self.probes.listeners:
+                self.probes.listeners.remove(listener)
+
+        self.undos.append(undo)
+        return undo
+
+    def note(self, outcome: Applied | Refused) -> None:
+        """Replace the outcome of a remedy, when it is known better later, and write RUN/applied again."""
+        self.outcomes[:] = [old for old in self.outcomes if old.name != outcome.name] + [outcome]
+        self.write()
+
+    def write(self) -> None:
+        """Write RUN/applied/r<rank>.json; only ranks do."""
+        if self.probes.leads:
+            content = {"rank": self.rank, "remedies": [outcome.json() for outcome in self.outcomes]}
+            write_json(f"{self.run}/applied/r{self.rank}.json", content)
+
+
+def apply_plan(probes: Probes, environ: Mapping[str, str]) -> list[Undo]:
+    """Apply the plan that HEADWAY_PLAN names; returns the undos. Writes RUN/applied/r<rank>.json."""
+    path = environ.get("HEADWAY_PLAN", "")
+    if not path:
+        return []
+    context = Context(probes)
+    probes.context = context
+    try:
+        table = json.loads(environ.get("HEADWAY_REMEDIES") or "{}")
+        remedies = read_plan(path).remedies
+    except Exception as cause:
+        probes.failed(f"plan {path}", cause)
+        return []
+    for remedy in remedies:
+        outcome = apply_one(remedy, table, context)
+        context.outcomes[:] = [old for old in context.outcomes if old.name != remedy.name] + [outcome]
+    context.write()
+    return context.undos
+
+
+def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> Applied | Refused:
+    """Apply one remedy; whatever goes wrong becomes a `Refused`, and what it had patched is put back."""
+    done = len(context.undos)
+    try:
+        module, _, function = pick(table, remedy.name, "remedy").partition(":")
+        context.allow = remedy.allow or ""
+        outcome: object = getattr(importlib.import_module(module), function)(dict(remedy.parameters), context)
+        if not isinstance(outcome, (Applied, Refused)):
+            raise InputError(f"{remedy.name} returned {outcome!r}; a remedy returns Applied or Refused. Report this.")
+    except Exception as cause:
+        outcome = Refused(remedy.name, f"{type(cause).__name__}: {cause}")
+    if isinstance(outcome, Refused):
+        for undo in reversed(context.undos[done:]):
+            undo()
+        del context.undos[done:]
+    return outcome

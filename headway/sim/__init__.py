@@ -1,0 +1,14 @@
+"""Floor 2: time. A Dag of operations, compiled kernels that replay it, and what-ifs on top.
+
+>>> from headway.sim import Dag, replay
+>>> replay(Dag.from_edges(2, [0], [1]), [3, 4]).makespan_ns
+7
+"""
+
+from headway.sim.attribution import attribute as attribute
+from headway.sim.dag import Dag as Dag
+from headway.sim.greedy import greedy as greedy
+from headway.sim.path import critical_path as critical_path
+from headway.sim.path import slack as slack
+from headway.sim.replay import Times as Times
+from headway.sim.replay import replay as replay

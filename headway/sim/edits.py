@@ -1,0 +1,281 @@
+"""Edits: what a what-if changes in a recorded run, as people write it on the command line.
+
+An edit is `target=value`. `none` and `instant` take a cause away, `2x` after a
+cause multiplies its durations, after a resource (`bandwidth`, `storage`,
+`accelerator`) it multiplies its speed. `EDITS` is the one list of targets.
+
+>>> [str(parse_edit(text)) for text in ("workers=4", "comm=0.5x", "cache_fraction=0.25")]
+['workers=4', 'comm=0.5x', 'cache_fraction=0.25']
+>>> parse_edit("worker=4")
+Traceback (most recent call last):
+headway.core.errors.UnknownNameError: unknown edit 'worker'. Did you mean 'workers'? Choose one of: accelerator, \
+bandwidth, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, cores, gc, host, host.gc, \
+host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, persistent, \
+prefetch, storage, straggler, workers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from headway.core.errors import InputError
+from headway.core.tables import pick
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One change. Build it with `parse_edit`, or directly: `Edit("workers", 4)`."""
+
+    target: str
+    """A name of `EDITS`, or 'op:' and a glob over the names of the recorded operations."""
+
+    value: str | float
+    """What it becomes: '2x', 'none', 4, 0.25, ..."""
+
+    def __str__(self) -> str:
+        """Return the edit as it is written: 'workers=4'."""
+        value = self.value
+        return f"{self.target}={int(value) if isinstance(value, float) and value.is_integer() else value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Every edit resolved: what the replay has to change. The default changes nothing."""
+
+    factors: tuple[tuple[str, float], ...] = ()
+    """(glob over operation names, factor on their durations), all that match multiply."""
+
+    straggler: float = 1.0
+    """Factor on the excess of a slow rank over its peers; 0 = no straggler."""
+
+    fetch: float = 1.0
+    """Factor on the blocked part of each load."""
+
+    prep: float = 1.0
+    """Factor on the CPU part of each load (dataset and collate)."""
+
+    transfer: float = 1.0
+    """Factor on the hand-off of a finished batch and on copies to the device."""
+
+    workers: int | None = None
+    """Loader workers per rank; None = as recorded."""
+
+    prefetch: int | None = None
+    """Batches in flight per worker; None = as recorded."""
+
+    persistent: bool | None = None
+    """Whether workers outlive the epoch; None = as recorded."""
+
+    cache_fraction: float = 0.0
+    """Share of examples that are served by a cache, in [0, 1]."""
+
+    cache_cold: int = 0
+    """Epochs at the start that still miss, because they fill the cache."""
+
+    cache_shards: int = 1
+    """Parts into which ranks deal the examples anew each epoch: a rank's own cache has seen only some of the next."""
+
+    bucket_mb: float | None = None
+    """DDP bucket size in 10**6 bytes; None = as recorded."""
+
+    bandwidth: float = 1.0
+    """Speed of the links against the recorded one."""
+
+    cores: int | None = None
+    """Usable cores of the host; None = as recorded."""
+
+    storage: float = 1.0
+    """Speed of the storage against the recorded one."""
+
+    storage_shared: bool | None = None
+    """True: readers share one pipe. False: each reader gets the full speed. None: as the run shows."""
+
+    accelerator: float = 1.0
+    """Speed of compute against the recorded one."""
+
+    buffered_logging: bool = False
+    """Log records are handed to a background thread."""
+
+    gc_every: int | None = None
+    """Garbage is collected every so many steps, on all ranks at once, and never in between."""
+
+    def factor(self, name: str) -> float:
+        """Return the factor on durations of the operation `name`."""
+        return math.prod((factor for pattern, factor in self.factors if fnmatchcase(name, pattern)), start=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class EditRule:
+    """One line of `EDITS`: how the value is read and what it changes."""
+
+    read: Callable[[str], Any]
+    """Text of the value -> value; raises `InputError` with the rule it breaks."""
+
+    change: Callable[[Scenario, Any], Scenario]
+    """Applies the value."""
+
+    meaning: str
+    """One line for `--help`."""
+
+
+def parse_edit(text: str) -> Edit:
+    """Return the edit that `text` says ('target=value'); `InputError` says what is wrong and what would be right."""
+    target, equals, value = text.partition("=")
+    target, value = target.strip(), value.strip()
+    if not equals or not target or not value:
+        raise InputError(f"{text!r} is not an edit. Write target=value, for example input=instant or workers=4.")
+    _rule(target).read(value)
+    return Edit(target, value)
+
+
+def scenario_of(edits: Iterable[Edit | str]) -> Scenario:
+    """Resolve `edits`; a target given twice is refused, because the order would decide."""
+    scenario, seen = Scenario(), set()
+    for edit in edits:
+        given = parse_edit(edit) if isinstance(edit, str) else edit
+        if given.target in seen:
+            raise InputError(f"{given.target!r} is edited twice. Give each target one value.")
+        seen.add(given.target)
+        rule = _rule(given.target)
+        value = rule.read(str(given).partition("=")[2])
+        if given.target.startswith("op:"):
+            scenario = replace(scenario, factors=(*scenario.factors, (given.target[3:], value)))
+        else:
+            scenario = rule.change(scenario, value)
+    return scenario
+
+
+def _rule(target: str) -> EditRule:
+    if target.startswith("op:"):
+        if not target[3:]:
+            raise InputError("'op:' names no operation. Write op:GLOB, for example op:checkpoint.*=0.5x.")
+        return EDITS["op:GLOB"]
+    return pick(EDITS, target, "edit")
+
+
+def _factor(text: str) -> float:
+    if text in ("none", "instant"):
+        return 0.0
+    return _times(text, lowest=0.0, example="none, instant or 0.5x (half the duration)")
+
+
+def _speed(text: str) -> float:
+    return _times(text, lowest=1e-9, example="2x (twice as fast)")
+
+
+def _times(text: str, *, lowest: float, example: str) -> float:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)x", text)
+    number = float(match[1]) if match else -1.0
+    if number < lowest or not math.isfinite(number):
+        raise InputError(f"{text!r} is not a factor. Write {example}.")
+    return number
+
+
+def _count(lowest: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[0-9]+", text) or int(text) < lowest:
+            raise InputError(f"{text!r} is not a count. Write a whole number, at least {lowest}.")
+        return int(text)
+
+    return read
+
+
+def _fraction(text: str) -> float:
+    number = _number(text)
+    if not 0 <= number <= 1:
+        raise InputError(f"{text!r} is not a fraction. Write a number from 0 to 1.")
+    return number
+
+
+def _size_mb(text: str) -> float:
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise InputError(f"{text!r} is not a bucket size. Write megabytes as a positive number, for example 25.")
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise InputError(f"{text!r} is neither true nor false. Write true or false.")
+    return text.lower() == "true"
+
+
+def _storage(text: str) -> float | bool:
+    if text in ("shared", "parallel"):
+        return text == "shared"
+    return _times(text, lowest=1e-9, example="2x (twice as fast), shared or parallel")
+
+
+def _buffered(text: str) -> bool:
+    if text != "buffered":
+        raise InputError(f"{text!r} is not a way to log. Write logging=buffered, or host.logging=none.")
+    return True
+
+
+def _frozen(text: str) -> int:
+    match = re.fullmatch(r"frozen:([0-9]+)", text)
+    if match is None or int(match[1]) < 1:
+        raise InputError(f"{text!r} is not a way to collect garbage. Write gc=frozen:N, to collect every N steps.")
+    return int(match[1])
+
+
+def _scales(*patterns: str) -> Callable[[Scenario, float], Scenario]:
+    def change(scenario: Scenario, factor: float) -> Scenario:
+        return replace(scenario, factors=(*scenario.factors, *((pattern, factor) for pattern in patterns)))
+
+    return change
+
+
+def _sets(field_name: str) -> Callable[[Scenario, Any], Scenario]:
+    return lambda scenario, value: replace(scenario, **{field_name: value})
+
+
+def _multiplies(*field_names: str) -> Callable[[Scenario, float], Scenario]:
+    return lambda scenario, factor: replace(
+        scenario, **{name: getattr(scenario, name) * factor for name in field_names}
+    )
+
+
+def _set_storage(scenario: Scenario, value: float | bool) -> Scenario:
+    return replace(scenario, storage_shared=value) if isinstance(value, bool) else replace(scenario, storage=value)
+
+
+EDITS: dict[str, EditRule] = {
+    "straggler": EditRule(_factor, _sets("straggler"), "excess work of a rank over its peers"),
+    "input": EditRule(_factor, _multiplies("fetch", "prep", "transfer"), "all of the input: fetch, prep, transfer"),
+    "input.fetch": EditRule(_factor, _multiplies("fetch"), "blocked part of loading: storage, network, sleep"),
+    "input.prep": EditRule(_factor, _multiplies("prep"), "CPU part of loading: dataset and collate"),
+    "input.transfer": EditRule(_factor, _multiplies("transfer"), "hand-off from the worker, copy to the device"),
+    "comm": EditRule(_factor, _scales("comm.*"), "collectives after the last rank has arrived"),
+    "checkpoint": EditRule(_factor, _scales("checkpoint.*"), "saves, fsync, renames, loads"),
+    "host": EditRule(_factor, _scales("host.*"), "garbage collection, logging, compilation"),
+    "host.gc": EditRule(_factor, _scales("host.gc"), "garbage collection"),
+    "host.logging": EditRule(_factor, _scales("host.logging"), "handlers of the logging module"),
+    "op:GLOB": EditRule(_factor, _scales(), "operations whose recorded name matches, for example op:optimizer.*=0.5x"),
+    "workers": EditRule(_count(0), _sets("workers"), "loader workers per rank"),
+    "prefetch": EditRule(_count(1), _sets("prefetch"), "batches in flight per worker"),
+    "persistent": EditRule(_flag, _sets("persistent"), "workers outlive the epoch: true or false"),
+    "cache_fraction": EditRule(_fraction, _sets("cache_fraction"), "share of examples served without fetch and prep"),
+    "cache_cold": EditRule(_count(0), _sets("cache_cold"), "first epochs, which fill the cache and miss"),
+    "cache_shards": EditRule(_count(1), _sets("cache_shards"), "parts in which ranks deal examples anew each epoch"),
+    "bucket_mb": EditRule(_size_mb, _sets("bucket_mb"), "DDP bucket size in MB"),
+    "bandwidth": EditRule(_speed, _sets("bandwidth"), "speed of the links"),
+    "cores": EditRule(_count(1), _sets("cores"), "usable cores of the host"),
+    "storage": EditRule(_storage, _set_storage, "speed of the storage; or shared | parallel: how it serves readers"),
+    "accelerator": EditRule(_speed, _sets("accelerator"), "speed of compute"),
+    "logging": EditRule(_buffered, _sets("buffered_logging"), "buffered: handlers run in a background thread"),
+    "gc": EditRule(_frozen, _sets("gc_every"), "frozen:N: collect every N steps on all ranks at once"),
+}
+"""Target -> how its value is read and what it changes. Adding an edit is adding a line here."""

@@ -1,0 +1,328 @@
+"""What loading a batch takes, and how torch's DataLoader orders the loads: measured where recorded, else typical.
+
+Use it below `unroll`. A load is a blocked part (storage, network, sleep), a
+CPU part (dataset and collate) and, with workers, a hand-off: the time from
+the worker's last instruction until the batch can be taken, and the time that
+taking it costs the training thread. Workers take batches in turn, one at a
+time; a worker is told of batch `s` once batch `s - prefetch * workers` was
+taken. Times are int64 ns.
+
+>>> Costs().fork_ns, Costs(fork_ns=2_000_000_000).fork_ns  # with spawn, a worker imports torch first
+(9000000, 2000000000)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.units import NS_PER_MS, NS_PER_US
+from headway.sim.edits import Scenario
+from headway.sim.recording import Batches, Lane, Recording
+
+SLACK_NS = 3 * NS_PER_MS
+"""A batch that was loaded this long before it was asked for had surely been handed over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs that a run without workers, or without a cache, cannot show: typical of torch 2.13 and fork on Linux."""
+
+    handoff_ns: int = 700 * NS_PER_US
+    """From the end of a load until the training thread can take the batch: pickling, a pipe, a wake-up."""
+
+    receive_ns: int = 500 * NS_PER_US
+    """Taking a batch that is ready: one descriptor per tensor, a mapping, the next index handed out."""
+
+    per_byte_ns: float = 0.12
+    """More of each of the two for each byte of the batch."""
+
+    fork_ns: int = 9 * NS_PER_MS
+    """Making one worker, on the training thread."""
+
+    first_ns: int = 10 * NS_PER_MS
+    """From the iterator's creation until its workers begin to load."""
+
+    stop_ns: int = 7 * NS_PER_MS
+    """Ending one worker, on the training thread."""
+
+    reset_ns: int = NS_PER_MS
+    """A new pass over workers that persist."""
+
+    hit_ns: int = 15 * NS_PER_US
+    """Serving one example from the cache."""
+
+    hit_per_byte_ns: float = 0.25
+    """More of it for each byte: the copy that is handed out."""
+
+    log_ns: int = 15 * NS_PER_US
+    """Handing one log record to a background thread."""
+
+    collect_ns: int = 2 * NS_PER_MS
+    """One collection of garbage when everything old is frozen."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loading:
+    """How one rank loads under a scenario: everything `unroll` needs to know of its batches."""
+
+    workers: NDArray[np.int64]
+    """[i] Workers of each pass; 0 = the training thread loads."""
+
+    prefetch: NDArray[np.int64]
+    """[i] Batches in flight per worker."""
+
+    fetch_ns: NDArray[np.float64]
+    """[b] Blocked part."""
+
+    cpu_ns: NDArray[np.float64]
+    """[b] CPU part."""
+
+    handoff_ns: NDArray[np.float64]
+    """[b] From the end of the load until the batch can be taken (with workers)."""
+
+    take_ns: NDArray[np.float64]
+    """[b] What the call costs the training thread beside the load."""
+
+    iter_ns: NDArray[np.float64]
+    """[i] Creation of the iterator, on the training thread."""
+
+    first_ns: NDArray[np.float64]
+    """[i] From then until workers begin to load."""
+
+    stop_ns: NDArray[np.float64]
+    """[i] Call that finds the pass at its end, on the training thread."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoaderModel:
+    """The loaders of one rank: what was measured of each batch, and what the run's facts say."""
+
+    batches: Batches
+    """The recorded batches."""
+
+    owned_ns: NDArray[np.int64]
+    """[b] Time of the training thread inside the call, other causes left out."""
+
+    iter_ns: NDArray[np.int64]
+    """[i] Recorded creation of each iterator."""
+
+    stop_ns: NDArray[np.int64]
+    """[i] Recorded call that found the end of each pass."""
+
+    prefetch: NDArray[np.int64]
+    """[i] Recorded batches in flight per worker."""
+
+    persistent: NDArray[np.bool_]
+    """[i] Whether the workers were kept from the pass before."""
+
+    tunable: NDArray[np.bool_]
+    """[i] Whether the number of workers may change."""
+
+    batch_size: NDArray[np.int64]
+    """[i] Examples per batch."""
+
+    take_ns: NDArray[np.float64]
+    """[b] Cost of taking a batch from a worker."""
+
+    handoff_ns: NDArray[np.float64]
+    """[b] Hand-off from a worker."""
+
+    first_ns: NDArray[np.float64]
+    """[i] From the creation of the iterator to the first load of a worker."""
+
+    costs: Costs
+    """What the run could not show."""
+
+    @classmethod
+    def of(cls, batches: Batches, lane: Lane, facts: Mapping[str, Any], costs: Costs) -> LoaderModel:
+        """Measure what can be measured. `facts` is the `loaders` entry of run.json."""
+        told = [facts.get(str(int(group)), {}) for group in batches.group]
+        owned = np.zeros(int(lane.row.max(initial=-1)) + 2, np.int64)
+        np.add.at(owned, lane.row, lane.duration_ns)  # row -1 (compute) lands in the spare last place
+        rows = lane.row[batches.segment]
+        num_bytes = batches.bytes.astype(np.float64)
+        take = costs.receive_ns + costs.per_byte_ns * num_bytes
+        handoff = costs.handoff_ns + costs.per_byte_ns * num_bytes
+        per_worker = batches.workers[batches.iterator] > 0
+        _measure_handoff(batches, per_worker & (batches.load_start_ns >= 0), take, handoff)
+        unknown = per_worker & (batches.load_start_ns < 0)
+        take[unknown], handoff[unknown] = (batches.end_ns - batches.start_ns)[unknown], 0.0
+        created = batches.iter_segment
+        return cls(
+            batches=batches,
+            owned_ns=owned[rows],
+            iter_ns=np.where(created >= 0, lane.duration_ns[np.maximum(created, 0)], 0),
+            stop_ns=np.where(batches.end_segment >= 0, lane.duration_ns[np.maximum(batches.end_segment, 0)], 0),
+            prefetch=np.array([int(fact.get("prefetch_factor") or 2) for fact in told], dtype=np.int64),
+            persistent=np.array([bool(fact.get("persistent")) for fact in told], dtype=bool) & (batches.epoch > 0),
+            tunable=np.array([not fact.get("reason_untunable") for fact in told], dtype=bool),
+            batch_size=np.array([int(fact.get("batch_size") or 1) for fact in told], dtype=np.int64),
+            take_ns=take,
+            handoff_ns=handoff,
+            first_ns=_first_loads(batches, lane, costs),
+            costs=costs,
+        )
+
+    def under(self, scenario: Scenario, seed: int, starved: float = 0.0) -> Loading:
+        """Return the loads as `scenario` changes them.
+
+        `starved` is the share of the recorded run-queue wait that comes from
+        outside the job: it stays. The rest arises anew where cores are short.
+        """
+        batches = self.batches
+        recorded = batches.workers
+        workers = recorded if scenario.workers is None else np.where(self.tunable, scenario.workers, recorded)
+        prefetch = self.prefetch if scenario.prefetch is None else np.full_like(self.prefetch, scenario.prefetch)
+        fetch, cpu = self._loads(scenario, seed, starved)
+        was_inline = recorded[batches.iterator] == 0
+        now_inline = workers[batches.iterator] == 0
+        inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
+        take = np.where(now_inline, inline_ns, self.take_ns) * scenario.transfer
+        iter_ns, first_ns, stop_ns = self._turns(scenario, workers)
+        return Loading(
+            workers=workers,
+            prefetch=prefetch,
+            fetch_ns=fetch,
+            cpu_ns=cpu,
+            handoff_ns=self.handoff_ns * scenario.transfer,
+            take_ns=take,
+            iter_ns=iter_ns * scenario.factor("input.iter"),
+            first_ns=first_ns,
+            stop_ns=stop_ns * scenario.factor("input.next"),
+        )
+
+    def _loads(self, scenario: Scenario, seed: int, starved: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the blocked and the CPU part of each load, cache hits drawn one by one."""
+        fetch, starving, prep, collate = self.batches.part_ns.astype(np.float64).T
+        prep = prep + starved * starving
+        if scenario.cache_fraction > 0:
+            size = self.batch_size[self.batches.iterator]
+            # Dealt anew among shards, an example was at this rank in one of `e` epochs with 1 - (1 - 1 / shards)^e.
+            seen = np.maximum(self.batches.epoch[self.batches.iterator] - scenario.cache_cold + 1, 0)
+            chance = scenario.cache_fraction * (1 - (1 - 1 / scenario.cache_shards) ** seen)
+            hits = np.random.default_rng(seed).binomial(size, chance)
+            share = hits / size
+            # What misses and has a place is copied too: into the cache.
+            copied = np.maximum(hits, scenario.cache_fraction * size)
+            copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
+            fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns
+        fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
+        prep = prep * scenario.factor("input.prep") + collate * scenario.factor("input.collate")
+        return fetch, prep * scenario.prep
+
+    def _turns(
+        self, scenario: Scenario, workers: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Return, per pass, what making its iterator costs, when its workers begin, and what its end costs."""
+        had, again = self.batches.workers, self.batches.epoch > 0
+        kept = self.persistent
+        keeps = (kept if scenario.persistent is None else again & scenario.persistent) & (workers > 0)
+        # Workers are made and ended one after the other. The end of the pass before is paid in the call that finds it.
+        per_fork = np.where(had > 0, self.iter_ns / np.maximum(had, 1), self.costs.fork_ns)
+        per_fork = np.where(kept, self.costs.fork_ns, per_fork)
+        per_stop = np.where((had > 0) & ~_survives(self), self.stop_ns / np.maximum(had, 1), self.costs.stop_ns)
+        plain = np.where(had == 0, self.iter_ns, np.minimum(self.iter_ns, self.costs.reset_ns))
+        made = np.where(keeps, np.minimum(self.iter_ns, self.costs.reset_ns), plain + per_fork * workers)
+        made = np.where(had > 0, np.where(keeps, made, per_fork * workers), made)
+        made = np.where(workers == 0, plain, made)
+        made = np.where((workers == had) & (keeps == kept), self.iter_ns, made)
+        stays = _survives(self) if scenario.persistent is None else np.full(had.size, scenario.persistent)
+        bare = np.where(had == 0, self.stop_ns, 0)
+        stop = np.where(stays | (workers == 0), bare, bare + per_stop * workers)
+        stop = np.where((workers == had) & (stays == _survives(self)), self.stop_ns, stop)
+        first = np.where(keeps & ~kept, 0.0, np.where(~keeps & kept, float(self.costs.first_ns), self.first_ns))
+        return made.astype(np.float64), first, stop.astype(np.float64)
+
+
+def _survives(model: LoaderModel) -> NDArray[np.bool_]:
+    """Return [i] whether the workers of each pass were kept at its end."""
+    kept = {int(group) for group in model.batches.group[model.persistent]}
+    return np.isin(model.batches.group, sorted(kept)) if kept else np.zeros(model.batches.group.size, bool)
+
+
+def _measure_handoff(
+    batches: Batches, known: NDArray[np.bool_], take: NDArray[np.float64], handoff: NDArray[np.float64]
+) -> None:
+    """Replace the typical costs by measured ones where workers were recorded (in place).
+
+    A batch that had been ready for long costs its receiver alone; one that was
+    awaited also shows the hand-off. Both are medians: single values are noisy.
+    """
+    load_end = batches.load_start_ns + batches.load_ns
+    after = (batches.end_ns - np.maximum(batches.start_ns, load_end)).astype(np.float64)
+    ready = known & (load_end + SLACK_NS < batches.start_ns)
+    awaited = known & (load_end > batches.start_ns)
+    if ready.any():
+        take[known] = np.median(after[ready])
+        take[ready] = np.maximum(after[ready], 0)
+    if awaited.any():
+        whole = max(0.0, float(np.median(after[awaited])))
+        typical = float(np.median(take[known & ~ready])) if (known & ~ready).any() else 0.0
+        part = min(typical, whole) if ready.any() else min(typical, whole / 2)
+        take[known & ~ready], handoff[known] = part, whole - part
+
+
+def _first_loads(batches: Batches, lane: Lane, costs: Costs) -> NDArray[np.float64]:
+    """Return [i] when the workers of each pass began to load, after the end of its creation."""
+    first = np.full(batches.group.size, float(costs.first_ns))
+    for index in range(batches.group.size):
+        mine = (batches.iterator == index) & (batches.load_start_ns >= 0)
+        segment = batches.iter_segment[index]
+        if batches.workers[index] > 0 and segment >= 0 and mine.any():
+            made_ns = lane.start_ns[segment] + lane.duration_ns[segment]
+            first[index] = max(0, int(batches.load_start_ns[mine].min() - made_ns))
+    return first
+
+
+def storage_is_shared(recording: Recording) -> bool | None:
+    """Say whether readers share one pipe (True) or each get full speed (False); None when the run cannot show it.
+
+    Where loads overlap, a shared pipe makes the blocked part grow with the
+    number of loads that are blocked at once; storage that serves readers in
+    parallel does not. The run shows it only if that number varies.
+    """
+    spans = [
+        (start, start + part[0], part[0], size)
+        for batches in recording.batches
+        for start, part, size in zip(batches.load_start_ns, batches.part_ns, batches.bytes, strict=True)
+        if start >= 0 and part[0] > 0
+    ]
+    if len(spans) < 20:
+        return None
+    start, end, blocked, size = np.array(spans, dtype=np.float64).T
+    bounds = np.sort(np.concatenate([start, end]))
+    active = np.searchsorted(np.sort(start), bounds, side="right") - np.searchsorted(np.sort(end), bounds, side="right")
+    area = np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(bounds))])
+    together = (np.interp(end, bounds, area) - np.interp(start, bounds, area)) / (end - start)
+    pace = blocked / np.maximum(size, 1)
+    few, many = np.quantile(together, [0.2, 0.8])
+    if many < 1.3 * few:
+        return None
+    growth = np.median(pace[together >= many]) / max(float(np.median(pace[together <= few])), 1e-12)
+    expected = np.median(together[together >= many]) / np.median(together[together <= few])
+    return bool(growth > 1 + 0.5 * (expected - 1))
+
+
+def own_service(batches: tuple[Batches, ...]) -> float:
+    """Return the time for which one shared pipe was busy / the blocked time that its readers recorded.
+
+    While loads with blocked shares p, q, ... overlap, the pipe is busy for
+    min(1, p + q + ...) of the time: one reads while the other computes.
+    """
+    begin = np.concatenate([b.load_start_ns for b in batches]).astype(np.float64)
+    wall = np.concatenate([b.load_ns for b in batches]).astype(np.float64)
+    blocked = np.concatenate([b.part_ns[:, 0] for b in batches]).astype(np.float64)
+    known = (begin >= 0) & (blocked > 0)
+    begin, wall, blocked = begin[known], wall[known], blocked[known]
+    if not blocked.size:
+        return 1.0
+    instant = np.concatenate([begin, begin + wall])
+    change = np.concatenate([blocked / wall, -blocked / wall])
+    order = np.argsort(instant, kind="stable")
+    load = np.cumsum(change[order])[:-1]
+    return float((np.minimum(load, 1.0) * np.diff(instant[order])).sum() / blocked.sum())

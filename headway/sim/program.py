@@ -1,0 +1,380 @@
+"""A recorded run that can be replayed with edits: what would a step have taken, had this been different?
+
+Use it on what `headway run` records always: no profiler window is needed. The
+training threads of all ranks, the loads of their batches, cores and storage
+are replayed as operations; a prediction is the measured step time x replayed
+with the edits / replayed without. A replay without edits that misses the
+measured step time by more than 5 % refuses to predict. Times in results are
+float seconds, inside they are int64 ns.
+
+    program = Program.from_run(run)
+    program.predict(["workers=4", "checkpoint=none"]).speedup
+
+>>> Prediction(0.02, 0.01, (1.9, 2.1), ("input=instant",)).speedup
+2.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import BarMissedError, InputError
+from headway.core.units import NS_PER_S
+from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
+from headway.sim.loader_model import Costs, LoaderModel, Loading, own_service, storage_is_shared
+from headway.sim.recording import LABEL, LABELS, Recording
+from headway.sim.unroll import COMPUTE, edited_segments, unroll
+from headway.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from headway.trace.runs import Run
+
+MAX_DISCREPANCY = 0.05
+"""A replay that misses the measured step time by more refuses what-ifs (the cut of the straggler study)."""
+
+MAX_RANK_STEPS = 8000
+"""Ranks x steps that are replayed; a longer run is cut, and what is rare is scaled to its rate over the whole run."""
+
+MIN_STEPS = 4
+"""Steady steps that a prediction needs."""
+
+RESAMPLES = 200
+"""Block resamples behind an interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the edits would do to the mean time of a step."""
+
+    base_step_s: float
+    """Measured, without edits."""
+
+    step_s: float
+    """Predicted."""
+
+    interval: tuple[float, float]
+    """Range of the speedup: 90 % of block resamples of the steps, widened by what the replay itself misses."""
+
+    edits: tuple[str, ...]
+    """The edits, as written."""
+
+    note: str = ""
+    """What the model had to assume; '' when nothing."""
+
+    @property
+    def speedup(self) -> float:
+        """Steps per second after / before."""
+        return self.base_step_s / self.step_s if self.step_s else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of `headway whatif --json`."""
+        return {
+            "schema": "headway.whatif/1",
+            "base_step_s": self.base_step_s,
+            "step_s": self.step_s,
+            "speedup": self.speedup,
+            "interval": list(self.interval),
+            "edits": list(self.edits),
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A run that can be replayed. Build it with `from_run`."""
+
+    recording: Recording
+    """What was recorded, cut into segments."""
+
+    models: tuple[LoaderModel, ...]
+    """The loaders of each rank."""
+
+    cores: int
+    """Usable cores of the host."""
+
+    busy: NDArray[np.float64]
+    """[ranks] Share of compute that occupies a core of the host (0 when an accelerator, or a sleep, does it)."""
+
+    busy_known: bool
+    """Whether the run says so; if not, the share that explains the run best was taken."""
+
+    starved: float
+    """Share of the run-queue wait of loads that other work on the host causes, and that edits leave as it is."""
+
+    shared: bool | None
+    """Whether loads share one storage pipe; None when the run does not show it."""
+
+    service: float
+    """Blocked time that one shared pipe needs / blocked time recorded."""
+
+    warm: int
+    """First step that counts: those before it are warm-up."""
+
+    measured_s: float
+    """Mean time of a steady step, as recorded."""
+
+    replayed_s: float
+    """The same over those steps that are replayed: the first ones, when the run is long."""
+
+    costs: Costs
+    """What the run could not show."""
+
+    facts: Mapping[str, Any]
+    """run.json."""
+
+    replays: dict[tuple[Scenario, bool], NDArray[np.float64]] = field(default_factory=dict)
+    """Replays done so far: (scenario, scaled to the whole run) -> [k] ns per steady step, mean over ranks."""
+
+    @classmethod
+    def from_run(cls, run: Run, *, costs: Costs | None = None) -> Program:
+        """Build the program of the last attempt of a recorded run."""
+        return cls.from_trace(run.trace, run.meta, costs=costs)
+
+    @classmethod
+    def from_trace(cls, trace: Trace, facts: Mapping[str, Any], *, costs: Costs | None = None) -> Program:
+        """Build it from finalised rows and the content of run.json.
+
+        `costs` replaces the typical costs of what the run cannot show. Raises
+        `InputError` when too few steps were recorded.
+        """
+        costs = costs or Costs()
+        num_ranks = max(1, len({int(rank) for rank in np.unique(trace.events["rank"]) if rank >= 0}))
+        recording = Recording.from_trace(trace, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
+        warm = _first_steady(recording)
+        if recording.num_steps - warm < MIN_STEPS:
+            raise InputError(
+                f"the run has {recording.num_steps} steps, of which {warm} are warm-up; a what-if needs at least "
+                f"{MIN_STEPS} steady ones. Record more steps."
+            )
+        told = facts.get("loaders") or {}
+        models = tuple(
+            LoaderModel.of(batches, lane, told, costs)
+            for batches, lane in zip(recording.batches, recording.lanes, strict=True)
+        )
+        share = facts.get("compute_cpu_fraction")
+        steady = np.array([lane.step_end_ns[warm] for lane in recording.lanes])
+        kept = np.array([lane.step_end_ns[-1] for lane in recording.lanes]) - steady
+        whole = recording.last_end_ns - steady
+        program = cls(
+            recording=recording,
+            models=models,
+            cores=max(1, int(facts.get("cores") or 1)),
+            busy=np.broadcast_to(np.asarray(1.0 if share is None else share, np.float64), (len(models),)).copy(),
+            busy_known=share is not None,
+            starved=1.0,
+            shared=storage_is_shared(recording),
+            service=own_service(recording.batches) if any(b.group.size for b in recording.batches) else 1.0,
+            warm=warm,
+            measured_s=float(whole.mean()) / (recording.recorded_steps - warm) / NS_PER_S,
+            replayed_s=float(kept.mean()) / (recording.num_steps - warm) / NS_PER_S,
+            costs=costs,
+            facts=facts,
+        )
+        return program._fitted()
+
+    @property
+    def fidelity(self) -> float:
+        """Return measured / replayed step time without edits; 1 is perfect."""
+        return self.replayed_s * NS_PER_S / float(self.steps_ns(Scenario(), whole=False).mean())
+
+    def predict(
+        self,
+        edits: Iterable[Edit | str] = (),
+        *,
+        max_discrepancy: float = MAX_DISCREPANCY,
+        interval: bool = True,
+        seed: int = 0,
+    ) -> Prediction:
+        """Predict the mean steady step under `edits`; `interval=False` saves the replays behind the interval.
+
+        Raises `InputError` for an edit that is wrong or cannot be predicted
+        from this run, `BarMissedError` when the replay without edits misses
+        the measured time by more than `max_discrepancy`.
+        """
+        given = tuple(parse_edit(edit) if isinstance(edit, str) else edit for edit in edits)
+        scenario = scenario_of(given)
+        self._check(scenario, max_discrepancy)
+        base, after = self.steps_ns(Scenario(), seed), self.steps_ns(scenario, seed)
+        step_s = self.measured_s * float(after.mean() / base.mean())
+        speedup = self.measured_s / max(step_s, 1e-12)
+        wanted = interval and scenario != Scenario()
+        bounds = self._interval(scenario, base, after, seed) if wanted else (speedup, speedup)
+        return Prediction(self.measured_s, step_s, bounds, tuple(map(str, given)), " ".join(self._notes(scenario)))
+
+    def steps_ns(self, scenario: Scenario, seed: int = 0, *, whole: bool = True) -> NDArray[np.float64]:
+        """Replay under `scenario` and return [k] the duration of each steady step, mean over ranks.
+
+        `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed.
+        """
+        key = (scenario, whole or self.recording.num_steps == self.recording.recorded_steps)
+        if key not in self.replays:
+            self.replays[key] = self._replay(scenario, seed, self.models, whole=whole)
+        return self.replays[key]
+
+    def _replay(
+        self, scenario: Scenario, seed: int, models: tuple[LoaderModel, ...], *, whole: bool = True
+    ) -> NDArray[np.float64]:
+        """Replay; `whole` as in `edited_segments`."""
+        shared = self.shares_storage(scenario)
+        pace = self._load_pace(scenario.straggler)
+        loading = tuple(
+            _paced(
+                model.under(scenario, seed + index, self.starved), factor * (self.service if shared else 1.0), factor
+            )
+            for index, (model, factor) in enumerate(zip(models, pace, strict=True))
+        )
+        unrolled = unroll(
+            self.recording,
+            loading,
+            scenario,
+            segment_ns=edited_segments(self.recording, scenario, self.costs, whole=whole),
+            busy=self.busy,
+            cores=scenario.cores or self.cores,
+            shared_storage=shared,
+        )
+        ends = unrolled.step_end_ns()[:, self.warm - 1 :]
+        return np.asarray(np.diff(ends, axis=1).mean(axis=0), dtype=np.float64)
+
+    def shares_storage(self, scenario: Scenario) -> bool:
+        """Say whether loads queue for one pipe under `scenario`: as told, else as the run shows, else not."""
+        told = scenario.storage_shared
+        return bool(self.shared) if told is None else told
+
+    def _load_pace(self, excess: float) -> NDArray[np.float64]:
+        """Return [ranks] factor on loads that leaves `excess` of what slow ranks load longer than their peers."""
+        mean = np.array([batches.part_ns.sum(axis=1).mean() if len(batches.seq) else 0.0 for batches in self._batches])
+        if excess == 1.0 or (mean > 0).sum() < 2:
+            return np.ones(mean.size)
+        typical = np.quantile(mean[mean > 0], 0.5, method="lower")
+        slow = np.where(mean > 1.02 * typical, typical / np.maximum(mean, 1), 1.0)
+        return np.asarray(1 + (excess - 1) * (1 - slow))
+
+    @property
+    def _batches(self) -> tuple[Any, ...]:
+        return self.recording.batches
+
+    def _fitted(self) -> Program:
+        """Return this program with the unknown shares (busy compute, starved loads) that explain the run best.
+
+        Where the run does not tell candidates apart, the first one stays: compute occupies a core, and loads wait for
+        others on the host if the job's own threads leave it a core, for each other if they do not.
+        """
+        users = sum(int(batches.workers.max(initial=0)) for batches in self._batches) + len(self.models)
+        starved = (1.0,) if users <= self.cores else (0.0, 0.5, 1.0)
+        shares = self.busy.mean() * np.ones(1) if self.busy_known else np.array([1.0, 0.5, 0.0])
+        best, gap = self, np.inf
+        for share in shares:
+            for outside in starved:
+                busy = self.busy if self.busy_known else np.full(self.busy.size, share)
+                other = replace(self, busy=busy, starved=outside, replays={})
+                if abs(other.fidelity - 1) < gap - 0.005:
+                    best, gap = other, abs(other.fidelity - 1)
+        return best
+
+    def _check(self, scenario: Scenario, max_discrepancy: float) -> None:
+        """Refuse what this run cannot answer."""
+        gap = abs(self.fidelity - 1)
+        if gap > max_discrepancy:
+            raise BarMissedError(
+                f"the replay without edits misses the measured step time by {gap:.1%}; a what-if needs at most "
+                f"{max_discrepancy:.0%}. Record a longer or a quieter run."
+            )
+        if scenario.bucket_mb is not None:
+            raise InputError(
+                f"bucket_mb={scenario.bucket_mb:g} is not predictable from this run: the overlap of buckets with "
+                "backward is not in the always-on records, and on busy cores it cannot be replayed. Try it live with "
+                "headway run --apply."
+            )
+        names = {LABELS[code] for lane in self.recording.lanes for code in np.unique(lane.label)}
+        known = {"comm.*", "checkpoint.*", "host.*", "host.gc", "host.logging"}
+        for pattern, factor in scenario.factors:
+            single = Scenario(factors=((pattern, 0.5 if factor == 1 else factor),))
+            if pattern not in known and all(single.factor(name) == 1 for name in names | set(PARTS)):
+                raise InputError(
+                    f"no recorded operation matches {pattern!r}. Choose among: {', '.join(sorted(names | set(PARTS)))}."
+                )
+
+    def _interval(
+        self, scenario: Scenario, base: NDArray[np.float64], after: NDArray[np.float64], seed: int
+    ) -> tuple[float, float]:
+        """Return a range of the speedup: resampled blocks of steps, costs that were assumed, what the replay misses."""
+        rng = np.random.default_rng(seed)
+        length = max(1, round(base.size**0.5))
+        begin = rng.integers(0, base.size, (RESAMPLES, -(-base.size // length)))
+        index = ((begin[:, :, None] + np.arange(length)) % base.size).reshape(RESAMPLES, -1)
+        ratio = base[index].sum(axis=1) / np.maximum(after[index].sum(axis=1), 1e-9)
+        low, high = (float(value) for value in np.quantile(ratio, [0.05, 0.95]))
+        if self._assumes_handoff(scenario):
+            point = base.mean() / after.mean()
+            for factor in (0.5, 2.0):
+                models = tuple(_with_handoff(model, factor) for model in self.models)
+                shift = base.mean() / self._replay(scenario, seed, models).mean() / point
+                low, high = min(low, low * shift), max(high, high * shift)
+        changed = min(1.0, abs(float(base.mean() / after.mean()) - 1))
+        gap = abs(self.fidelity - 1) * changed
+        return float(low * (1 - gap)), float(high * (1 + gap))
+
+    def _assumes_handoff(self, scenario: Scenario) -> bool:
+        """Say whether the edits bring workers to a run that had none."""
+        recorded = max((int(b.workers.max(initial=0)) for b in self._batches), default=0)
+        return bool(scenario.workers) and recorded == 0
+
+    def _notes(self, scenario: Scenario) -> list[str]:
+        """Say what the model had to assume for these edits."""
+        notes = []
+        loads = any(batches.part_ns[:, 0].any() for batches in self._batches)
+        if self._assumes_handoff(scenario):
+            notes.append("The hand-off from workers was not recorded: typical costs are assumed.")
+        if scenario.workers and loads and self.shared is None and scenario.storage_shared is None:
+            notes.append("Storage is assumed to serve all workers at full speed (storage=shared if it does not).")
+        if (scenario.workers or scenario.cores) and not self.busy_known:
+            notes.append(f"Compute is assumed to occupy {self.busy.mean():.0%} of a core per rank.")
+        if scenario.bandwidth != 1:
+            notes.append("Only exposed communication is recorded: its latency share and hidden part are not known.")
+        if scenario.cache_fraction and any((batches.epoch == 0).all() for batches in self._batches):
+            notes.append("The run has one epoch: a cache pays from the second on.")
+        p2p = [LABEL["comm.send"], LABEL["comm.recv"]]
+        if any(np.isin(lane.label, p2p).any() for lane in self.recording.lanes):
+            notes.append("Sends and receives keep their recorded duration.")
+        if self.recording.num_steps < self.recording.recorded_steps:
+            notes.append(f"Replayed: the first {self.recording.num_steps} of {self.recording.recorded_steps} steps.")
+        return notes
+
+
+PARTS = ("input.fetch", "input.prep", "input.collate", "input.iter")
+"""Operations inside a load that `op:GLOB` reaches too."""
+
+
+def _paced(loading: Loading, fetch: float, cpu: float) -> Loading:
+    """Return the loads with both parts scaled."""
+    if fetch == 1.0 and cpu == 1.0:
+        return loading
+    return replace(loading, fetch_ns=loading.fetch_ns * fetch, cpu_ns=loading.cpu_ns * cpu)
+
+
+def _with_handoff(model: LoaderModel, factor: float) -> LoaderModel:
+    """Return the model with the assumed costs of workers scaled."""
+    return replace(
+        model,
+        take_ns=model.take_ns * factor,
+        handoff_ns=model.handoff_ns * factor,
+        first_ns=model.first_ns * factor,
+    )
+
+
+def _first_steady(recording: Recording) -> int:
+    """Return the first step that counts: step 0 never does, nor the start-up transient that follows it."""
+    compute = np.zeros(recording.num_steps)
+    for lane in recording.lanes:
+        mine = COMPUTE[lane.label]
+        np.add.at(compute, lane.step[mine], lane.duration_ns[mine])
+    warm, most = 1, min(10, recording.num_steps // 10)
+    usual = float(np.median(compute))
+    while warm < most and compute[warm] > 2 * usual:
+        warm += 1
+    return warm

@@ -1,0 +1,397 @@
+"""What a recorded run did, rank by rank: the training thread cut into segments, and the batches it consumed.
+
+Use it below `program`: it turns rows (names of `SPANS`) into arrays that can
+be replayed. Where spans overlap on the training thread, the innermost cause
+owns the time: gc > checkpoint > logging > input > comm > compile > optimizer
+> the rest, which is compute. All times are int64 ns on the clock of the host.
+
+>>> LABELS[LABEL["compute"]], PRIORITY["host.gc"] > PRIORITY["checkpoint.save"] > PRIORITY["input.next"]
+('compute', True)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.trace.trace import Trace
+
+PRIORITY: dict[str, int] = {
+    "compute": 0,
+    "optimizer.step": 1,
+    "host.import": 2, "host.compile": 2,
+    "comm.init": 3, "comm.wait": 3, "comm.collective": 3, "comm.send": 3, "comm.recv": 3,
+    "input.transfer": 4, "input.iter": 4, "input.next": 4,
+    "host.logging": 5,
+    "checkpoint.load": 6, "checkpoint.save": 6, "checkpoint.sync": 6, "checkpoint.rename": 6,
+    "host.gc": 7,
+}  # fmt: skip
+"""Names of what the training thread does -> who owns an instant that several cover; the largest wins."""
+
+LABELS: tuple[str, ...] = tuple(PRIORITY)
+"""Values of `Lane.label`, by index."""
+
+LABEL: dict[str, int] = {name: index for index, name in enumerate(LABELS)}
+"""Name -> value of `Lane.label`."""
+
+Events = Mapping[str, NDArray[Any]]
+"""Columns of a trace."""
+
+LOAD_PARTS: tuple[str, ...] = ("input.fetch", "input.cpu_wait", "input.prep", "input.collate")
+"""Children of input.load, in the order in which they partition it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """The training thread of one rank as `m` segments in the order of time, without gaps."""
+
+    rank: int
+    """Which rank."""
+
+    label: NDArray[np.int64]
+    """[m] Index into `LABELS`."""
+
+    step: NDArray[np.int64]
+    """[m] Step it belongs to; segments are cut where a step ends."""
+
+    start_ns: NDArray[np.int64]
+    """[m] Start."""
+
+    duration_ns: NDArray[np.int64]
+    """[m] Duration, >= 0."""
+
+    row: NDArray[np.int64]
+    """[m] Row of the rank's trace that owns it, -1 for compute. The last segment of a row ends that row."""
+
+    step_end_ns: NDArray[np.int64]
+    """[k + 1] Start of step 0, then the end of each step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batches:
+    """The `b` batches that one rank consumed, in that order, and what loading each of them took."""
+
+    segment: NDArray[np.int64]
+    """[b] Segment of the training thread that ends when the batch is there."""
+
+    iterator: NDArray[np.int64]
+    """[b] Which pass over a loader it belongs to (index into the four arrays below)."""
+
+    seq: NDArray[np.int64]
+    """[b] n-th batch of that pass."""
+
+    start_ns: NDArray[np.int64]
+    """[b] When next(loader) was called."""
+
+    end_ns: NDArray[np.int64]
+    """[b] When it returned."""
+
+    load_start_ns: NDArray[np.int64]
+    """[b] When its loading began; -1 when that was not recorded."""
+
+    load_ns: NDArray[np.int64]
+    """[b] Wall time of loading."""
+
+    part_ns: NDArray[np.int64]
+    """[b, 4] The load split into `LOAD_PARTS`."""
+
+    bytes: NDArray[np.int64]
+    """[b] Size of the batch."""
+
+    group: NDArray[np.int64]
+    """[i] Loader of each pass."""
+
+    workers: NDArray[np.int64]
+    """[i] Workers of each pass, as recorded."""
+
+    epoch: NDArray[np.int64]
+    """[i] n-th pass over that loader."""
+
+    iter_segment: NDArray[np.int64]
+    """[i] Segment in which the iterator was created, -1 if that lies before step 0 or was not recorded."""
+
+    end_segment: NDArray[np.int64]
+    """[i] Segment in which next(loader) found the pass at its end (workers that do not persist end there), or -1."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Meeting:
+    """One collective over ranks: who took part, and how long it went on after the last one had come."""
+
+    rank_index: NDArray[np.int64]
+    """[p] Index of the rank's `Lane`."""
+
+    segment: NDArray[np.int64]
+    """[p] Its segment."""
+
+    own_ns: NDArray[np.int64]
+    """[p] From the last arrival to the end at that rank."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recording:
+    """All ranks of a run, over the steps that every rank completed."""
+
+    lanes: tuple[Lane, ...]
+    """One per rank, in rank order."""
+
+    batches: tuple[Batches, ...]
+    """One per rank."""
+
+    meetings: tuple[Meeting, ...]
+    """Collectives in which at least two ranks were seen."""
+
+    num_steps: int
+    """Steps that are kept."""
+
+    recorded_steps: int
+    """Steps that the run completed; more than `num_steps` when the run is long."""
+
+    cut_factor: NDArray[np.float64]
+    """[ranks, LABELS] Time per step over all recorded steps / over the kept ones; 1 when all are kept."""
+
+    last_end_ns: NDArray[np.int64]
+    """[ranks] End of the last step that the run completed."""
+
+    @classmethod
+    def from_trace(cls, trace: Trace, *, max_steps: int) -> Recording:
+        """Cut a finalised run into segments; keep the first `max_steps` steps.
+
+        Raises `InputError` when no rank has a complete step.
+        """
+        ranks = [int(rank) for rank in np.unique(trace.events["rank"][trace.named("step")]) if rank >= 0]
+        if not ranks:
+            raise InputError(
+                "the run has no complete step: nothing to replay. Record a run that takes at least one optimizer step."
+            )
+        own = [_own_rows(trace, rank) for rank in ranks]
+        recorded = min(int(rows.named("step").sum()) for rows in own)
+        kept = min(recorded, max_steps)
+        lanes = tuple(_lane(rows, rank, kept) for rows, rank in zip(own, ranks, strict=True))
+        batches = tuple(_batches(rows, lane) for rows, lane in zip(own, lanes, strict=True))
+        cut = np.array([_mean_ns(rows, recorded) / np.maximum(_mean_ns(rows, kept), 1e-9) for rows in own])
+        seen = np.array([_mean_ns(rows, kept) > 0 for rows in own])
+        last = np.array([_step_ends(rows, recorded)[-1] for rows in own], dtype=np.int64)
+        return cls(lanes, batches, _meetings(own, lanes), kept, recorded, np.where(seen, cut, 1.0), last)
+
+
+def _own_rows(trace: Trace, rank: int) -> Trace:
+    """Return the rows of one rank in order of start, outer spans first."""
+    rows = trace.select(ranks=[rank])
+    return rows.where(np.lexsort((-rows.events["duration_ns"], rows.events["start_ns"])))
+
+
+def _codes(rows: Trace) -> NDArray[np.int64]:
+    """Return [n] the label of each row, -1 for rows that do not occupy the training thread."""
+    table = np.array([LABEL.get(name, -1) for name in rows.names] + [-1])
+    code = table[rows.events["name"]]
+    main = [index for index, lane in enumerate(rows.lanes) if lane == "main"]
+    return np.where(np.isin(rows.events["lane"], main), code, -1)
+
+
+def _mean_ns(rows: Trace, recorded: int) -> NDArray[np.float64]:
+    """Return [LABELS] time per step by label over steps 1..recorded - 1."""
+    code, step = _codes(rows), rows.events["step"]
+    used = (code >= 0) & (step >= 1) & (step < recorded)
+    total = np.bincount(code[used], weights=rows.events["duration_ns"][used], minlength=len(LABELS))
+    return np.asarray(total / max(1, recorded - 1))
+
+
+def _step_ends(rows: Trace, count: int) -> NDArray[np.int64]:
+    """Return [count + 1] the start of step 0 and the end of each of the first `count` steps."""
+    marks = rows.where(rows.named("step"))
+    start, duration = marks.events["start_ns"][:count], marks.events["duration_ns"][:count]
+    return np.concatenate([start[:1], start + duration])
+
+
+def _lane(rows: Trace, rank: int, kept: int) -> Lane:
+    """Paint the spans over the steps, the weakest first, and cut where the owner or the step changes."""
+    step_end = _step_ends(rows, kept)
+    code = _codes(rows)
+    begin = np.clip(rows.events["start_ns"], step_end[0], step_end[-1])
+    end = np.clip(rows.events["start_ns"] + rows.events["duration_ns"], step_end[0], step_end[-1])
+    inside = np.flatnonzero((code >= 0) & (end > begin))
+    bounds = np.unique(np.concatenate([step_end, begin[inside], end[inside]]))
+    level = np.array(list(PRIORITY.values()))
+    inside = inside[np.argsort(level[code[inside]], kind="stable")]
+    owner = np.full(bounds.size - 1, -1, np.int64)
+    first, last = np.searchsorted(bounds, begin[inside]), np.searchsorted(bounds, end[inside])
+    for row, low, high in zip(inside.tolist(), first.tolist(), last.tolist(), strict=True):
+        owner[low:high] = row
+    step = np.searchsorted(step_end, bounds[:-1], side="right") - 1
+    change = np.flatnonzero(np.concatenate([[True], (owner[1:] != owner[:-1]) | (step[1:] != step[:-1])]))
+    starts = bounds[change]
+    owners = owner[change]
+    return Lane(
+        rank=rank,
+        label=np.where(owners >= 0, code[owners], LABEL["compute"]),
+        step=step[change].astype(np.int64),
+        start_ns=starts,
+        duration_ns=np.diff(np.concatenate([starts, bounds[-1:]])),
+        row=owners,
+        step_end_ns=step_end,
+    )
+
+
+def _last_segment(lane: Lane, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the last segment that each of `rows` owns, -1 for none."""
+    owned = np.flatnonzero(lane.row >= 0)
+    found = np.full(int(max(lane.row.max(initial=-1), rows.max(initial=-1))) + 1, -1, np.int64)
+    found[lane.row[owned]] = owned
+    return found[rows]
+
+
+def _batches(rows: Trace, lane: Lane) -> Batches:
+    """Match every next(loader) of the kept steps with the load of its batch."""
+    events = rows.events
+    calls = np.flatnonzero(rows.named("input.next") & (events["seq"] >= 0))
+    segment = _last_segment(lane, calls)
+    calls, segment = calls[segment >= 0], segment[segment >= 0]
+    made = np.flatnonzero(rows.named("input.iter"))
+    keys = np.unique(np.stack([events["group"][calls], events["corr"][calls]], axis=1), axis=0)
+    keys = keys[np.argsort([_first(events, calls, key) for key in keys], kind="stable")] if len(keys) else keys
+    index_of = {(int(group), int(corr)): index for index, (group, corr) in enumerate(keys)}
+    iterator = np.array(
+        [index_of[pair] for pair in zip(events["group"][calls].tolist(), events["corr"][calls].tolist(), strict=True)],
+        dtype=np.int64,
+    )
+    created = np.array([_row_of(events, made, key) for key in keys], dtype=np.int64)
+    ends = np.flatnonzero(rows.named("input.next") & (events["seq"] < 0))
+    ended = np.array([_row_of(events, ends, key) for key in keys], dtype=np.int64)
+    # A pass is named by its loader and a running number, so the n-th pass of a loader is its n-th epoch.
+    epoch = np.array([int((keys[:index, 0] == key[0]).sum()) for index, key in enumerate(keys)], dtype=np.int64)
+    peer = np.array([int(events["peer"][calls[iterator == index]].max()) for index in range(len(keys))], dtype=np.int64)
+    workers = np.where(created >= 0, np.maximum(events["peer"][created] if made.size else 0, 0), peer + 1)
+    workers = np.where(peer < 0, 0, workers) if len(keys) else workers
+    loads = _loads(rows, calls, iterator, keys, workers)
+    return Batches(
+        segment=segment,
+        iterator=iterator,
+        seq=events["seq"][calls],
+        start_ns=events["start_ns"][calls],
+        end_ns=events["start_ns"][calls] + events["duration_ns"][calls],
+        load_start_ns=np.where(loads >= 0, events["start_ns"][loads], -1),
+        load_ns=np.where(loads >= 0, events["duration_ns"][loads], 0),
+        part_ns=_parts(rows, loads),
+        bytes=np.where(loads >= 0, events["bytes"][loads], 0),
+        group=keys[:, 0].astype(np.int64),
+        workers=workers.astype(np.int64),
+        epoch=epoch,
+        iter_segment=np.where(created >= 0, _last_segment(lane, np.maximum(created, 0)), -1),
+        end_segment=np.where(ended >= 0, _last_segment(lane, np.maximum(ended, 0)), -1),
+    )
+
+
+def _first(events: Events, calls: NDArray[np.int64], key: NDArray[np.int64]) -> int:
+    """Return when the pass `key` was first asked for a batch."""
+    mine = (events["group"][calls] == key[0]) & (events["corr"][calls] == key[1])
+    return int(events["start_ns"][calls[mine]].min())
+
+
+def _row_of(events: Events, rows: NDArray[np.int64], key: NDArray[np.int64]) -> int:
+    """Return the first of `rows` that belongs to the pass `key`, -1 when none does."""
+    mine = rows[(events["group"][rows] == key[0]) & (events["corr"][rows] == key[1])]
+    return int(mine[0]) if mine.size else -1
+
+
+def _loads(
+    rows: Trace,
+    calls: NDArray[np.int64],
+    iterator: NDArray[np.int64],
+    keys: NDArray[np.int64],
+    workers: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return [b] the input.load row of each batch, -1 when it was not recorded.
+
+    Without workers the load lies inside the call; with workers the n-th batch
+    that a pass took from a worker is the n-th load of that worker since the
+    pass began (torch hands batches out in turn).
+    """
+    events = rows.events
+    load = np.flatnonzero(rows.named("input.load"))
+    found = np.full(calls.size, -1, np.int64)
+    for index, (group, _) in enumerate(keys.tolist()):
+        mine = np.flatnonzero(iterator == index)
+        own = load[events["group"][load] == group]
+        if workers[index] == 0:
+            own = own[events["peer"][own] < 0]
+            place = np.searchsorted(events["start_ns"][own], events["start_ns"][calls[mine]])
+            for batch, at in zip(mine.tolist(), place.tolist(), strict=True):
+                call = calls[batch]
+                if (
+                    at < own.size
+                    and events["start_ns"][own[at]] < events["start_ns"][call] + events["duration_ns"][call]
+                ):
+                    found[batch] = own[at]
+            continue
+        begin, end = _pass_bounds(rows, keys, index, calls, iterator)
+        own = own[(events["start_ns"][own] >= begin) & (events["start_ns"][own] < end)]
+        for worker in range(int(workers[index])):
+            taken = mine[events["seq"][calls[mine]] % workers[index] == worker]
+            turns = events["seq"][calls[taken]] // workers[index]
+            loads = own[events["peer"][own] == worker]
+            known = turns < loads.size
+            found[taken[known]] = loads[turns[known]]
+    return found
+
+
+def _pass_bounds(
+    rows: Trace, keys: NDArray[np.int64], index: int, calls: NDArray[np.int64], iterator: NDArray[np.int64]
+) -> tuple[int, int]:
+    """Return from when to when workers load for pass `index`: its creation to that of the next pass of the loader."""
+    events, made = rows.events, np.flatnonzero(rows.named("input.iter"))
+    same = made[events["group"][made] == keys[index, 0]]
+    row = _row_of(events, made, keys[index])
+    begin = int(events["start_ns"][row]) if row >= 0 else 0
+    later = events["start_ns"][same]
+    later = later[later > max(begin, int(events["start_ns"][calls[iterator == index]].min()))]
+    return begin, int(later.min()) if later.size else np.iinfo(np.int64).max
+
+
+def _parts(rows: Trace, loads: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [b, 4] the children of each load; loads without children get the average split of those that have them."""
+    events = rows.events
+    parts = np.zeros((len(rows), len(LOAD_PARTS)), np.int64)
+    load = np.flatnonzero(rows.named("input.load"))
+    for column, name in enumerate(LOAD_PARTS):
+        child = np.flatnonzero(rows.named(name))
+        for lane in np.unique(events["lane"][child]):
+            here, parent = child[events["lane"][child] == lane], load[events["lane"][load] == lane]
+            place = np.searchsorted(events["start_ns"][parent], events["start_ns"][here], side="right") - 1
+            np.add.at(parts[:, column], parent[place[place >= 0]], events["duration_ns"][here[place >= 0]])
+    split = np.where((loads >= 0)[:, None], parts[loads], 0) if loads.size else np.zeros((0, 4), np.int64)
+    duration = np.where(loads >= 0, events["duration_ns"][loads], 0) if loads.size else np.zeros(0, np.int64)
+    bare = (split.sum(axis=1) == 0) & (duration > 0)
+    total = split.sum(axis=0)
+    share = total / total.sum() if total.sum() else np.array([0.0, 0.0, 1.0, 0.0])
+    split[bare] = (duration[bare, None] * share).astype(np.int64)
+    return split
+
+
+def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[Meeting, ...]:
+    """Join collectives over ranks by (name, group, seq)."""
+    found = []
+    for index, (rows, lane) in enumerate(zip(own, lanes, strict=True)):
+        events = rows.events
+        for which, name in enumerate(("comm.wait", "comm.collective")):
+            row = np.flatnonzero(rows.named(name) & (events["seq"] >= 0))
+            segment = _last_segment(lane, row)
+            row, segment = row[segment >= 0], segment[segment >= 0]
+            start = events["start_ns"][row]
+            columns = [events["group"][row], events["seq"][row], segment, start, start + events["duration_ns"][row]]
+            found.append(np.stack([np.full(row.size, which), *columns, np.full(row.size, index)], axis=1))
+    table = np.concatenate(found) if found else np.zeros((0, 7), np.int64)
+    table = table[np.lexsort((table[:, 6], table[:, 2], table[:, 1], table[:, 0]))]
+    cut = np.flatnonzero((np.diff(table[:, :3], axis=0) != 0).any(axis=1)) + 1
+    return tuple(_meeting(part) for part in np.split(table, cut) if len(part) > 1)
+
+
+def _meeting(part: NDArray[np.int64]) -> Meeting:
+    """Return one collective; its own time is what is left after the last arrival."""
+    arrival = part[:, 4].max()
+    return Meeting(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))

@@ -1,0 +1,192 @@
+"""Turn what the processes of a run recorded into one trace per rank.
+
+Rows get their names, columns, lanes, steps and depth here; loads get their
+children; what was overwritten becomes `dropped` rows. Nothing is written:
+`headway.runtime.finalise` does that. Times in int64 ns on CLOCK_MONOTONIC.
+
+>>> NAMES[CODE["input.next"]]
+'input.next'
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.trace import spool
+from headway.trace.loads import load_children, name_workers
+from headway.trace.nesting import Nesting
+from headway.trace.rows import Rows, lane_name, raw_rows
+from headway.trace.spool import Recorded
+from headway.trace.steps import step_bounds, step_of
+from headway.trace.trace import Trace
+from headway.trace.vocabulary import COLLECTIVES, KIND, SPANS
+
+NAMES = tuple(SPANS)
+"""The name table of every trace made here."""
+
+CODE = {name: index for index, name in enumerate(NAMES)}
+"""Name -> its index in `NAMES`."""
+
+
+def trace_of_rings(run: Path, attempt: int) -> list[Trace]:
+    """Return the traces of an attempt that was never finalised, without writing anything."""
+    groups = by_rank(spool.stems(run / "rings", attempt=attempt))
+    return [build(processes, rank=rank, attempt=attempt, run=run) for rank, processes in groups.items()]
+
+
+def by_rank(stems: Sequence[Path]) -> dict[int, list[Recorded]]:
+    """Read every process and group them by the rank that their header names."""
+    groups: dict[int, list[Recorded]] = {}
+    for stem in stems:
+        found = spool.recorded(stem)
+        if found is not None:
+            groups.setdefault(found.header.rank, []).append(found)
+    return dict(sorted(groups.items()))
+
+
+def build(
+    processes: Sequence[Recorded],
+    *,
+    rank: int,
+    attempt: int,
+    run: Path,
+    row: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Return the trace of one rank from everything its processes recorded."""
+    lead = _lead(processes)
+    lanes: list[str] = ["main"]
+    parts = [raw_rows(process, lanes, leads=process is lead) for process in processes]
+    name_workers(parts, parts[processes.index(lead)])
+    columns = Rows.concat([*parts, *(load_children(part) for part in parts)])
+    main = columns.where((columns.lane == 0) & (columns.process == lead.header.pid))
+    bounds = _bounds(main)
+    marks = [
+        _process_row(lead, main, row),
+        _step_rows(bounds),
+        *(_dropped_rows(p, lanes, p is lead) for p in processes),
+    ]
+    everything = Rows.concat([columns.without(CODE["input.parts"]), *marks])
+    everything.step[:] = step_of(everything.start_ns, bounds)
+    _set_depth(everything)
+    order = np.lexsort((everything.depth, everything.lane, everything.start_ns))
+    tables = json_object(run / "tables" / f"r{rank}.json")
+    return Trace.from_columns(
+        everything.columns(order, rank=rank),
+        names=NAMES,
+        lanes=lanes,
+        groups=_groups(tables),
+        ranks={rank: _rank_facts(lead, row)},
+        meta={
+            "source": "headway",
+            "attempt": attempt,
+            "num_steps": max(len(bounds) - 1, 0),
+            "dropped": sum(process.dropped for process in processes),
+            "device_type": tables.get("device_type", "cpu"),
+            "collectives": list(COLLECTIVES),
+            **{key: tables[key] for key in ("optimizers", "patches", "regions", "coverage") if key in tables},
+        },
+    )
+
+
+def _lead(processes: Sequence[Recorded]) -> Recorded:
+    """Return the process that is the rank: one that the script spawned for it, else the one with most updates."""
+
+    def weight(process: Recorded) -> tuple[int, int]:
+        updates = int((process.records["code"] == SPANS["optimizer.step"].code).sum())
+        return {"spawned": 2, "main": 1}.get(process.header.role, 0), updates
+
+    return max(processes, key=weight)
+
+
+def _bounds(main: Rows) -> NDArray[np.int64]:
+    """Return the bounds of the steps that the main thread made."""
+    updates = main.where(main.name == CODE["optimizer.step"]).by_end()
+    training = main.where(np.isin(main.name, [CODE["input.iter"], CODE["input.next"]]))
+    first = int(training.start_ns.min()) if len(training) else None
+    return step_bounds(updates.corr, updates.start_ns, updates.duration_ns, first_ns=first)
+
+
+def _step_rows(bounds: NDArray[np.int64]) -> Rows:
+    n = max(len(bounds) - 1, 0)
+    return Rows.of(CODE["step"], bounds[:n], np.diff(bounds) if n else bounds[:0], kind=KIND["MARK"])
+
+
+def _process_row(lead: Recorded, main: Rows, row: Mapping[str, Any] | None) -> Rows:
+    """Return the life of the rank: from the kernel's start time (10 ms steps), not before the launcher's fork."""
+    header = lead.header
+    ends = main.start_ns + main.duration_ns
+    seen = (int(main.start_ns.min()), int(ends.max())) if len(main) else (header.clock_ns, header.clock_ns)
+    start = header.process_start_ns or seen[0]
+    end = header.end_ns or seen[1]
+    if row is not None and row.get("pid") == header.pid:
+        start = max(start, int(row["start_ns"]))
+        end = int(row["end_ns"] or end)
+    start = min(start, seen[0])
+    return Rows.of(CODE["process"], np.array([start]), np.array([max(end, seen[1]) - start]), kind=KIND["MARK"])
+
+
+def _dropped_rows(process: Recorded, lanes: list[str], leads: bool) -> Rows:
+    """Return one row per gap in the record numbers: between the neighbours that are still there."""
+    records = process.records
+    number = np.concatenate([[0], records["number"].astype(np.int64)])
+    missing = np.diff(number) - 1
+    gaps = np.flatnonzero(missing)
+    end = records["start_ns"] + records["duration_ns"]
+    start = np.where(gaps > 0, end[gaps - 1], process.header.clock_ns) if len(gaps) else np.empty(0, np.int64)
+    until = np.maximum(records["start_ns"][gaps], start)
+    rows = Rows.of(CODE["dropped"], start, until - start, kind=KIND["MARK"], bytes=missing[gaps])
+    if not leads and len(rows):
+        rows.lane[:] = lane_index(lanes, lane_name(process.header, 0, leads=False))
+    return rows
+
+
+def lane_index(lanes: list[str], name: str) -> int:
+    """Return the index of lane `name`, adding it when it is new."""
+    if name not in lanes:
+        lanes.append(name)
+    return lanes.index(name)
+
+
+def _set_depth(rows: Rows) -> None:
+    """Nest the rows of each process's lane; bookkeeping rows neither nest nor are nested in."""
+    real = np.flatnonzero(rows.kind != KIND["MARK"])
+    # Loader workers of different iterators may share a lane while they overlap: each process nests on its own.
+    _, key = np.unique(
+        np.stack([rows.lane[real].astype(np.int64), rows.process[real]], axis=1), axis=0, return_inverse=True
+    )
+    rows.depth[real] = Nesting.of(key.reshape(-1), rows.start_ns[real], rows.duration_ns[real]).depth
+
+
+def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None) -> dict[str, Any]:
+    header = lead.header
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "pid": header.pid,
+        "local_rank": header.local_rank,
+        "clock": [[header.clock_ns, header.realtime_ns]],
+    }
+    if row is not None:
+        facts["exit_code"] = row.get("exit_code")
+    return facts
+
+
+def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the process groups that the rank met: {'name', 'ranks'} each."""
+    found = tables.get("groups", {})
+    return {int(key): dict(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`, {} when there is none."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

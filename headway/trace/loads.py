@@ -1,0 +1,177 @@
+"""What one load of a batch consists of: blocked, waiting for a core, preparing, collating.
+
+A load's thread CPU time and run delay are measured, so four durations are
+known and their order is fixed by convention: fetch, cpu_wait, prep, collate.
+They partition the load, garbage collections inside it left out: those have
+rows of their own. Times in int64 ns.
+
+>>> Loads.shares(np.array([100]), np.array([60]), np.array([10]), np.array([20]), np.array([0])).tolist()
+[[0.3, 0.1, 0.4, 0.2]]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.trace.rows import Rows
+from headway.trace.vocabulary import KIND, SPANS
+
+CHILDREN = ("input.fetch", "input.cpu_wait", "input.prep", "input.collate")
+_INDEX = {name: index for index, name in enumerate(SPANS)}
+SHORT_NS = 200_000
+"""Loads in the main process below this are measured one in sixteen; the others get the measured ones' shares."""
+
+
+class Loads:
+    """The arithmetic of a load's parts; all arrays [n] int64 ns."""
+
+    @staticmethod
+    def parts_of(
+        duration_ns: NDArray[np.int64],
+        cpu_ns: NDArray[np.int64],
+        delay_ns: NDArray[np.int64],
+        collate_ns: NDArray[np.int64],
+        gc_ns: NDArray[np.int64],
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return (fetch, cpu_wait, prep, collate); with the GC they add up to the duration, clocks' grain clipped."""
+        gc = np.clip(gc_ns, 0, duration_ns)
+        cpu = np.clip(cpu_ns, gc, duration_ns)
+        delay = np.clip(delay_ns, 0, duration_ns - cpu)
+        collate = np.clip(collate_ns, 0, cpu - gc)
+        return duration_ns - cpu - delay, delay, cpu - gc - collate, collate
+
+    @staticmethod
+    def shares(
+        duration_ns: NDArray[np.int64],
+        cpu_ns: NDArray[np.int64],
+        delay_ns: NDArray[np.int64],
+        collate_ns: NDArray[np.int64],
+        gc_ns: NDArray[np.int64],
+    ) -> NDArray[np.float64]:
+        """Return [1, 4]: each part's share of all the loads together; all prep when there is nothing to go by."""
+        totals = np.array([
+            part.sum() for part in Loads.parts_of(duration_ns, cpu_ns, delay_ns, collate_ns, gc_ns)
+        ], dtype=np.float64)  # fmt: skip
+        if not totals.sum():
+            return np.array([[0.0, 0.0, 1.0, 0.0]])
+        shares: NDArray[np.float64] = totals[None, :] / totals.sum()
+        return shares
+
+
+def load_children(rows: Rows) -> Rows:
+    """Return the children of every load in `rows` (one process), laid out in order from the load's start."""
+    loads = rows.where(rows.name == _INDEX["input.load"])
+    if not len(loads):
+        return Rows.blank(0)
+    parts = np.stack(
+        Loads.parts_of(loads.duration_ns, loads.cpu_ns, loads.delay_ns, loads.collate_ns, loads.gc_ns), axis=1
+    )
+    _estimate(loads, parts)
+    ends = np.cumsum(parts, axis=1)
+    starts = loads.start_ns[:, None] + ends - parts
+    children = Rows.concat([_child(loads, name, starts[:, k], parts[:, k]) for k, name in enumerate(CHILDREN)])
+    children = _around_collections(rows, loads, children)
+    return children.where(children.duration_ns > 0)
+
+
+def _estimate(loads: Rows, parts: NDArray[np.int64]) -> None:
+    """Fill `parts` [n, 4] of the loads that were not measured with the shares of comparable ones that were."""
+    unmeasured = loads.cpu_ns < 0
+    if not unmeasured.any():
+        return
+    measured = ~unmeasured & (loads.duration_ns <= SHORT_NS)
+    if not measured.any():
+        measured = ~unmeasured
+    known = loads.where(measured)
+    share = Loads.shares(known.duration_ns, known.cpu_ns, known.delay_ns, known.collate_ns, known.gc_ns)
+    duration = loads.duration_ns[unmeasured]
+    estimate = np.floor(duration[:, None] * share).astype(np.int64)
+    estimate[:, 2] += duration - estimate.sum(axis=1)
+    parts[unmeasured] = estimate
+
+
+def _child(loads: Rows, name: str, start_ns: NDArray[np.int64], duration_ns: NDArray[np.int64]) -> Rows:
+    child = loads.where(np.arange(len(loads)))
+    child.name[:], child.kind[:] = _INDEX[name], KIND[SPANS[name].kind]
+    child.start_ns[:], child.duration_ns[:], child.bytes[:] = start_ns, duration_ns, 0
+    return child
+
+
+def _around_collections(rows: Rows, loads: Rows, children: Rows) -> Rows:
+    """Move the children of loads with collections inside so that they leave the collections' time free.
+
+    A child that reaches into a collection is cut there and goes on behind it.
+    """
+    collections = rows.where(rows.name == _INDEX["host.gc"])
+    touched = np.flatnonzero(loads.gc_ns > 0)
+    if not len(touched) or not len(collections):
+        return children
+    gc_start, gc_end = collections.start_ns, collections.start_ns + collections.duration_ns
+    order = np.argsort(gc_start, kind="stable")
+    gc_start, gc_end = gc_start[order], gc_end[order]
+    keep = np.ones(len(children), bool)
+    n, added = len(loads), []
+    for load in touched:
+        begin = int(loads.start_ns[load])
+        end = begin + int(loads.duration_ns[load])
+        first, last = np.searchsorted(gc_start, [begin, end])
+        if first == last:
+            continue
+        own = load + n * np.arange(len(CHILDREN))
+        keep[own] = False
+        free = _free(begin, end, gc_start[first:last], gc_end[first:last])
+        added.append(_lay(children.where(own), free))
+    return Rows.concat([children.where(keep), *added])
+
+
+def _free(begin: int, end: int, gc_start: NDArray[np.int64], gc_end: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the stretches of [begin, end) outside the collections."""
+    free, at = [], begin
+    for start, stop in zip(gc_start.tolist(), gc_end.tolist(), strict=True):
+        if start > at:
+            free.append((at, min(start, end)))
+        at = max(at, stop)
+    if at < end:
+        free.append((at, end))
+    return free
+
+
+def _lay(children: Rows, free: list[tuple[int, int]]) -> Rows:
+    """Lay the children one after the other into the free stretches; what does not fit is cut off."""
+    index, starts, durations = [], [], []
+    stretches = list(free)
+    for child, duration in enumerate(children.duration_ns.tolist()):
+        left = duration
+        while left > 0 and stretches:
+            start, stop = stretches.pop(0)
+            used = min(left, stop - start)
+            index.append(child)
+            starts.append(start)
+            durations.append(used)
+            left -= used
+            if start + used < stop:
+                stretches.insert(0, (start + used, stop))
+    laid = children.where(np.array(index, np.int64))
+    laid.start_ns[:], laid.duration_ns[:] = starts, durations
+    return laid
+
+
+def name_workers(parts: list[Rows], lead: Rows) -> None:
+    """Give the loads in loader workers their iterator (corr) and loader (group).
+
+    A worker knows only the n-th life of its dataset; the n-th `input.worker`
+    row of its pid, written by the main process, names iterator and loader.
+    """
+    made = lead.where(lead.name == _INDEX["input.worker"])
+    for part in parts:
+        loads = np.flatnonzero(part.name == _INDEX["input.load"])
+        if part is lead or not len(loads):
+            continue
+        lives = made.where(made.seq == part.process[0])
+        lives = lives.where(np.argsort(lives.start_ns, kind="stable"))
+        if not len(lives):
+            part.group[loads] = -1
+            continue
+        life = np.clip(part.group[loads], 0, len(lives) - 1)
+        part.corr[loads], part.group[loads] = lives.corr[life], lives.group[life]

@@ -1,0 +1,166 @@
+"""Columns of a rank's rows while its trace is put together.
+
+Records become rows here: code to name and kind, the four numbers to the
+columns that the vocabulary gives them, threads and processes to lanes.
+Arrays are [n]; times int64 ns.
+
+>>> len(Rows.of(0, np.array([5]), np.array([2]), kind=0))
+1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.trace.records import RingHeader
+from headway.trace.spool import Recorded
+from headway.trace.trace import COLUMNS
+from headway.trace.vocabulary import KIND, SPANS
+
+_NUMBERS = ("a", "b", "c", "d")
+_BLANK = {
+    "name": (np.int32, -1), "kind": (np.uint8, KIND["MARK"]), "lane": (np.int16, 0), "depth": (np.int16, 0),
+    "step": (np.int32, -1), "start_ns": (np.int64, 0), "duration_ns": (np.int64, 0), "group": (np.int32, -1),
+    "seq": (np.int64, -1), "peer": (np.int32, -1), "bytes": (np.int64, 0), "corr": (np.int64, -1),
+    "process": (np.int64, -1),
+    "cpu_ns": (np.int64, -1), "delay_ns": (np.int64, 0), "collate_ns": (np.int64, 0), "gc_ns": (np.int64, 0),
+}  # fmt: skip
+"""Column -> (dtype, value when nothing is known)."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of one rank; all arrays have the same length and may be written to."""
+
+    name: NDArray[Any]
+    kind: NDArray[Any]
+    lane: NDArray[Any]
+    depth: NDArray[Any]
+    step: NDArray[Any]
+    start_ns: NDArray[Any]
+    duration_ns: NDArray[Any]
+    group: NDArray[Any]
+    seq: NDArray[Any]
+    peer: NDArray[Any]
+    bytes: NDArray[Any]
+    corr: NDArray[Any]
+    process: NDArray[Any]
+    """Process id: kept until the trace is complete."""
+    cpu_ns: NDArray[Any]
+    """Of a load: CPU time of its thread, -1 when it was not measured."""
+    delay_ns: NDArray[Any]
+    """Of a load: time its thread could run but had no core."""
+    collate_ns: NDArray[Any]
+    """Of a load: CPU time of collate, part of `cpu_ns`."""
+    gc_ns: NDArray[Any]
+    """Of a load: garbage collection, part of `cpu_ns`."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.start_ns)
+
+    @classmethod
+    def blank(cls, n: int) -> Rows:
+        """Return `n` rows of which nothing is known."""
+        return cls(**{column: np.full(n, value, dtype) for column, (dtype, value) in _BLANK.items()})
+
+    @classmethod
+    def of(
+        cls, name: int, start_ns: NDArray[Any], duration_ns: NDArray[Any], *, kind: int, **more: NDArray[Any]
+    ) -> Rows:
+        """Return rows of one name and kind."""
+        rows = cls.blank(len(start_ns))
+        rows.name[:], rows.kind[:] = name, kind
+        rows.start_ns[:], rows.duration_ns[:] = start_ns, duration_ns
+        for column, values in more.items():
+            getattr(rows, column)[:] = values
+        return rows
+
+    @classmethod
+    def concat(cls, parts: Sequence[Rows]) -> Rows:
+        """Put `parts` one behind the other."""
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+    def where(self, mask: NDArray[Any]) -> Rows:
+        """Return the rows that `mask` (bool [n] or indices) picks."""
+        return Rows(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
+
+    def without(self, name: int) -> Rows:
+        """Return the rows that do not bear `name`."""
+        return self.where(self.name != name)
+
+    def by_end(self) -> Rows:
+        """Return the rows in the order in which they ended."""
+        return self.where(np.argsort(self.start_ns + self.duration_ns, kind="stable"))
+
+    def columns(self, order: NDArray[Any], *, rank: int) -> Mapping[str, NDArray[Any]]:
+        """Return the trace columns in `order`, all of rank `rank`."""
+        found = {f.name: getattr(self, f.name)[order] for f in fields(self) if f.name in COLUMNS}
+        return {**found, "rank": np.full(len(order), rank, np.int32)}
+
+
+def lane_name(header: RingHeader, thread: int, *, leads: bool) -> str:
+    """Return the lane of thread `thread` (0 = main) of the process of `header`."""
+    names = header.threads
+    suffix = names[thread - 1] if 0 < thread <= len(names) else f"{thread}"
+    if leads:
+        return "main" if thread == 0 else f"thread/{suffix}"
+    base = f"loader/{header.worker}" if header.role == "loader" else f"process/{header.pid}"
+    return base if thread == 0 else f"{base}/{suffix}"
+
+
+def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
+    """Return the records of one process as rows; new lanes are added to `lanes`."""
+    records = process.records
+    rows = Rows.blank(len(records))
+    rows.start_ns[:] = records["start_ns"]
+    rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
+    rows.process[:] = process.header.pid
+    for thread in np.unique(records["lane"]):
+        name = lane_name(process.header, int(thread), leads=leads)
+        if name not in lanes:
+            lanes.append(name)
+        rows.lane[records["lane"] == thread] = lanes.index(name)
+    for index, span in enumerate(SPANS.values()):
+        mask = records["code"] == span.code
+        if not mask.any():
+            continue
+        rows.name[mask], rows.kind[mask] = index, KIND[span.kind]
+        for number, column in zip(_NUMBERS, span.columns, strict=False):
+            if column:
+                getattr(rows, column)[mask] = records[number][mask]
+    _attach_parts(rows, records)
+    return rows.where(rows.name >= 0)
+
+
+def _attach_parts(rows: Rows, records: NDArray[np.void]) -> None:
+    """Give each load the measurements in the `input.parts` record that follows it in its thread."""
+    load, parts = SPANS["input.load"].code, SPANS["input.parts"].code
+    at = np.flatnonzero(records["code"] == parts)
+    if not len(at):
+        return
+    loads = np.flatnonzero(records["code"] == load)
+    key = _key(records, loads)
+    order = np.argsort(key, kind="stable")
+    found = np.searchsorted(key[order], _key(records, at))
+    found = np.minimum(found, max(len(order) - 1, 0))
+    if not len(order):
+        return
+    target = loads[order[found]]
+    same = (records["start_ns"][target] == records["start_ns"][at]) & (records["lane"][target] == records["lane"][at])
+    target, at = target[same], at[same]
+    rows.cpu_ns[target] = records["a"][at]
+    rows.delay_ns[target] = records["b"][at]
+    rows.collate_ns[target] = records["c"][at]
+    rows.gc_ns[target] = records["d"][at]
+
+
+def _key(records: NDArray[np.void], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return start and lane of records as one sortable number (lanes are few: the start dominates)."""
+    keys: NDArray[np.int64] = records["start_ns"][at] * 128 + records["lane"][at]
+    return keys

@@ -1,0 +1,254 @@
+"""A run folder, opened: its facts and its events.
+
+Use `Run.open` on what `headway run` left behind, finished or not: when the
+launcher was killed, the rings that are still there are read. Times are int64
+ns on CLOCK_MONOTONIC of the host that recorded them. docs/run-folder.md lists
+every file and key.
+
+>>> is_run(Path("/nonexistent"))
+False
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.core.errors import FormatError, InputError
+from headway.trace import parquet
+from headway.trace.assemble import trace_of_rings
+from headway.trace.trace import Trace, concat
+
+SCHEMA = "headway.run-folder/1"
+_FACTS = ("world_size", "device_type", "start_ns", "end_ns", "cores", "host")
+_EVENTS = re.compile(r"a(\d+)-r(\d+)\.parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run, or several hosts' parts of one after `merge`."""
+
+    path: Path
+    """The run folder."""
+
+    meta: dict[str, Any]
+    """What run.json says."""
+
+    trace: Trace
+    """Events of the last attempt, all ranks."""
+
+    clock_offset_ns: dict[int, int] = field(default_factory=dict)
+    """Rank -> what to add to its times to put them on the first host's clock; empty when all share one."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> Run:
+        """Read a run folder.
+
+        Raises `FormatError` when it is none, or when no rank left any event.
+        """
+        path = Path(path)
+        parts = _facts(path)
+        numbers = _attempts(path)
+        if not numbers:
+            raise FormatError(
+                f"{path} holds no events: no rank lived to record any. Look at {path / 'logs'} for the reason."
+            )
+        trace = _load(path, numbers[-1])
+        if len(parts) == 1:
+            return cls(path, parts[0], _with_facts(trace, parts[0]))
+        return merge([cls(path, part, _with_facts(trace.select(ranks=_own(part)), part)) for part in parts])
+
+    def attempts(self) -> list[Trace]:
+        """Return the events of every attempt, oldest first."""
+        return [_with_facts(_load(self.path, number), self.meta) for number in _attempts(self.path)]
+
+    def windows(self) -> list[Path]:
+        """Return the Kineto files of the deep windows, by rank and number."""
+        files = (self.path / "windows").glob("r*-w*.json")
+        return sorted(
+            (p for p in files if re.fullmatch(r"r\d+-w\d+\.json", p.name)),
+            key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)],
+        )
+
+
+def is_run(path: str | Path) -> bool:
+    """Say whether `path` is a run folder, whole or cut short."""
+    path = Path(path)
+    return path.is_dir() and (
+        (path / "run.json").is_file()
+        or any(path.glob("run-host*.json"))
+        or (path / "rings").is_dir()
+        or (path / "events").is_dir()
+    )
+
+
+def merge(runs: Sequence[Run]) -> Run:
+    """Join the parts that several hosts recorded of one run; the first one's clock counts.
+
+    Each host paired its monotonic clock with the realtime clock at the start,
+    so offsets are as good as the hosts' realtime clocks (NTP: about 1 ms);
+    `clock_offset_ns` keeps them apart from the events, whose times stay raw.
+    Raises `InputError` when there is no part or two parts record one rank.
+    """
+    if not runs:
+        raise InputError("there is no run to merge. Name at least one run folder.")
+    if len(runs) == 1:
+        return runs[0]
+    offsets: dict[int, int] = {}
+    reference = _realtime_minus_clock(runs[0].meta)
+    for run in runs:
+        for rank in _ranks_of(run):
+            if rank in offsets:
+                raise InputError(f"rank {rank} is in two of the folders. Name each host's part of one run once.")
+            offsets[rank] = _realtime_minus_clock(run.meta) - reference
+    return replace(
+        runs[0],
+        meta=_merged_facts([run.meta for run in runs], offsets),
+        trace=concat([run.trace for run in runs]),
+        clock_offset_ns=offsets,
+    )
+
+
+def _merged_facts(parts: Sequence[dict[str, Any]], offsets: dict[int, int]) -> dict[str, Any]:
+    """Return one run.json for all parts: sums, joined ranks, the worst exit first; times on the first clock."""
+    first = parts[0]
+    reference = _realtime_minus_clock(first)
+    shifts = [_realtime_minus_clock(part) - reference for part in parts]
+    ends = [part["end_ns"] + shift for part, shift in zip(parts, shifts, strict=True) if part.get("end_ns")]
+    failed = [part["exit"] for part in parts if part.get("exit") and part["exit"]["code"]]
+    own = [exit_ for exit_ in failed if exit_["class"] != "infra"]
+    return {
+        **first,
+        "hosts": [part.get("host") for part in parts],
+        "start_ns": min(part["start_ns"] + shift for part, shift in zip(parts, shifts, strict=True)),
+        "end_ns": max(ends) if len(ends) == len(parts) else None,
+        "nproc": sum(part.get("nproc", 0) for part in parts),
+        "ranks": sorted((row for part in parts for row in part.get("ranks", [])), key=lambda row: row["rank"]),
+        "exit": (own or failed or [first.get("exit")])[0],
+        "dropped": sum(part.get("dropped") or 0 for part in parts),
+        "loaders": {key: value for part in reversed(parts) for key, value in part.get("loaders", {}).items()},
+        "clock_offset_ns": {str(rank): offset for rank, offset in offsets.items()},
+    }
+
+
+def _realtime_minus_clock(meta: dict[str, Any]) -> int:
+    return int(meta["realtime_ns"]) - int(meta["start_ns"])
+
+
+def _ranks_of(run: Run) -> list[int]:
+    return sorted({int(rank) for rank in np.unique(run.trace.events["rank"])} | set(_own(run.meta)))
+
+
+def _own(meta: dict[str, Any]) -> list[int]:
+    return [row["rank"] for row in meta.get("ranks", [])]
+
+
+def _facts(path: Path) -> list[dict[str, Any]]:
+    """Return each host's run.json; a folder with rings only gets one made of what its events say."""
+    files = [p for p in [path / "run.json", *sorted(path.glob("run-host*.json"))] if p.is_file()]
+    parts = []
+    for file in files:
+        try:
+            meta = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as cause:
+            raise FormatError(f"{file} is not JSON: {cause}. Copy the run folder again.") from cause
+        if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
+            found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
+            raise FormatError(f"{file} has schema {found!r}; it must be {SCHEMA!r}. Record the run again.")
+        parts.append(_fold_ranks(path, meta))
+    if not parts:
+        if not is_run(path):
+            raise FormatError(
+                f"{path} is not a run folder: it has no run.json, events or rings. Name what run --out made."
+            )
+        parts = [_facts_from_events(path)]
+    return parts
+
+
+def _fold_ranks(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Add the rows that ranks under another launcher wrote themselves (RUN/ranks/r<rank>.json)."""
+    rows = {row["rank"]: row for row in meta.get("ranks", [])}
+    for file in sorted((path / "ranks").glob("r*.json")):
+        row = json.loads(file.read_text(encoding="utf-8"))
+        if row.get("group_rank", 0) == meta.get("group_rank", 0):
+            rows.setdefault(row["rank"], row)
+    return {**meta, "ranks": [rows[rank] for rank in sorted(rows)]}
+
+
+def _facts_from_events(path: Path) -> dict[str, Any]:
+    """Return a run.json for a folder that lacks one: bounds from the events, everything else unknown."""
+    numbers = _attempts(path)
+    if not numbers:
+        raise FormatError(f"{path} has neither run.json nor events. Name a folder that run --out made.")
+    trace = _load(path, numbers[-1])
+    start_ns, end_ns = trace.span_ns
+    ranks = sorted(trace.ranks)
+    clock = next((facts["clock"][0] for facts in trace.ranks.values() if facts.get("clock")), [start_ns, start_ns])
+    return {
+        "schema": SCHEMA,
+        "run_id": path.name,
+        "attempt": numbers[-1],
+        "host": next((facts.get("host") for facts in trace.ranks.values()), None),
+        "script": [],
+        "env": {},
+        "start_ns": start_ns,
+        "end_ns": end_ns,
+        "realtime_ns": start_ns + clock[1] - clock[0],
+        "nproc": len(ranks),
+        "world_size": len(ranks),
+        "device_type": trace.meta.get("device_type", "cpu"),
+        "cores": None,
+        "ranks": [
+            {"rank": rank, "local_rank": rank, "pid": None, "start_ns": start_ns, "end_ns": end_ns, "exit_code": None}
+            for rank in ranks
+        ],
+        "exit": None,
+        "baseline": None,
+        "plan": None,
+        "applied": [],
+        "loaders": {},
+        "bytes_per_step": None,
+        "dropped": trace.meta.get("dropped", 0),
+    }
+
+
+def _attempts(path: Path) -> list[int]:
+    """Return the attempts that left events or rings."""
+    found = {int(m[1]) for p in (path / "events").glob("*.parquet") if (m := _EVENTS.fullmatch(p.name))}
+    for pattern in ("*.ring", "*.head"):
+        found |= {int(m[1]) for p in (path / "rings").glob(pattern) if (m := re.match(r"a(\d+)-r\d+-p", p.name))}
+    return sorted(found)
+
+
+def _load(path: Path, attempt: int) -> Trace:
+    """Return the events of one attempt: finalised ranks from Parquet, the others from their rings."""
+    files = sorted(
+        (path / "events").glob(f"a{attempt}-r*.parquet"),
+        key=lambda p: int(_EVENTS.fullmatch(p.name)[2]),  # type: ignore[index]  # the glob admits only such names
+    )
+    traces = [parquet.read(file) for file in files]
+    done = {rank for trace in traces for rank in trace.ranks}
+    if any((path / "rings").glob(f"a{attempt}-r*")):
+        traces += [trace for trace in trace_of_rings(path, attempt) if not done & set(trace.ranks)]
+    if not traces:
+        raise FormatError(
+            f"{path} holds no readable event of attempt {attempt}. Look at {path / 'logs'} for the reason."
+        )
+    joined = concat(traces)
+    totals = {
+        "num_steps": max(trace.meta.get("num_steps", 0) for trace in traces),
+        "dropped": sum(trace.meta.get("dropped", 0) for trace in traces),
+    }
+    return replace(joined, meta={**joined.meta, **totals})
+
+
+def _with_facts(trace: Trace, meta: dict[str, Any]) -> Trace:
+    """Return `trace` with the facts of its run in `meta`."""
+    kept: dict[str, Any] = {key: value for key, value in meta.items() if key in _FACTS}
+    return replace(trace, meta={**trace.meta, **kept})

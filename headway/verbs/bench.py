@@ -1,0 +1,83 @@
+"""`headway bench`: run a benchmark of the checkout, keep its result, write docs/results.md."""
+
+from __future__ import annotations
+
+import ast
+import json as jsonlib
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import headway
+from headway.core.errors import InputError
+from headway.core.tables import pick
+
+FOLDER = Path(headway.__file__).resolve().parent.parent / "benchmarks"
+"""Benchmarks belong to the checkout, not to the installed package."""
+
+
+def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False) -> int:
+    """Run the benchmark NAME; without a name, list them with the bar each one holds headway to.
+
+    Example: `headway bench replay_vs_simpy --keep`
+
+    Parameters
+    ----------
+    name
+        A file of benchmarks/, without its suffix.
+    full
+        The large sweep, with every seed; takes minutes.
+    keep
+        Write the result to benchmarks/results/ and bring docs/results.md up to date.
+    """
+    table = benchmarks()
+    if name is None:
+        for known, path in table.items():
+            print(f"{known:26} {claim(path)}")
+        return 0
+    command = [sys.executable, str(pick(table, name, "benchmark")), *(["--full"] if full else [])]
+    answer = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
+    print(answer.stdout, end="")
+    if keep and answer.returncode == 0:
+        result = jsonlib.loads(answer.stdout.strip().splitlines()[-1])
+        result["command"] = f"headway bench {name}{' --full' if full else ''}"
+        result["date"] = datetime.now(tz=UTC).date().isoformat()
+        (FOLDER / "results" / f"{name}.json").write_text(jsonlib.dumps(result, indent=1) + "\n")
+        (FOLDER.parent / "docs" / "results.md").write_text(results_page())
+    return answer.returncode
+
+
+def benchmarks() -> dict[str, Path]:
+    """Return benchmark name -> file. Raises `InputError` outside a checkout."""
+    if not FOLDER.is_dir():
+        raise InputError(f"there is no {FOLDER}: benchmarks come with a checkout. Run this in one.")
+    return {path.stem: path for path in sorted(FOLDER.glob("*.py")) if not path.stem.startswith("_")}
+
+
+def claim(path: Path) -> str:
+    """Return the first sentence of a benchmark's docstring."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return text.split("\n")[0]
+
+
+def results_page() -> str:
+    """Return docs/results.md, made from every kept result."""
+    lines = [
+        "# Results",
+        "",
+        "Generated from `benchmarks/results/` by `headway bench NAME --keep`; do not edit. Two shared CPU cores,",
+        "no accelerator: trust ratios and CPU-seconds, not wall time. What is simulated says so in its row.",
+        "",
+    ]
+    table = benchmarks()
+    for path in sorted((FOLDER / "results").glob("*.json")):
+        result: dict[str, Any] = jsonlib.loads(path.read_text())
+        source = table.get(path.stem)
+        lines += [f"## {path.stem}", ""]
+        lines += [claim(source), ""] if source else []
+        lines += [f"`{result.pop('command', '')}`, {result.pop('date', '')}", "", "| figure | value |", "|---|---|"]
+        lines += [f"| {key} | {jsonlib.dumps(value)} |" for key, value in result.items() if key != "bench"]
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,33 @@
+"""`headway compare`: the second run against the first, as a gate for continuous integration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.ledger.compare import compare as compare_ledgers
+from headway.ledger.ledger import Ledger
+from headway.report.terminal import render_compare
+from headway.verbs.output import emit
+from headway.verbs.source import run_at
+
+
+def compare(before: Path, after: Path, /, *, threshold: float = 0.05, json: bool = False) -> int:
+    """Compare two runs of one job, bucket by bucket; exit 3 when the second lost more than the threshold allows.
+
+    Example: `headway compare headway-runs/train-1 headway-runs/train-2 --threshold 0.1`
+
+    Parameters
+    ----------
+    before
+        The run that sets the standard.
+    after
+        The run that is judged.
+    threshold
+        Fraction of the first run's step time that may be lost.
+    json
+        Print one JSON object instead of text.
+    """
+    comparison = compare_ledgers(Ledger.of(run_at(before)), Ledger.of(run_at(after)), threshold)
+    answer = comparison.to_json()
+    emit(answer, lambda screen: render_compare(answer, **screen), as_json=json)
+    return comparison.exit_code

@@ -1,0 +1,27 @@
+"""`headway doctor`: look at this host before a run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from headway.report.terminal import render_doctor
+from headway.runtime.doctor import check
+from headway.verbs.output import emit
+
+
+def doctor(*, json: bool = False) -> int:
+    """Check shared memory, file descriptors, RAM, threads, disk and versions: value, limit, fix of each.
+
+    Exits with 3 when something would break or slow a run down.
+
+    Example: `headway doctor --json`
+
+    Parameters
+    ----------
+    json
+        Print one JSON object instead of a table.
+    """
+    findings = [asdict(finding) for finding in check()]
+    answer = {"schema": "headway.doctor/1", "findings": findings, "ok": all(row["ok"] for row in findings)}
+    emit(answer, lambda screen: render_doctor(findings, **screen), as_json=json)
+    return 0 if answer["ok"] else 3

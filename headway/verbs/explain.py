@@ -1,0 +1,103 @@
+"""What `why`, `run`, `plan` and `report` all need: a source opened, booked, explained, and planned for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
+from headway.core.errors import BarMissedError, InputError
+from headway.ledger.cause import Cause
+from headway.ledger.causes import Fix, find_causes
+from headway.ledger.ledger import Ledger
+from headway.ledger.straggler import StragglerReport, analyse, root_causes
+from headway.plan.planner import Plan
+from headway.plan.proposal import MIN_SPEEDUP
+from headway.plan.setup import Setup
+from headway.sim.program import Program
+from headway.trace.runs import Run, is_run, merge
+from headway.trace.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A run or a trace, and everything the rooms have to say of it."""
+
+    source: str
+    """What was opened, as the caller named it."""
+
+    trace: Trace
+    """Its events."""
+
+    ledger: Ledger
+    """Where the time went."""
+
+    causes: tuple[Cause, ...]
+    """Why, largest first."""
+
+    run: Run | None = None
+    """The run folder, None for a bare trace."""
+
+    program: Program | None = None
+    """The run as it can be replayed, None where it cannot."""
+
+    plan: Plan | None = None
+    """What to do, None where nothing can be predicted."""
+
+    straggler: StragglerReport | None = None
+    """The what-if analysis of an operation trace."""
+
+    notes: tuple[str, ...] = ()
+    """Why something is missing."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `headway.why/1` object."""
+        fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
+        straggler = self.straggler.to_json() if self.straggler else None
+        answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
+        answer["notes"] = [*answer["notes"], *self.notes]
+        return answer
+
+
+def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanation:
+    """Open `paths` (one run, the parts of one run by several hosts, or traces) and explain them."""
+    source = ", ".join(map(str, paths))
+    if all(is_run(path) for path in paths):
+        return explain_run(merge([Run.open(path) for path in paths]), source, allow=allow)
+    trace = Trace.open(list(paths))
+    if trace.meta.get("source") == "straggler":
+        report = analyse(trace)
+        return Explanation(source, trace, Ledger.of(trace), tuple(root_causes(report)), straggler=report)
+    ledger = Ledger.of(trace)
+    return Explanation(source, trace, ledger, tuple(find_causes(ledger)))
+
+
+def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explanation:
+    """Book a recorded run, replay it, and ask every room for remedies."""
+    ledger = Ledger.of(run)
+    try:
+        program = Program.from_run(run)
+        plan = Plan.of(ledger, program, Setup.from_facts(run.meta, allow=allow), ADVISERS)
+    except (
+        InputError,
+        BarMissedError,
+    ) as reason:  # too short, or not replayable: the ledger stands without predictions
+        return Explanation(source, run.trace, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
+    causes = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan))
+    return Explanation(source, run.trace, ledger, tuple(causes), run, program, plan)
+
+
+def fixes_of(plan: Plan) -> dict[str, Fix]:
+    """Return, for each cause, the proposal that wins most against it."""
+    fixes: dict[str, Fix] = {}
+    for row in plan.proposals:
+        for cause in CAUSES_OF_REMEDY.get(row.name, ()):
+            best = fixes.get(cause)
+            if row.predicted_speedup >= MIN_SPEEDUP and (
+                best is None or row.predicted_speedup > best.predicted_speedup
+            ):
+                how = "headway plan, then headway run --apply" if row.applies else "predicted only"
+                fixes[cause] = Fix(f"{row.name}: {', '.join(row.edits)} ({how})", row.predicted_speedup, row.interval)
+    return fixes

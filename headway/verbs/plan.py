@@ -1,0 +1,46 @@
+"""`headway plan`: proposals of every room, ranked; the best set, written as a file for `headway run --apply`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.catalog import ADVISERS
+from headway.ledger.ledger import Ledger
+from headway.plan.planner import Plan
+from headway.plan.setup import Setup
+from headway.report.terminal import render_plan
+from headway.sim.program import Program
+from headway.verbs.output import emit
+from headway.verbs.source import run_at
+
+
+def plan(run: Path | None = None, /, *, out: Path | None = None, allow: str | None = None, json: bool = False) -> int:
+    """Propose remedies for RUN, predict each and the best set of them, and write the plan file.
+
+    Example: `headway plan headway-runs/train-1 -o plan.json`
+
+    Parameters
+    ----------
+    run
+        A run folder; the newest one by default.
+    out, -o
+        The plan file; RUN/plan.json by default.
+    allow
+        'result-equivalent' admits remedies that change random draws, but no distribution.
+    json
+        Print one JSON object (schema headway.plan/1) instead of text.
+    """
+    recorded = run_at(run)
+    granted = (allow,) if allow else ()
+    made = Plan.of(
+        Ledger.of(recorded), Program.from_run(recorded), Setup.from_facts(recorded.meta, allow=granted), ADVISERS
+    )
+    path = out or recorded.path / "plan.json"
+    made.save(path, baseline=str(recorded.path.resolve()))
+    answer = {**made.to_json(), "path": str(path)}
+    emit(
+        answer,
+        lambda screen: render_plan(answer, source=str(recorded.path), plan_path=str(path), **screen),
+        as_json=json,
+    )
+    return 0

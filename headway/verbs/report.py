@@ -1,0 +1,146 @@
+"""`headway report`: one self-contained HTML page of a run or a trace."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
+
+from headway.core.units import NS_PER_S, format_bytes
+from headway.ledger.buckets import BUCKETS
+from headway.ledger.compare import steps_per_s
+from headway.ledger.straggler import ideal_trace
+from headway.report.html import ReportData, write_report
+from headway.report.timeline import Timeline, timeline
+from headway.trace.trace import Trace
+from headway.verbs.explain import Explanation, explain
+from headway.verbs.output import emit
+from headway.verbs.source import newest_run
+
+WINDOW_STEPS = 6
+"""Steps shown in the timeline."""
+
+
+def report(
+    *source: Path,
+    out: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
+    steps: str | None = None,
+    json: bool = False,
+) -> int:
+    """Write one HTML page that needs nothing else: ledger, causes, step times, timeline, predicted beside measured.
+
+    Example: `headway report headway-runs/train-1 -o report.html`
+
+    Parameters
+    ----------
+    source
+        A run folder (the newest one by default) or any trace.
+    out
+        The page to write.
+    steps
+        FIRST:END of the steps in the timeline; some in the middle by default.
+    json
+        Print one JSON object instead of text.
+    """
+    explanation = explain(list(source) or [newest_run()])
+    size = write_report(report_data(explanation, steps), out)
+    answer = {"schema": "headway.report/1", "path": str(out), "bytes": size}
+    emit(answer, lambda _: f"{out}: {format_bytes(size)}, opens in any browser, asks for nothing", as_json=json)
+    return 0
+
+
+def report_data(explanation: Explanation, steps: str | None = None) -> ReportData:
+    """Gather what the page shows."""
+    ledger, trace = explanation.ledger, explanation.trace
+    ranks, durations = step_durations(trace)
+    window, ideal = timelines(explanation, steps)
+    meta = explanation.run.meta if explanation.run else {}
+    return ReportData(
+        title=explanation.source,
+        why=explanation.to_json(),
+        run=run_object(explanation) if explanation.run else None,
+        plan=explanation.plan.to_json() if explanation.plan else None,
+        step_s=durations,
+        ranks=ranks,
+        bucket_s={bucket: ledger.step_ns[code] / NS_PER_S for code, bucket in enumerate(BUCKETS)},
+        rank_ledger={
+            rank: {bucket: amount / NS_PER_S for bucket, amount in row.items()}
+            for rank, row in ledger.by_rank_ns.items()
+        },
+        timeline=window,
+        ideal=ideal,
+        facts=facts_of(meta, trace),
+        created=created(meta),
+    )
+
+
+def step_durations(trace: Trace) -> tuple[list[int], NDArray[np.float64] | None]:
+    """Return ranks and the [ranks, steps] seconds of their steps, NaN where a rank recorded none."""
+    events = trace.where(trace.named("step")).events
+    if not len(events["step"]):
+        return [], None
+    ranks, row = np.unique(events["rank"], return_inverse=True)
+    result = np.full((len(ranks), int(events["step"].max()) + 1), np.nan)
+    result[row, events["step"]] = events["duration_ns"] / NS_PER_S
+    return ranks.tolist(), result
+
+
+def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | None, Timeline | None]:
+    """Return the window of the recorded trace, and beside it the ideal one where there is one."""
+    from headway.verbs.trace import interval
+
+    trace = explanation.trace
+    known = np.unique(trace.events["step"])
+    known = known[known >= 0]
+    if steps is not None:
+        first, end = interval(steps, "step")
+        chosen = list(range(first, end))
+    else:
+        size = 1 if explanation.straggler else WINDOW_STEPS
+        middle = max(0, len(known) // 2 - size // 2)
+        chosen = known[middle : middle + size].tolist()
+    if not chosen:
+        return (timeline(trace), None) if len(trace) else (None, None)
+    window = timeline(trace, steps=chosen)
+    ideal = None
+    if explanation.straggler is not None:
+        ideal = timeline(ideal_trace(trace, explanation.straggler), steps=chosen)
+    return window, ideal
+
+
+def run_object(explanation: Explanation) -> dict[str, Any]:
+    """Return the `headway.run/1` object of a recorded run, from its run.json and its ledger."""
+    assert explanation.run is not None, "only a recorded run has a run object"
+    meta = explanation.run.meta
+    return {
+        "schema": "headway.run/1",
+        "run": str(explanation.run.path),
+        "exit": meta.get("exit") or {},
+        "goodput": explanation.ledger.goodput,
+        "steps_per_s": steps_per_s(explanation.ledger),
+        "baseline": meta.get("baseline"),
+        "applied": meta.get("applied") or [],
+    }
+
+
+def facts_of(meta: dict[str, Any], trace: Trace) -> dict[str, Any]:
+    """Return the facts at the foot of the page."""
+    facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script", [])))} if meta else {}
+    wanted = ("host", "device_type", "cores", "world_size", "headway_version", "bytes_per_step", "dropped", "run_id")
+    facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
+    facts |= {f"loader {name}": jsonlib.dumps(row) for name, row in (meta.get("loaders") or {}).items()}
+    if not meta:
+        facts |= {key: trace.meta[key] for key in ("source", "device_type", "world_size") if key in trace.meta}
+    return facts
+
+
+def created(meta: dict[str, Any]) -> str:
+    """Return when the run started, as text."""
+    if not meta.get("realtime_ns"):
+        return ""
+    return datetime.fromtimestamp(meta["realtime_ns"] / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")

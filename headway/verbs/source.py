@@ -1,0 +1,31 @@
+"""Which run or trace a verb is about: a path, several, or the newest run of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.core.errors import InputError
+from headway.trace.runs import Run, is_run
+
+RUNS = Path("headway-runs")
+"""Where `headway run` puts run folders that were not given a place."""
+
+
+def newest_run() -> Path:
+    """Return the newest run folder of this directory. Raises `InputError` when there is none."""
+    runs = [path for path in RUNS.iterdir() if is_run(path)] if RUNS.is_dir() else []
+    if not runs:
+        raise InputError(
+            f"there is no run in {RUNS.resolve()}. Record one with: headway run -- train.py, or name a run."
+        )
+    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime_ns if (path / "run.json").exists() else 0)
+
+
+def run_at(path: Path | None) -> Run:
+    """Open the run folder at `path` (None = the newest). Raises `InputError` when it is not one."""
+    path = path or newest_run()
+    if not path.exists():
+        raise InputError(f"{path} does not exist. Name a run folder; `ls {RUNS}` lists the recorded ones.")
+    if not is_run(path):
+        raise InputError(f"{path} is not a run folder (it has no run.json). Name one that headway run made.")
+    return Run.open(path)

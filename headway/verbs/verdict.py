@@ -1,0 +1,73 @@
+"""The end of `headway run`: its rate, its goodput, predicted beside measured, and one line of verdict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from headway.core.planfile import PlanFile
+from headway.ledger.compare import steps_per_s
+from headway.ledger.ledger import Ledger
+from headway.report.figures import verdict
+from headway.report.screens import WHOLE_PLAN
+from headway.trace.runs import Run
+from headway.verbs.explain import Explanation, explain_run
+
+
+def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:
+    """Return the facts of `headway.run/1` that come from the ledger, and the explanation they rest on.
+
+    Writes the outcome of an applied plan into run.json, so that a report of the run shows it later.
+    """
+    run = Run.open(path)
+    explanation = explain_run(run, str(path))
+    before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
+    rate = steps_per_s(explanation.ledger)
+    facts: dict[str, Any] = {"goodput": explanation.ledger.goodput, "steps_per_s": rate}
+    if plan is not None:
+        measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
+        facts["applied"] = applied_rows(plan, outcomes(path), measured)
+        meta = json.loads((path / "run.json").read_text())
+        (path / "run.json").write_text(json.dumps({**meta, "applied": facts["applied"]}, indent=1))
+    return facts, explanation
+
+
+def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """Return remedy -> its outcome over all ranks: refused as soon as one rank refused it."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted((path / "applied").glob("r*.json")):
+        for row in json.loads(file.read_text())["remedies"]:
+            if row["name"] not in found or row.get("reason_not_applied"):
+                found[row["name"]] = row
+    return found
+
+
+def applied_rows(
+    plan: PlanFile, found: dict[str, dict[str, Any]], measured_speedup: float | None
+) -> list[dict[str, Any]]:
+    """Return one row per remedy, and one for the whole plan: only what ran alone has a measured gain of its own."""
+    rows: list[dict[str, Any]] = []
+    for remedy in plan.remedies:
+        outcome = found.get(remedy.name)
+        reason = "no rank reported on it" if outcome is None else outcome.get("reason_not_applied")
+        rows.append({
+            "name": remedy.name,
+            "predicted_speedup": remedy.predicted_speedup,
+            "interval": list(remedy.interval) if remedy.interval else None,
+            "measured_speedup": measured_speedup if len(plan.remedies) == 1 and not reason else None,
+            "reason_not_applied": reason,
+        })  # fmt: skip
+    rows.append({
+        "name": WHOLE_PLAN,
+        "predicted_speedup": plan.predicted_speedup,
+        "interval": list(plan.interval) if plan.interval else None,
+        "measured_speedup": measured_speedup,
+        "reason_not_applied": None,
+    })  # fmt: skip
+    return rows
+
+
+def verdict_line(explanation: Explanation) -> str:
+    """Return the last line of a run: the verdict in one sentence, and what to type next."""
+    return f"{verdict(explanation.to_json())}  Next: headway why {explanation.source}"

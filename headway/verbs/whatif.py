@@ -1,0 +1,43 @@
+"""`headway whatif`: predict the step time after edits, by replaying the recorded run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from headway.core.errors import InputError
+from headway.report.terminal import render_whatif
+from headway.sim.edits import EDITS
+from headway.sim.program import Program
+from headway.verbs.output import emit
+from headway.verbs.source import run_at
+
+
+def whatif(
+    run: Path | None = None,
+    /,
+    *,
+    set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
+    json: bool = False,
+) -> int:
+    """Predict the step time of RUN after edits; several edits are replayed together.
+
+    Example: `headway whatif headway-runs/train-1 --set input=instant --set workers=4`
+
+    Parameters
+    ----------
+    run
+        A run folder; the newest one by default.
+    set_
+        EDIT, as target=value: straggler, input, comm, checkpoint or host = none, instant or 2x; workers=4;
+        cache_fraction=0.5; bucket_mb=25; bandwidth=2x; op:GLOB=0.5x.
+    json
+        Print one JSON object instead of text.
+    """
+    if not set_:
+        raise InputError(f"no edit was given. Pass --set target=value with one of: {', '.join(sorted(EDITS))}.")
+    answer = Program.from_run(run_at(run)).predict(set_).to_json()
+    emit(answer, lambda screen: render_whatif(answer, **screen), as_json=json)
+    return 0

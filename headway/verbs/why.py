@@ -1,0 +1,40 @@
+"""`headway why`: the ledger, the ranked causes, the next best action."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.report.terminal import render_why
+from headway.verbs.explain import Explanation, explain
+from headway.verbs.output import emit
+from headway.verbs.source import newest_run
+
+
+def why(*source: Path, json: bool = False) -> int:
+    """Explain where the device time of a run or a trace went: ledger, ranked causes, next best action.
+
+    Example: `headway why headway-runs/train-1` or `headway why trace.parquet`
+
+    Parameters
+    ----------
+    source
+        A run folder (the newest one by default), the run folders of several hosts, or any trace: Kineto or Chrome
+        JSON, straggler Parquet, headway Parquet.
+    json
+        Print one JSON object (schema headway.why/1) instead of text.
+    """
+    explanation = explain(list(source) or [newest_run()])
+    answer = explanation.to_json()
+    emit(
+        answer,
+        lambda screen: render_why(answer, source=explanation.source, next_command=next_command(explanation), **screen),
+        as_json=json,
+    )
+    return 0
+
+
+def next_command(explanation: Explanation) -> str:
+    """Return what to type next: the plan where there is one, else the report."""
+    if explanation.plan is not None and explanation.plan.chosen:
+        return f"headway plan {explanation.source}"
+    return f"headway report {explanation.source} -o report.html"

@@ -1,0 +1,148 @@
+"""Slow, obvious twins of the compiled kernels: plain Python, written for reading, used as the truth in tests.
+
+Each takes edges as a list of (source, target, lag) and durations as a list.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+Edge = tuple[int, int, int]
+
+
+def with_lanes(n: int, edges: Sequence[Edge], lane: Sequence[int]) -> list[Edge]:
+    """Add an edge between neighbours of each lane, in index order."""
+    chained = list(edges)
+    for wanted in set(lane) - {-1}:
+        members = [op for op in range(n) if lane[op] == wanted]
+        chained += [(a, b, 0) for a, b in itertools.pairwise(members)]
+    return chained
+
+
+def grouped(num_rows: int, row: Sequence[int], value: Sequence[int]) -> list[list[int]]:
+    """Return the values of each row, in the order given: the twin of `csr`."""
+    return [[v for r, v in zip(row, value, strict=True) if r == wanted] for wanted in range(num_rows)]
+
+
+def topological(n: int, edges: Sequence[Edge]) -> list[int] | None:
+    """Return some topological order, or None when there is a cycle: the twin of `compile_order`."""
+    order: list[int] = []
+    left = set(range(n))
+    while left:
+        blocked = {target for source, target, _ in edges if source in left}
+        ready = sorted(left - blocked)
+        if not ready:
+            return None
+        order += ready
+        left -= set(ready)
+    return order
+
+
+def replay(n: int, edges: Sequence[Edge], duration: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Return (start, end): the twin of `longest_path`. `edges` already hold the lane order."""
+    start: list[float] = [0] * n
+    end: list[float] = [0] * n
+    order = topological(n, edges)
+    assert order is not None
+    into: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    for source, target, lag in edges:
+        into[target].append((source, lag))
+    for op in order:
+        start[op] = max([end[source] + lag for source, lag in into[op]], default=0)
+        end[op] = start[op] + duration[op]
+    return start, end
+
+
+def longest_walk(n: int, edges: Sequence[Edge], duration: Sequence[float]) -> float:
+    """Return the makespan by trying every walk: exponential, and obviously right."""
+    onward: list[list[tuple[int, int]]] = [[] for _ in range(n)]
+    for source, target, lag in edges:
+        onward[source].append((target, lag))
+
+    def after(op: int) -> float:
+        return duration[op] + max([lag + after(target) for target, lag in onward[op]], default=0)
+
+    return max([after(op) for op in range(n)], default=0)
+
+
+def slack(n: int, edges: Sequence[Edge], duration: Sequence[int]) -> list[int]:
+    """Return how much longer each op may run before the makespan moves, by trying: the twin of `latest_end`."""
+    makespan = max(replay(n, edges, duration)[1], default=0)
+    spare = []
+    for op in range(n):
+        longer = list(duration)
+        longer[op] += 10**6
+        spare.append(int(makespan - (max(replay(n, edges, longer)[1]) - 10**6)))
+    return spare
+
+
+def attribute(
+    n: int,
+    edges: Sequence[Edge],
+    base: Sequence[int],
+    ideal: Sequence[int],
+    code: Sequence[int],
+    finish: Sequence[int],
+    component: Sequence[int],
+    keep: bool,
+) -> list[list[float]]:
+    """Replay every column on its own: the twin of `attribute_columns`."""
+    num_groups = max(code, default=-1) + 1
+    yes, no = (base, ideal) if keep else (ideal, base)
+    columns = [[yes[op] if code[op] == g else no[op] for op in range(n)] for g in range(num_groups)]
+    columns += [list(base), list(ideal)]
+    ends = [replay(n, edges, column)[1] for column in columns]
+    return [
+        [max(end[op] for op in finish if component[op] == c) for end in ends] for c in range(max(component) + 1)
+    ]  # fmt: skip
+
+
+def list_schedule(
+    n: int,
+    edges: Sequence[Edge],
+    lane: Sequence[int],
+    capacity: Sequence[int],
+    priority: Sequence[float],
+    duration: Sequence[int],
+    order: str = "priority,ready,index",
+) -> tuple[list[int], list[int]]:
+    """Return (start, end) by looking at every op at every instant: the twin of `list_schedule`."""
+    start: list[int | None] = [None] * n
+    end: list[int | None] = [None] * n
+    done = [False] * n
+    now = 0
+
+    def ready(op: int) -> int | None:
+        into = [(source, lag) for source, target, lag in edges if target == op]
+        if not all(done[source] for source, _ in into):
+            return None
+        return max([int(end[source] or 0) + lag for source, lag in into], default=0)
+
+    def rank(op: int) -> tuple[float, ...]:
+        words = {"priority": priority[op], "ready": ready(op) or 0, "index": op}
+        return tuple(words[word] for word in order.split(","))
+
+    while not all(done):
+        changed = True
+        while changed:  # settle: what ends now, and what starts now without a lane
+            changed = False
+            for op in range(n):
+                if not done[op] and end[op] is not None and int(end[op] or 0) <= now:
+                    done[op] = changed = True
+            for op in range(n):
+                when = ready(op)
+                if lane[op] < 0 and start[op] is None and when is not None and when <= now:
+                    start[op], end[op], changed = now, now + duration[op], True
+        started = False
+        for on in set(lane) - {-1}:
+            waiting = [op for op in range(n) if lane[op] == on and start[op] is None]
+            waiting = sorted((op for op in waiting if (when := ready(op)) is not None and when <= now), key=rank)
+            running = sum(lane[op] == on and start[op] is not None and not done[op] for op in range(n))
+            for op in waiting[: capacity[on] - running]:
+                start[op], end[op], started = now, now + duration[op], True
+        if not started and not all(done):
+            ends = [int(end[op] or 0) for op in range(n) if end[op] is not None and not done[op]]
+            readies = [when for op in range(n) if start[op] is None and (when := ready(op)) is not None]
+            now = min(t for t in ends + readies if t > now)
+    return [int(s or 0) for s in start], [int(e or 0) for e in end]

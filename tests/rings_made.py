@@ -1,0 +1,32 @@
+"""Rings as recorded processes leave them, written through the real recorder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.trace.ring import MAIN, Recorder
+from headway.trace.vocabulary import SPANS
+
+
+class Process:
+    """One recorded process with a clock of its own: `start` defaults to the end of what it wrote last."""
+
+    def __init__(self, run: Path, *, rank: int = 0, attempt: int = 0, role: int = MAIN, capacity: int = 16384) -> None:
+        self.recorder = Recorder(str(run / "rings"), rank=rank, attempt=attempt, role=role, capacity=capacity)
+        assert self.recorder.open()
+        self.now_ns = self.recorder._clock[0]
+
+    def write(self, name: str, duration_ns: int, *numbers: int, start_ns: int | None = None) -> int:
+        """Write one record and return its start."""
+        start = self.now_ns if start_ns is None else start_ns
+        self.recorder.emit(SPANS[name].code, start, duration_ns, *numbers)
+        self.now_ns = max(self.now_ns, start + duration_ns)
+        return start
+
+    def train(self, steps: int, *, step_ns: int = 1_000_000, wait_ns: int = 200_000) -> None:
+        """Write an iterator and `steps` steps of wait, compute and update."""
+        self.write("input.iter", 50_000, 0, 0, 0)
+        for step in range(steps):
+            self.write("input.next", wait_ns, 0, step, -1, 0)
+            self.now_ns += step_ns - wait_ns - 100_000
+            self.write("optimizer.step", 100_000, 0, 0)

@@ -1,0 +1,87 @@
+"""`--no-launch`: a rank of somebody else's launch line records itself; local rank 0 writes the host's run.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import InputError
+from headway.runtime.attached import launch_line_id, place_of
+from headway.trace.runs import Run
+from tests.paths import ROOT
+from tests.test_launch import DDP, script
+
+ONE_RANK = """
+import sys
+from pathlib import Path
+from headway.runtime.launch import LaunchOptions, launch
+sys.exit(launch(LaunchOptions(out=Path(sys.argv[1]), no_launch=True, quiet=True), sys.argv[2:]).code)
+"""
+
+
+@given(world=st.integers(1, 64), local=st.integers(1, 8), data=st.data())
+def test_torchs_variables_place_a_rank_on_its_host(world, local, data):
+    rank = data.draw(st.integers(0, world - 1))
+    env = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(local), "LOCAL_RANK": str(rank % local)}
+    place = place_of(env)
+
+    assert (place.rank, place.world_size, place.local_rank) == (rank, world, rank % local)
+    assert place.group_rank == rank // local
+
+
+def test_slurm_and_open_mpi_are_understood():
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+    mpi = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
+
+    assert (place_of(slurm).rank, place_of(slurm).local_rank, place_of(slurm).group_rank) == (5, 1, 1)
+    assert (place_of(mpi).rank, place_of(mpi).local_rank, place_of(mpi).world_size) == (2, 2, 4)
+    assert place_of({}).world_size == 1
+
+
+def test_a_rank_beyond_the_world_is_refused():
+    with pytest.raises(InputError, match="rank 4 of 4"):
+        place_of({"RANK": "4", "WORLD_SIZE": "4"})
+
+
+def test_all_ranks_of_a_launch_line_agree_on_its_name():
+    assert launch_line_id({"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "1"}) == "77.1"
+    assert launch_line_id({"TORCHELASTIC_RUN_ID": "abc"}) == "abc"
+    assert launch_line_id({"TORCHELASTIC_RUN_ID": "none"}) == launch_line_id({}) == f"p{os.getppid()}"
+
+
+def test_a_lone_rank_passes_its_environment_and_its_exit_code_on(tmp_path):
+    job = script(tmp_path, "import os, sys; print(os.environ['SLURM_PROCID'], 'RANK' in os.environ); sys.exit(3)")
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_RANK, str(tmp_path / "run"), job], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "HEADWAY": "off"}, timeout=60,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stdout) == (3, "0 False\n")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["exit"]["class"] == "user"
+
+
+@pytest.mark.slow
+def test_under_torchrun_two_ranks_share_one_run_folder(tmp_path):
+    launcher = tmp_path / "one_rank.py"
+    launcher.write_text(ONE_RANK)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(launcher),
+         str(tmp_path / "run"), script(tmp_path, DDP)],
+        cwd=ROOT, capture_output=True, text=True, timeout=110,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )  # fmt: skip
+    run = Run.open(tmp_path / "run")
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(run.trace.ranks) == [0, 1]
+    assert [row["rank"] for row in run.meta["ranks"]] == [0, 1]
+    assert run.meta["exit"]["class"] == "ok"
+    assert [int(run.trace.select(ranks=[r]).named("optimizer.step").sum()) for r in (0, 1)] == [5, 5]
+    assert not list(Path(tmp_path / "run" / "rings").glob("*.spool"))

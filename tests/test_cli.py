@@ -1,0 +1,71 @@
+"""The command: fast to start, clear when misused, and transparent to the script behind `--`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.cli import VERBS, split_script
+from tests.paths import ROOT
+
+
+def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "headway.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@given(ours=st.lists(st.text().filter(lambda a: a != "--")), script=st.lists(st.text()))
+def test_everything_behind_the_first_dashes_is_the_scripts(ours, script):
+    assert split_script([*ours, "--", *script]) == (ours, script)
+    assert split_script(ours) == (ours, None)
+
+
+def test_help_loads_neither_torch_nor_any_room():
+    code = """
+import sys
+from headway.cli import build
+build().help_print(["--help"])
+heavy = {"torch", "numpy", "numba", "pyarrow"}
+print(sorted(m for m in sys.modules if m.split(".")[0] in heavy or m.startswith("headway.verbs.")), file=sys.stderr)
+"""
+    answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+
+    assert answer.stderr.strip() == "[]"
+    assert "whatif" in answer.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_page_of_help_with_an_example(verb):
+    answer = headway(*verb.split(), "--help")
+
+    assert answer.returncode == 0, answer.stderr
+    assert f"headway {verb}" in answer.stdout.replace("\n", " ")
+    assert "Example" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["whyy"], "unknown verb 'whyy'. Did you mean 'why'?"),
+        (["why", "--jsn", "x"], "--json"),
+        (["run", "--nproc-per-nod", "2", "--", "x.py"], "--nproc-per-node"),
+        (["run"], "headway run -- train.py"),
+        (["why", "--", "x.py"], "only `run` takes a script"),
+        (["why", "no-such-folder"], "no-such-folder"),
+    ],
+)
+def test_a_mistake_exits_with_2_and_says_what_would_be_right(arguments, message):
+    answer = headway(*arguments)
+
+    assert answer.returncode == 2
+    assert message in " ".join(answer.stderr.replace("│", " ").split())
+
+
+def test_json_is_exactly_one_object():
+    answer = headway("doctor", "--json")
+
+    assert json.loads(answer.stdout)["schema"] == "headway.doctor/1"

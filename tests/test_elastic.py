@@ -1,0 +1,97 @@
+"""Several hosts: two launchers on loopback meet through torch's rendezvous, and their parts merge into one run."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from headway.core.errors import InputError
+from headway.trace.runs import Run, merge
+from tests.test_launch import DDP, run, script, start
+
+
+def free_port() -> int:
+    """Return a port that was free a moment ago: two launchers must be told the same one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def both(
+    tmp_path: Path, job: list[str], *, backend: str, shared: bool = False, **options
+) -> list[tuple[int, str, Path]]:
+    """Run two one-rank hosts and return (exit code, stderr, run folder) of each."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    outs = [tmp_path / ("run" if shared else f"host{k}") for k in (0, 1)]
+    hosts = [
+        start(
+            outs[k], job, {"HEADWAY": options.get("recording", "")}, nnodes=2, node_rank=k, rdzv_backend=backend,
+            rdzv_endpoint=endpoint, rdzv_id="test", local_addr="127.0.0.1",
+            **{key: value for key, value in options.items() if key != "recording"},
+        )
+        for k in (0, 1)
+    ]  # fmt: skip
+    ends = [host.communicate(timeout=110) for host in hosts]
+    return [(host.returncode, stderr, out) for host, (_, stderr), out in zip(hosts, ends, outs, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_hosts_meet_train_and_merge_into_one_run(tmp_path):
+    ends = both(tmp_path, [script(tmp_path, DDP)], backend="c10d")
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    run_ = merge([Run.open(out) for _, _, out in ends])
+
+    assert sorted(run_.trace.ranks) == [0, 1]
+    assert [int(run_.trace.select(ranks=[r]).named("optimizer.step").sum()) for r in (0, 1)] == [5, 5]
+    assert run_.meta["world_size"] == 2
+    # One host pretends to be two: its clocks are the same but for the noise of pairing them.
+    assert all(abs(offset) < 50_000_000 for offset in run_.clock_offset_ns.values())
+
+
+@pytest.mark.slow
+def test_every_attempt_of_two_hosts_has_a_store_of_its_own(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import datetime, os, sys
+        from torch.distributed import TCPStore
+        rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0,
+                         datetime.timedelta(seconds=60))
+        clean = store.check([f"seen"]) is False
+        store.set(f"met-{rank}", "1"); store.wait(["met-0", "met-1"])
+        store.set("seen", "1"); store.set(f"out-{rank}", "1"); store.wait(["out-0", "out-1"])
+        with open(sys.argv[1] + f"/{attempt}-{rank}", "w") as file:
+            file.write(os.environ["MASTER_PORT"])
+        sys.exit(1 if attempt == "0" else 0)
+        """,
+    )
+    ends = both(tmp_path, [job, str(tmp_path)], backend="static", shared=True, max_restarts=1, recording="off")
+    ports = [{(tmp_path / f"{attempt}-{rank}").read_text() for rank in (0, 1)} for attempt in (0, 1)]
+
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert [len(found) for found in ports] == [1, 1]
+    assert ports[0] != ports[1]
+    hosts = [json.loads((tmp_path / "run" / name).read_text()) for name in ("run.json", "run-host1.json")]
+    assert [[row["exit_code"] for row in host["ranks"]] for host in hosts] == [[1, 0], [1, 0]]
+
+
+def test_a_rendezvous_without_an_endpoint_is_refused(tmp_path):
+    from headway.runtime.elastic import backend_setup
+
+    with pytest.raises(InputError, match="HOST:PORT"):
+        backend_setup("c10d", "", "127.0.0.1", None, {})
+    assert backend_setup("static", "", "10.0.0.1", None, {"timeout": 5}) == ("10.0.0.1:29500", {"timeout": 5})
+
+
+def test_hosts_that_nobody_joins_give_up_after_their_time(tmp_path):
+    done = run(
+        tmp_path / "run", [script(tmp_path, "pass")], nnodes=2, rdzv_backend="c10d", rdzv_id="lonely",
+        rdzv_endpoint=f"127.0.0.1:{free_port()}", rdzv_conf={"join_timeout": 1},
+    )  # fmt: skip
+
+    assert done.returncode != 0
+    assert "no rank was started" in done.stderr

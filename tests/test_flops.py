@@ -1,0 +1,93 @@
+"""FLOPs, MFU and HFU against published rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import InputError, UnknownNameError
+from headway.cost.flops import RECOMPUTE, flops_per_token, hardware_flops_per_token, job_mfu, mfu
+from headway.cost.specs import shipped
+from headway.cost.transformer import Transformer
+
+GPT_175B = Transformer(96, 12288, 96, sequence=2048, vocabulary=64000)
+shapes = st.builds(
+    Transformer, st.integers(1, 100), st.integers(1, 64).map(lambda k: 64 * k), st.just(8),
+    sequence=st.integers(1, 8192), vocabulary=st.integers(1, 10**5),
+)  # fmt: skip
+
+
+@given(shapes)
+def test_a_gpt_costs_what_the_closed_form_says(model: Transformer) -> None:
+    big, h, s, v = model.layers, model.hidden, model.sequence, model.vocabulary
+    formula = 72 * big * h**2 * (1 + s / (6 * h) + v / (16 * big * h))
+
+    assert flops_per_token(model) == pytest.approx(formula, rel=1e-12)
+
+
+@given(shapes)
+def test_recomputation_adds_work_and_full_recomputation_one_forward_pass(model: Transformer) -> None:
+    none, selective, full = (hardware_flops_per_token(model, name) for name in RECOMPUTE)
+
+    assert none == flops_per_token(model) < selective < full
+    assert full == pytest.approx(4 / 3 * none)
+
+
+@pytest.mark.parametrize(
+    ("batch", "devices", "step_s", "published"),
+    [
+        (768, 256, 40.0, 53.0), (768, 512, 21.2, 49.9), (768, 768, 15.2, 46.7), (768, 1024, 11.9, 44.7),
+        (6144, 3072, 29.02, 48.7), (6144, 6144, 14.78, 47.8), (6144, 8192, 12.24, 43.3), (6144, 12288, 8.57, 41.2),
+    ],
+)  # fmt: skip
+def test_the_megatron_rows_of_the_megascale_paper_come_out_within_0_3_points(
+    batch: int, devices: int, step_s: float, published: float
+) -> None:
+    # arXiv 2402.15627, table 2: 175 G parameters on A100s (312 TFLOP/s).
+    tokens_per_s = batch * GPT_175B.sequence / step_s
+    a100 = shipped().device("A100-SXM4-80GB")
+    found = job_mfu(GPT_175B, tokens_per_s=tokens_per_s, num_devices=devices, device=a100, dtype="bf16")
+
+    assert found is not None
+    assert 100 * found == pytest.approx(published, abs=0.3)
+
+
+@given(shapes)
+def test_selective_recomputation_repeats_the_two_attention_products(model: Transformer) -> None:
+    # Scores: 2 s h operations per token and layer, weighted sum of values: as many.
+    extra = hardware_flops_per_token(model, "selective") - flops_per_token(model)
+
+    assert extra == pytest.approx(model.layers * 2 * (2 * model.sequence * model.hidden), rel=1e-6)
+
+
+def test_mixed_precisions_and_unknown_devices_have_no_mfu() -> None:
+    a100 = shipped().device("A100-SXM4-80GB")
+
+    assert mfu(1e12, None) is None
+    assert job_mfu(GPT_175B, tokens_per_s=1.0, num_devices=1, device=a100, dtype=None) is None
+    assert job_mfu(GPT_175B, tokens_per_s=1.0, num_devices=1, device=None, dtype="bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mfu(-1, 1), r"flops_per_s is -1; pass a finite rate >= 0"),
+        (lambda: mfu(math.nan, 1), r"flops_per_s is nan"),
+        (lambda: mfu(1, 0), r"the peak is 0 FLOP/s; pass a finite rate > 0, or None"),
+        (
+            lambda: job_mfu(GPT_175B, tokens_per_s=1, num_devices=0, device=None, dtype=None),
+            r"num_devices is 0; give at least 1",
+        ),
+    ],
+)
+def test_bad_rates_are_refused(call, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()
+
+
+def test_an_unknown_recomputation_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown recompute 'selectiv'. Did you mean 'selective'"):
+        hardware_flops_per_token(GPT_175B, "selectiv")

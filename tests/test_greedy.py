@@ -1,0 +1,119 @@
+"""Greedy: work-conserving list scheduling."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import InputError
+from headway.sim import Dag, greedy, replay
+from headway.sim.greedy import ORDERS
+from tests import oracles
+from tests.strategies import Case, cases
+
+capacities = st.lists(st.integers(1, 3), min_size=4, max_size=4)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(case=cases(shuffled=True), capacity=capacities)
+def test_every_order_holds_edges_and_capacities_and_wastes_no_lane(order: str, case: Case, capacity: list[int]) -> None:
+    times = greedy(case.dag(lane_order=False), case.duration_ns, capacity=capacity, order=order)
+    start, end = times.start_ns.tolist(), times.end_ns.tolist()
+    ready = [
+        max([end[source] + lag for source, target, lag in case.edges if target == op], default=0)
+        for op in range(case.n)
+    ]
+
+    assert all(start[op] >= ready[op] for op in range(case.n))
+    assert all(end[op] == start[op] + case.duration_ns[op] for op in range(case.n))
+    for on in set(case.lane) - {-1}:
+        members = [op for op in range(case.n) if case.lane[op] == on]
+        for instant in {t + half for t in start + end for half in (0, 0.5)}:
+            running = sum(start[op] <= instant < end[op] for op in members)
+            waiting = any(ready[op] <= instant < start[op] for op in members)
+            assert running <= capacity[on]
+            assert running == capacity[on] or not waiting
+
+
+@given(cases())
+def test_one_lane_takes_the_sum_of_its_durations(case: Case) -> None:
+    dag = Dag.from_edges(case.n, [], [], lane=[0] * case.n)
+
+    assert greedy(dag, case.duration_ns).makespan_ns == sum(case.duration_ns)
+
+
+@given(cases(shuffled=True), capacities)
+def test_the_makespan_is_at_least_the_longest_path_and_the_largest_lane_load(case: Case, capacity: list[int]) -> None:
+    dag = case.dag(lane_order=False)
+    makespan = greedy(dag, case.duration_ns, capacity=capacity).makespan_ns
+    loads = [
+        sum(d for d, on in zip(case.duration_ns, case.lane, strict=True) if on == lane) / capacity[lane]
+        for lane in range(4)
+    ]
+
+    assert makespan >= replay(dag, case.duration_ns).makespan_ns
+    assert makespan >= max(loads)
+
+
+@given(cases())
+def test_with_index_as_priority_on_chained_lanes_greedy_is_replay(case: Case) -> None:
+    edges = case.all_edges
+    dag = Dag.from_edges(
+        case.n, [a for a, _, _ in edges], [b for _, b, _ in edges], lane=case.lane, lag_ns=[lag for _, _, lag in edges]
+    )
+
+    assert greedy(dag, case.duration_ns).start_ns.tolist() == replay(dag, case.duration_ns).start_ns.tolist()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(case=cases(shuffled=True, longest=5), capacity=capacities)
+def test_every_order_equals_the_pure_python_twin(order: str, case: Case, capacity: list[int]) -> None:
+    times = greedy(case.dag(lane_order=False), case.duration_ns, capacity=capacity, order=order)
+
+    assert (times.start_ns.tolist(), times.end_ns.tolist()) == oracles.list_schedule(
+        case.n, case.edges, case.lane, capacity, case.priority, case.duration_ns, order
+    )
+
+
+@given(cases(shuffled=True), capacities)
+def test_float_durations_give_the_same_schedule(case: Case, capacity: list[int]) -> None:
+    dag = case.dag(lane_order=False)
+    exact = greedy(dag, case.duration_ns, capacity=capacity)
+    floats = greedy(dag, [float(d) for d in case.duration_ns], capacity=capacity)
+
+    assert floats.start_ns.dtype == float
+    assert floats.start_ns.tolist() == exact.start_ns.tolist()
+
+
+def test_an_operation_ready_at_the_same_instant_competes_by_priority() -> None:
+    dag = Dag.from_edges(4, [0, 1], [2, 3], lane=[0, 1, 2, 2], priority=[0, 0, 5, 1])
+
+    assert greedy(dag, [4, 4, 1, 1]).start_ns.tolist() == [0, 0, 5, 4]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "message"),
+    [
+        ([1], r"capacity has 1 entries, but operations use lane 1; pass 2"),
+        ([1, 0], r"lane 1 has capacity 0 but operations to run; give it at least 1"),
+        ([1, 1.5], r"pass one integer per lane"),
+    ],
+)
+def test_bad_capacities_are_refused(capacity: list, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        greedy(Dag.from_edges(2, [], [], lane=[0, 1]), [1, 1], capacity=capacity)
+
+
+def test_an_unknown_order_names_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"unknown order 'ready,index'.*priority,ready,index"):
+        greedy(Dag.from_edges(1, [], []), [1], order="ready,index")
+
+
+def test_negative_durations_are_refused() -> None:
+    with pytest.raises(InputError, match=r"operation 0 is -1"):
+        greedy(Dag.from_edges(1, [], []), [-1])
+
+
+def test_an_empty_dag_takes_no_time() -> None:
+    assert greedy(Dag.from_edges(0, [], []), []).makespan_ns == 0

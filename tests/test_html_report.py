@@ -1,0 +1,294 @@
+"""The HTML report as a file: complete, closed, escaped, small; whatever is missing leaves no hole."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import InputError
+from headway.report.charts import HeatMap, decode
+from headway.report.figures import BUCKET_STYLES
+from headway.report.html import TITLES, ReportData, page, write_report
+from tests.report_data import demo_report, demo_why, pipeline_report
+
+VOID = {"meta", "link", "br", "input", "img", "hr"}
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\x1b[2J‮"
+MEGABYTE = 1_000_000
+
+
+class _Outline(HTMLParser):
+    """Collects tags and checks that they nest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def payload(text: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+REPORTS = {
+    "text job": demo_report(),
+    "one rank, one step": demo_report(1, 1),
+    "no step": demo_report(2, 0),
+    "operation trace": pipeline_report(),
+    "nothing but a verdict": ReportData("x", {"devices": 1, "steps": 0, "wall_s": 0.0}),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_page_nests_and_every_id_is_unique(name: str) -> None:
+    outline = _Outline(page(REPORTS[name]))
+
+    ids = [attributes["id"] for _, attributes in outline.tags if "id" in attributes]
+    assert outline.open == []
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_the_page_names_no_address_that_could_be_fetched(name: str) -> None:
+    text = page(REPORTS[name])
+
+    assert not re.search(r"(?i)https?:|//[a-z0-9-]+\.[a-z]{2,}|@import|url\((?!#hatch)", text)
+    for tag, attributes in _Outline(text).tags:
+        assert "src" not in attributes
+        assert "srcset" not in attributes
+        if "href" in attributes:
+            assert (attributes["href"] or "").startswith("#") or (tag, attributes["href"]) == ("link", "data:,")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_link_leads_to_a_section(name: str) -> None:
+    tags = _Outline(page(REPORTS[name])).tags
+
+    targets = {f"#{attributes['id']}" for tag, attributes in tags if tag == "section"}
+    assert {attributes["href"] for tag, attributes in tags if tag == "a"} <= targets
+    assert targets <= {f"#{section}" for section in TITLES}
+
+
+def test_the_policy_forbids_every_request_and_admits_only_the_pages_own_scripts() -> None:
+    text = page(demo_report())
+
+    policy = next(
+        a["content"] or "" for t, a in _Outline(text).tags if a.get("http-equiv") == "Content-Security-Policy"
+    )
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    hashes = {base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts}
+    assert policy.startswith("default-src 'none'; ")
+    assert set(re.findall(r"'sha256-([^']+)'", policy)) == hashes
+    assert len(hashes) == 2
+    assert "script-src 'unsafe-inline'" not in policy
+    assert not [a for _, a in _Outline(text).tags if any(name.startswith("on") for name in a)]
+
+
+def test_the_library_keeps_its_licence_notice() -> None:
+    text = page(demo_report())
+
+    assert "Copyright (c) 2022 Leon Sorokin" in text
+    assert "Permission is hereby granted, free of charge" in text
+
+
+def spoil(value: Any) -> Any:
+    """Return `value` with every string in it replaced by a hostile one; keys stay."""
+    if isinstance(value, dict):
+        return {key: spoil(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [spoil(inner) for inner in value]
+    return HOSTILE if isinstance(value, str) else value
+
+
+def test_text_of_the_run_is_never_markup() -> None:
+    plain = demo_report()
+    assert plain.run is not None
+    run = spoil(plain.run) | {
+        "exit": {"code": 1, "class": HOSTILE, "first_rank": 0, "traceback": f"{HOSTILE}\n{HOSTILE}"}
+    }
+    heat = HeatMap(HOSTILE, np.ones((2, 2)), HOSTILE, HOSTILE, (HOSTILE, "b"), (HOSTILE, "d"))
+    hostile = dataclasses.replace(
+        plain, title=HOSTILE, why=spoil(demo_why()), run=run, plan=spoil(plain.plan), heat_maps=[heat],
+        facts={HOSTILE: HOSTILE, "list": [HOSTILE], "table": {HOSTILE: HOSTILE}}, created=HOSTILE,
+    )  # fmt: skip
+
+    text = page(hostile)
+
+    tags = _Outline(text).tags
+    assert len([tag for tag, _ in tags if tag == "script"]) == 3
+    assert not [tag for tag, _ in tags if tag == "img"]
+    assert "<script>alert" not in text
+    assert not set(text) & {"\x00", "\x1b", "‮"}
+
+
+@given(text=st.text(max_size=40))
+def test_any_title_gives_a_page_that_nests(text: str) -> None:
+    outline = _Outline(page(ReportData(text, {"devices": 1, "steps": 0, "wall_s": 1.0})))
+
+    assert outline.open == []
+
+
+@pytest.mark.parametrize("missing", ["run", "plan", "step_s", "timeline", "ideal"])
+def test_what_is_not_given_is_left_out(missing: str) -> None:
+    text = page(dataclasses.replace(demo_report(), **{missing: None}))
+
+    ids = {"run": "applied", "plan": "plan", "step_s": "steps"}
+    assert f'<section id="{ids.get(missing, "?")}">' not in text
+    assert _Outline(text).open == []
+
+
+def test_eight_ranks_of_twenty_thousand_steps_take_less_than_a_megabyte(tmp_path: Path) -> None:
+    size = write_report(demo_report(8, 20_000), tmp_path / "report.html")
+
+    assert size == (tmp_path / "report.html").stat().st_size
+    assert size <= MEGABYTE
+
+
+def test_a_million_steps_take_less_than_a_megabyte_and_keep_the_slowest(tmp_path: Path) -> None:
+    step_s = np.full((1, 1_000_000), 0.01)
+    step_s[0, 123_456] = 5.5
+    data = ReportData("long", demo_why(), step_s=step_s, bucket_s={"useful": step_s[0]})
+
+    text = page(data)
+
+    assert len(text) <= MEGABYTE
+    assert decode(payload(text)["steps"]["high"]).max() == 5.5
+
+
+def test_steps_that_were_not_recorded_leave_gaps() -> None:
+    step_s = np.array([[0.1, math.nan, 0.3, math.inf], [0.1, math.nan, math.nan, 0.4]])
+
+    chart = payload(page(ReportData("gaps", demo_why(), step_s=step_s)))["steps"]
+
+    assert np.array_equal(np.isnan(decode(chart["high"])), [False, True, False, False])
+
+
+def test_no_step_is_said_in_words() -> None:
+    text = page(demo_report(2, 0))
+
+    assert "No steps were recorded." in text
+    assert payload(text)["steps"] is None
+
+
+def test_rank_numbers_must_fit_the_step_times() -> None:
+    data = dataclasses.replace(demo_report(), ranks=[0, 1, 2])
+
+    with pytest.raises(InputError, match=r"3 rank numbers name 2 rows of step times. Give one number per row"):
+        page(data)
+
+
+def test_the_file_is_replaced_in_one_act(tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+
+    write_report(demo_report(), target)
+
+    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "report.html"
+    target.write_text("old")
+
+    def full_disk(self: Path, other: Path) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        write_report(demo_report(), target)
+
+    assert target.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_report_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is not a folder; .* Create it first"):
+        write_report(demo_report(), tmp_path / "absent" / "report.html")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("vision", ["full", "deutan", "protan", "tritan"])
+def test_bucket_colours_keep_apart_for_every_eye(theme: str, vision: str) -> None:
+    """Distance in OKLab after Machado's simulation; stripes count for a lightness step of their own."""
+    seen = {name: _oklab(VISIONS[vision] @ _linear(getattr(s, theme))) for name, s in BUCKET_STYLES.items()}
+
+    apart = {
+        (a, b): float(np.linalg.norm(seen[a] - seen[b])) + 0.05 * (BUCKET_STYLES[a].hatched != BUCKET_STYLES[b].hatched)
+        for a, b in itertools.combinations(BUCKET_STYLES, 2)
+    }
+    assert min(apart.values()) >= 0.10, min(apart, key=lambda pair: apart[pair])
+
+
+VISIONS = {
+    "full": np.eye(3),
+    "deutan": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.01182, 0.04294, 0.968881]]
+    ),
+    "protan": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "tritan": np.array(
+        [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.3039]]
+    ),
+}
+"""Linear RGB seen with the three complete dichromacies (Machado, Oliveira, Fernandes 2009, severity 1.0)."""
+
+
+def _linear(colour: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    part = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.asarray(np.where(part <= 0.04045, part / 12.92, ((part + 0.055) / 1.055) ** 2.4))
+
+
+def _oklab(linear: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    cone = np.array([[0.4122214708, 0.5363325363, 0.0514459929], [0.2119034982, 0.6806995451, 0.1073969566],
+                     [0.0883024619, 0.2817188376, 0.6299787005]])  # fmt: skip
+    axes = np.array([[0.2104542553, 0.793617785, -0.0040720468], [1.9779984951, -2.428592205, 0.4505937099],
+                     [0.0259040371, 0.7827717662, -0.808675766]])  # fmt: skip
+    return np.asarray(axes @ np.cbrt(cone @ np.clip(linear, 0, 1)))
+
+
+def _luminance(colour: str) -> float:
+    return float(np.array([0.2126, 0.7152, 0.0722]) @ _linear(colour))
+
+
+@pytest.mark.parametrize(
+    ("ink", "paper"),
+    [
+        ("#1b2127", "#ffffff"), ("#59636e", "#ffffff"), ("#1f6fb8", "#ffffff"), ("#1d7a45", "#ffffff"),
+        ("#e4e8ec", "#14181c"), ("#98a3ae", "#14181c"), ("#6db1ee", "#14181c"), ("#63c58a", "#14181c"),
+    ],
+)  # fmt: skip
+def test_text_stands_out_from_the_page(ink: str, paper: str) -> None:
+    """WCAG 2.1 AA: contrast of at least 4.5. The colours are those of the style sheet."""
+    bright, dim = sorted((_luminance(ink), _luminance(paper)), reverse=True)
+
+    assert (bright + 0.05) / (dim + 0.05) >= 4.5
+    assert f": {ink};" in page(pipeline_report())

@@ -1,0 +1,177 @@
+"""Optimizer probes: one row per step whatever the optimizer, the scaler, the scheduler or the compiler does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.recorded import recording, rows
+
+
+def model_and(optimizer_class, **options):
+    """Return a small model and an optimizer for it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    return model, optimizer_class(model.parameters(), lr=0.1, **options)
+
+
+def train(model, optimizer, steps):
+    """Take plain steps; returns the losses."""
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("SGD", {}), ("Adam", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("Adagrad", {})],
+)
+def test_every_optimizer_is_seen_and_computes_the_same(name, options, tmp_path):
+    plain = train(*model_and(getattr(torch.optim, name), **options), 5)
+    with recording(tmp_path):
+        recorded = train(*model_and(getattr(torch.optim, name), **options), 5)
+    seen = rows(tmp_path)["optimizer.step"]
+
+    assert recorded == plain
+    assert [(row["a"], row["b"]) for row in seen] == [(0, 0)] * 5
+    assert all(row["duration_ns"] > 0 for row in seen)
+
+
+def test_two_optimizers_alternate_by_number(tmp_path):
+    with recording(tmp_path) as session:
+        pairs = [model_and(torch.optim.SGD), model_and(torch.optim.Adam)]
+        for _ in range(3):
+            for model, optimizer in pairs:
+                train(model, optimizer, 1)
+        assert session.probes.tables["optimizers"] == {"0": "SGD", "1": "Adam"}
+
+    assert [row["a"] for row in rows(tmp_path)["optimizer.step"]] == [0, 1] * 3
+
+
+def test_an_optimizer_that_steps_another_one_is_one_step(tmp_path):
+    class Outer(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            self.inner.step()
+
+    with recording(tmp_path):
+        model, outer = model_and(Outer)
+        outer.inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        train(model, outer, 4)
+
+    assert len(rows(tmp_path)["optimizer.step"]) == 4
+
+
+def test_a_closure_a_scheduler_and_step_hooks_work_as_before(tmp_path):
+    with recording(tmp_path):
+        model, optimizer = model_and(torch.optim.LBFGS)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        calls = []
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            return loss
+
+        first = optimizer.step(closure)
+        scheduler.step()
+        second = optimizer.step(closure)
+
+    assert second < first
+    assert calls == [1, 1]
+    assert len(rows(tmp_path)["optimizer.step"]) == 2
+
+
+def test_a_step_that_the_scaler_skips_counts_and_is_marked(tmp_path):
+    def run():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        losses = []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).square().sum() * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append((loss.item(), scaler.get_scale()))
+        return losses
+
+    plain = run()
+    with recording(tmp_path):
+        recorded = run()
+
+    assert recorded == plain
+    assert [row["b"] for row in rows(tmp_path)["optimizer.step"]] == [0, 0, 1, 0, 0, 0]
+
+
+def test_an_exception_in_a_step_passes_and_the_next_step_is_recorded(tmp_path):
+    class Fails(torch.optim.SGD):
+        fail = True
+
+        def step(self, closure=None):
+            if self.fail:
+                raise KeyError("mine")
+            return super().step(closure)
+
+    with recording(tmp_path):
+        model, optimizer = model_and(Fails)
+        with pytest.raises(KeyError, match="mine"):
+            optimizer.step()
+        optimizer.fail = False
+        train(model, optimizer, 2)
+
+    assert len(rows(tmp_path)["optimizer.step"]) == 2
+
+
+def test_compiled_code_keeps_its_graphs_and_its_result(tmp_path):
+    """A step inside a compiled function adds no graph break of ours, and a compiled model none at all."""
+
+    def run():
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model, optimizer = model_and(torch.optim.SGD)
+        forward = torch.compile(model, fullgraph=True, backend="eager")
+
+        @torch.compile(backend="eager")
+        def step():
+            optimizer.step()
+
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = forward(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            step()
+            losses.append(loss.item())
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+        return losses, breaks, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    plain = run()
+    with recording(tmp_path):
+        recorded = run()
+    torch._dynamo.reset()
+
+    assert recorded == plain
+    assert sum(row["duration_ns"] for row in rows(tmp_path)["host.compile"]) > 0
+
+
+def test_a_session_that_ended_leaves_optimizers_working_and_unrecorded(tmp_path):
+    with recording(tmp_path):
+        model, optimizer = model_and(torch.optim.RMSprop)
+        train(model, optimizer, 2)
+    before = len(rows(tmp_path)["optimizer.step"])
+    train(model, optimizer, 2)
+    with recording(tmp_path / "second"):
+        train(model, optimizer, 3)
+
+    assert before == len(rows(tmp_path)["optimizer.step"]) == 2
+    assert len(rows(tmp_path / "second")["optimizer.step"]) == 3

@@ -1,0 +1,381 @@
+"""Replaying a recorded run: exact without edits, and right with them, against independent models of the same job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import BarMissedError, InputError
+from headway.sim.edits import Scenario, scenario_of
+from headway.sim.loader_model import Costs, own_service, storage_is_shared
+from headway.sim.program import Program
+from headway.sim.recording import LABEL, Recording
+from headway.sim.unroll import straggler_pace
+from tests.runs_made import MS, Made, RunMaker
+
+QUIET = Costs(handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS)
+"""Costs of the made job: its hand-off takes 0.1 ms, its workers cost nothing."""
+
+
+def program_of(made: Made, **facts: Any) -> Program:
+    return Program.from_trace(made.trace, {**made.meta, **facts}, costs=QUIET)
+
+
+def jitter(mean_ns: int, seed: int) -> Any:
+    """Return a cost: lognormal around the mean, a function of rank and step."""
+    return lambda rank, step: int(mean_ns * random.Random(seed + 977 * step + rank).lognormvariate(0, 0.3))
+
+
+def job(**changes: Any) -> RunMaker:
+    """Return a job of two ranks with uneven batches, saves, collections and a slower second rank."""
+    usual: dict[str, Any] = {
+        "ranks": 2, "steps": 120, "epoch_steps": 40, "cores": 64, "fetch_ns": jitter(6 * MS, 1),
+        "prep_ns": jitter(MS, 2), "save_ns": lambda rank, step: 20 * MS if step % 20 == 19 and rank == 0 else 0,
+        "compute_ns": lambda rank, step: (5 + rank) * MS, "gc_ns": lambda rank, step: MS if step % 7 == 0 else 0,
+        "logging_ns": MS // 4,
+    }  # fmt: skip
+    return RunMaker(**{**usual, **changes})
+
+
+# Laws
+
+
+@given(
+    workers=st.integers(0, 4),
+    prefetch=st.integers(1, 3),
+    ranks=st.integers(1, 3),
+    epoch=st.integers(3, 30),
+    seed=st.integers(0, 99),
+)
+def test_without_edits_a_run_replays_to_the_nanosecond(
+    workers: int, prefetch: int, ranks: int, epoch: int, seed: int
+) -> None:
+    """Every cost is known and no core is short: the replay has nothing left to be wrong about."""
+    made = job(
+        ranks=ranks, steps=30, epoch_steps=epoch, num_workers=workers, prefetch_factor=prefetch,
+        compute_ns=jitter(5 * MS, seed),
+    ).make()  # fmt: skip
+
+    assert program_of(made).fidelity == pytest.approx(1.0, abs=1e-3 if workers else 1e-9)
+
+
+@pytest.mark.parametrize("target", ["input", "input.fetch", "input.prep", "comm", "checkpoint", "host", "straggler"])
+def test_taking_a_cause_away_never_makes_a_step_longer(target: str) -> None:
+    program = program_of(job(num_workers=1).make())
+
+    times = [program.predict([f"{target}={factor}"]).step_s for factor in ("2x", "1x", "0.5x", "none")]
+
+    assert times == sorted(times, reverse=True)
+
+
+def test_no_edit_predicts_what_was_measured() -> None:
+    prediction = program_of(job().make()).predict()
+
+    assert prediction.speedup == 1.0
+    assert prediction.interval == (1.0, 1.0)
+    assert prediction.to_json()["schema"] == "headway.whatif/1"
+
+
+def test_the_interval_holds_the_prediction() -> None:
+    program = program_of(job().make())
+
+    for edit in ("workers=2", "checkpoint=none", "cache_fraction=0.5", "straggler=none"):
+        prediction = program.predict([edit])
+
+        assert prediction.interval[0] <= prediction.speedup <= prediction.interval[1]
+
+
+# Oracles: the same job made anew with the change, and a scheduler with time slices
+
+
+@pytest.mark.parametrize("recorded", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("edits", "changes"),
+    [
+        (["workers=1"], {"num_workers": 1}),
+        (["workers=2"], {"num_workers": 2}),
+        (["workers=4"], {"num_workers": 4}),
+        (["workers=2", "prefetch=4"], {"num_workers": 2, "prefetch_factor": 4}),
+        (["checkpoint=none"], {"save_ns": 0}),
+        (["comm=instant"], {"comm_ns": 0}),
+        (["bandwidth=2x"], {"comm_ns": MS // 2}),
+        (["host.gc=none"], {"gc_ns": 0}),
+        (["host.logging=none"], {"logging_ns": 0}),
+        (["straggler=none"], {"compute_ns": 5 * MS}),
+        (["input=instant"], {"fetch_ns": 0, "prep_ns": 0, "transfer_ns": 0, "iter_ns": 2 * MS}),
+        (["input.fetch=none"], {"fetch_ns": 0}),
+        (["op:optimizer.*=2x"], {"optimizer_ns": MS}),
+        (["workers=2", "checkpoint=none", "host=none"], {"num_workers": 2, "save_ns": 0, "gc_ns": 0, "logging_ns": 0}),
+    ],
+)
+def test_a_prediction_is_what_the_changed_job_takes(recorded: int, edits: list[str], changes: dict[str, Any]) -> None:
+    predicted = program_of(job(num_workers=recorded).make()).predict(edits)
+
+    actual = program_of(job(**{"num_workers": recorded, **changes}).make()).measured_s
+    assert predicted.step_s == pytest.approx(actual, rel=0.02)
+
+
+def time_sliced(threads: list[Iterator[tuple[str, Any]]], cores: int, slice_ns: int = MS // 4) -> int:
+    """Run threads on cores in slices, round robin; return when the first thread ends.
+
+    A thread yields ('cpu', ns), ('sleep', ns) or ('until', predicate): an event loop in the plainest form.
+    """
+    now, state = 0, {index: next(thread) for index, thread in enumerate(threads)}
+    wake: dict[int, int] = {}
+    queue: list[int] = []
+
+    def advance(index: int) -> None:
+        """Go on to what the thread wants next, as far as that takes no time."""
+        wake.pop(index, None)
+        for want in threads[index]:
+            state[index] = want
+            if not (want[0] == "until" and want[1]()) and want[1] != 0:
+                return
+        del state[index]
+
+    while 0 in state:
+        changed = True
+        while changed:
+            changed = False
+            for index in list(state):
+                kind, what = state[index]
+                if kind == "sleep":
+                    wake.setdefault(index, now + what)
+                if (kind == "sleep" and wake[index] <= now) or (kind == "until" and what()):
+                    advance(index)
+                    changed = True
+                elif kind == "cpu" and index not in queue:
+                    queue.append(index)
+        for _ in range(min(cores, len(queue))):
+            index = queue.pop(0)
+            left = state[index][1] - slice_ns
+            state[index] = ("cpu", left)
+            if left <= 0:
+                state[index] = ("until", lambda: True)
+        now += slice_ns
+    return now
+
+
+def sliced_loader(num_batches: int, *, workers: int, fetch: int, prep: int, compute: int, busy: bool) -> float:
+    """Return seconds per batch of torch's loader on two cores: turns, two batches ahead per worker, in order."""
+    done: set[int] = set()
+    taken = [0]
+
+    def trainer() -> Iterator[tuple[str, Any]]:
+        for batch in range(num_batches):
+            if workers:
+                yield "until", lambda batch=batch: batch in done
+            else:
+                yield "sleep", fetch
+                yield "cpu", prep
+            taken[0] += 1
+            yield ("cpu" if busy else "sleep"), compute
+
+    def worker(index: int) -> Iterator[tuple[str, Any]]:
+        for batch in range(index, num_batches, workers):
+            yield "until", lambda batch=batch: batch < taken[0] + 2 * workers
+            yield "sleep", fetch
+            yield "cpu", prep
+            done.add(batch)
+
+    return time_sliced([trainer(), *(worker(index) for index in range(workers))], cores=2) / num_batches / 1e9
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("fetch", "prep", "compute", "busy"),
+    [(0, 12, 8, True), (0, 30, 8, True), (16, 4, 8, True), (16, 4, 8, False), (0, 30, 8, False), (4, 8, 20, True)],
+)
+def test_workers_on_short_cores_take_what_a_time_sliced_host_takes(
+    workers: int, fetch: int, prep: int, compute: int, busy: bool
+) -> None:
+    """Predicted from a run without workers; the oracle shares two cores in slices of half a millisecond."""
+    costs = {"fetch": fetch * MS, "prep": prep * MS, "compute": compute * MS, "busy": busy}
+    made = RunMaker(
+        ranks=1, steps=60, cores=2, fetch_ns=costs["fetch"], prep_ns=costs["prep"], compute_ns=costs["compute"],
+        optimizer_ns=0, transfer_ns=0,
+    ).make()  # fmt: skip
+    quiet = replace(QUIET, receive_ns=0)
+    facts = {**made.meta, "compute_cpu_fraction": float(busy)}
+
+    predicted = Program.from_trace(made.trace, facts, costs=quiet).predict([f"workers={workers}"])
+
+    assert predicted.step_s == pytest.approx(sliced_loader(60, workers=workers, **costs), rel=0.1)
+
+
+# What the model knows of storage, caches, stragglers, epochs
+
+
+def throttled(workers: int, compute_ns: int = 2 * MS) -> Made:
+    """Return a job whose loads queue for one pipe: a batch needs it for 8 ms, then 4 ms of CPU."""
+    free, fetches = [0], {}
+    clock = [0] * workers
+
+    def fetch(rank: int, step: int) -> int:
+        if step not in fetches:
+            begin = max(clock[step % workers], free[0])
+            free[0] = begin + 8 * MS
+            fetches[step] = free[0] - clock[step % workers]
+            clock[step % workers] = free[0] + 4 * MS
+        return fetches[step]
+
+    return RunMaker(ranks=1, steps=200, cores=64, num_workers=workers, fetch_ns=fetch, prep_ns=4 * MS,
+                    compute_ns=compute_ns).make()  # fmt: skip
+
+
+def test_shared_storage_bounds_what_workers_win() -> None:
+    program = program_of(throttled(2))
+
+    shared = program.predict(["workers=8", "storage=shared"]).step_s
+    parallel = program.predict(["workers=8", "storage=parallel"]).step_s
+
+    assert shared == pytest.approx(0.008, rel=0.03)
+    assert parallel < 0.7 * shared
+
+
+def test_the_pipes_own_time_is_recovered_from_loads_that_queued() -> None:
+    batches = Recording.from_trace(throttled(2).trace, max_steps=200).batches
+
+    blocked = sum(part.part_ns[:, 0].sum() for part in batches)
+    assert own_service(batches) * blocked == pytest.approx(200 * 8 * MS, rel=0.03)
+
+
+def test_a_run_whose_overlap_never_varies_does_not_show_how_storage_serves() -> None:
+    assert storage_is_shared(Recording.from_trace(job(num_workers=1, ranks=1).make().trace, max_steps=99)) is None
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
+def test_a_cache_serves_its_share_without_fetch_and_prep(fraction: float) -> None:
+    costs = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0)
+    made = RunMaker(ranks=1, steps=200, fetch_ns=8 * MS, prep_ns=2 * MS, compute_ns=5 * MS).make()
+    program = Program.from_trace(made.trace, made.meta, costs=costs)
+
+    predicted = program.predict([f"cache_fraction={fraction}"]).step_s
+
+    assert predicted == pytest.approx(program.measured_s - fraction * 0.010, rel=0.02)
+
+
+def test_the_first_epoch_fills_the_cache() -> None:
+    costs = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0)
+    made = RunMaker(ranks=1, steps=101, epoch_steps=50, fetch_ns=10 * MS, compute_ns=5 * MS).make()
+    program = Program.from_trace(made.trace, made.meta, costs=costs)
+
+    cold = program.predict(["cache_fraction=1", "cache_cold=1"]).step_s
+
+    assert cold == pytest.approx(program.measured_s - 0.010 * 51 / 100, rel=0.01)
+
+
+def test_dealt_examples_come_back_with_odds_of_one_in_the_number_of_ranks() -> None:
+    costs = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0)
+    made = RunMaker(ranks=1, steps=300, epoch_steps=100, fetch_ns=10 * MS, compute_ns=5 * MS).make()
+    program = Program.from_trace(made.trace, made.meta, costs=costs)
+
+    dealt = program.predict(["cache_fraction=1", "cache_cold=1", "cache_shards=2"]).step_s
+
+    assert program.measured_s - dealt == pytest.approx(0.010 * (0.5 + 0.75) / 3, rel=0.05)
+
+
+def test_a_sudden_slow_step_of_one_rank_is_a_straggler_too() -> None:
+    made = job(compute_ns=lambda rank, step: 25 * MS if rank == 1 and step % 10 == 5 else 5 * MS).make()
+    pace = straggler_pace(Recording.from_trace(made.trace, max_steps=120), 0.0)
+
+    assert pace[0].min() == 1.0
+    assert np.flatnonzero(pace[1] < 1).tolist() == list(range(5, 120, 10))
+
+
+def test_garbage_is_collected_together_at_the_asked_steps() -> None:
+    program = program_of(job(ranks=1).make())
+    frozen = program.predict(["gc=frozen:10"]).step_s
+
+    assert program.predict(["host.gc=none"]).step_s == pytest.approx(
+        frozen - program.costs.collect_ns / 1e9 / 10, rel=0.01
+    )
+
+
+def test_a_long_run_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.sim.program.MAX_RANK_STEPS", 80)
+    made = job(ranks=1, save_ns=lambda rank, step: 40 * MS if step >= 30 else (10 * MS if step == 20 else 0)).make()
+    program = program_of(made)
+
+    assert program.recording.num_steps == 80
+    prediction = program.predict(["checkpoint=none"])
+    assert "the first 80 of 120 steps" in prediction.note
+    assert prediction.base_step_s - prediction.step_s == pytest.approx((0.010 + 90 * 0.040) / 119, rel=0.05)
+
+
+def test_overlapping_spans_go_to_the_strongest_cause() -> None:
+    """A collection inside a step splits the compute around it; nothing is counted twice."""
+    made = job(ranks=1, steps=20).make()
+    lane = Recording.from_trace(made.trace, max_steps=20).lanes[0]
+
+    assert lane.duration_ns.sum() == lane.step_end_ns[-1] - lane.step_end_ns[0]
+    assert lane.duration_ns[lane.label == LABEL["host.gc"]].sum() == 3 * MS
+
+
+def test_the_time_outside_is_not_made_up_by_a_seed() -> None:
+    program = program_of(job(num_workers=2).make())
+
+    assert program.predict(["workers=3"], seed=1).step_s == program.predict(["workers=3"], seed=2).step_s
+
+
+# Bad input
+
+
+def test_a_run_without_steps_is_refused() -> None:
+    made = job(steps=1).make()
+
+    with pytest.raises(InputError, match=r"no complete step.*Record a run"):
+        Program.from_trace(made.trace.where(~made.trace.named("step")), made.meta)
+
+
+def test_a_run_of_few_steps_is_refused() -> None:
+    with pytest.raises(InputError, match=r"needs at least 4 steady ones. Record more steps"):
+        program_of(job(steps=3).make())
+
+
+def test_a_replay_that_misses_the_run_refuses_to_predict() -> None:
+    """Loads that claim twice their time cannot explain the step that was measured."""
+    made = job(ranks=1).make()
+    duration = made.trace.events["duration_ns"].copy()
+    duration[made.trace.named("input.fetch")] *= 3
+    trace = replace(made.trace, events={**made.trace.events, "duration_ns": duration})
+
+    with pytest.raises(BarMissedError, match=r"misses the measured step time by .*needs at most 5%"):
+        Program.from_trace(trace, made.meta).predict(["workers=2"])
+
+
+def test_an_operation_that_was_not_recorded_is_named() -> None:
+    with pytest.raises(InputError, match=r"no recorded operation matches 'aten::\*'. Choose among: .*checkpoint.save"):
+        program_of(job().make()).predict(["op:aten::*=0.5x"])
+
+
+def test_the_bucket_size_is_not_guessed() -> None:
+    with pytest.raises(InputError, match=r"bucket_mb=25 is not predictable.*Try it live"):
+        program_of(job().make()).predict(["bucket_mb=25"])
+
+
+def test_predictions_say_what_they_assume() -> None:
+    program = program_of(job().make())
+
+    note = program.predict(["workers=2", "cache_fraction=1", "bandwidth=2x"]).note
+    assert "typical costs are assumed" in note
+    assert "storage=shared if it does not" in note
+    assert "occupy 100% of a core" in note
+    assert "latency share" in note
+
+
+def test_equal_scenarios_are_replayed_once() -> None:
+    program = program_of(job().make())
+    program.predict(["workers=2"])
+    count = len(program.replays)
+    program.predict(["workers=2"])
+
+    assert len(program.replays) == count
+    assert {scenario for scenario, _ in program.replays} == {Scenario(), scenario_of(["workers=2"])}

@@ -1,0 +1,135 @@
+"""The checks of taste a machine can make: sizes, docstrings, names, suppressions."""
+
+from __future__ import annotations
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+SOURCES = sorted(p for p in (ROOT / "headway").rglob("*.py") if p != ROOT / "headway" / "demo" / "train.py")
+FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
+
+BANNED = {
+    "iteration": "step", "iterations": "steps", "iter_index": "step", "n_microbatches": "num_microbatches",
+    "micro_batch": "microbatch", "badput": "the ledger's buckets", "gpu_id": "rank or device", "hot_spare": "standby",
+    "ts": "start_ns", "dur": "duration_ns", "mb": "microbatch", "node": "op or host", "nodes": "ops or hosts",
+    "iters": "steps", "cfg": "setup", "utilization": "mfu", "samples_per_sec": "examples_per_s",
+}  # fmt: skip
+"""Identifier -> the word of docs/glossary.md to use instead; whole identifiers only."""
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def functions(path: Path) -> list[FUNCTION]:
+    return [n for n in ast.walk(tree(path)) if isinstance(n, FUNCTION)]
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_a_file_is_one_idea_of_at_most_500_lines(path):
+    assert len(path.read_text().splitlines()) <= 500
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_function_is_longer_than_80_lines(path):
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(path) if f.end_lineno - f.lineno + 1 > 80}
+
+    assert not long
+
+
+def test_functions_are_short_on_the_whole():
+    lengths = sorted(f.end_lineno - f.lineno + 1 for path in SOURCES for f in functions(path))
+
+    assert statistics.median(lengths) <= 12
+    assert lengths[int(0.9 * len(lengths))] <= 35
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_every_module_and_every_public_name_says_what_it_is(path):
+    silent = [] if ast.get_docstring(tree(path)) else ["the module itself"]
+    public = [n for n in tree(path).body if isinstance(n, ast.ClassDef) and not n.name.startswith("_")]
+    for thing in [thing for holder in [tree(path), *public] for thing in holder.body]:
+        named = isinstance(thing, (ast.ClassDef, *FUNCTION.__args__)) and not thing.name.startswith("_")
+        if named and not ast.get_docstring(thing):
+            silent.append(thing.name)
+
+    assert not silent
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_names_are_the_words_of_the_glossary(path):
+    used = {n.id for n in ast.walk(tree(path)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    used |= {n.arg for n in ast.walk(tree(path)) if isinstance(n, ast.arg)}
+    used |= {f.name for f in functions(path)}
+
+    assert not {name: BANNED[name] for name in used & set(BANNED)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_every_suppression_carries_a_code_and_a_reason(path):
+    bare = [
+        line.strip()
+        for line in path.read_text().splitlines()
+        if re.search(r"#\s*(noqa|type:\s*ignore)", line)
+        and not re.search(r"(noqa: [A-Z]+\d+|type: ignore\[[\w, -]+\])[^#]*(#|-|:|\bbecause\b)\s*\S+ \S+", line)
+    ]
+
+    assert not bare
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_no_loose_end_is_left_in_the_code(path):
+    assert not re.findall(r"\b(TODO|FIXME|XXX|HACK)\b", path.read_text())
+
+
+def test_drawers_do_not_exist():
+    assert not [relative(p) for p in SOURCES if p.stem in {"utils", "util", "common", "misc", "helpers", "base"}]
+
+
+def test_every_room_has_a_short_readme_and_a_doctest():
+    rooms = sorted({p.parent for p in SOURCES if p.parent.parent == ROOT / "headway"} - {ROOT / "headway" / "demo"})
+    rooms = [room for room in rooms if room.name not in {"verbs", "__pycache__"}]
+
+    missing = [room.name for room in rooms if not (room / "README.md").exists()]
+    long = [r.name for r in rooms if r.name not in missing and len((r / "README.md").read_text().splitlines()) > 80]
+    untested = [r.name for r in rooms if not any(">>>" in p.read_text() for p in r.rglob("*.py"))]
+
+    assert (missing, long, untested) == ([], [], [])
+
+
+def test_importing_headway_loads_no_torch_and_little_else():
+    code = "import headway, sys; print(sorted({'torch', 'numpy', 'numba', 'pyarrow', 'rich'} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert answer.stdout.strip() == "[]"
+
+
+def test_most_messages_of_errors_name_an_action():
+    verbs = """pass give use name set choose write drop make install check run start add remove record try call put open
+    merge sort keep raise lower free select convert export read point wait reorder split build take say list"""
+    actions = rf"\b({'|'.join(verbs.split())})\b"
+    messages = [
+        ast.unparse(n.exc.args[0])
+        for path in SOURCES
+        for n in ast.walk(tree(path))
+        if isinstance(n, ast.Raise) and isinstance(n.exc, ast.Call) and n.exc.args
+        and isinstance(n.exc.func, ast.Name) and n.exc.func.id.endswith("Error")
+        and n.exc.func.id not in {"AssertionError", "AttributeError", "StopIteration"}
+    ]  # fmt: skip
+    telling = [m for m in messages if re.search(actions, m, re.IGNORECASE)]
+
+    assert len(telling) >= 0.6 * len(messages)

@@ -1,0 +1,217 @@
+"""Terminal screens: what they say, how they fit, and that they are safe to print anywhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.report.figures import BUCKET_STYLES, verdict
+from headway.report.paper import bar, screen_of, thin_bar, to_ascii
+from headway.report.terminal import (
+    render_compare,
+    render_doctor,
+    render_plan,
+    render_run,
+    render_stalls,
+    render_trace_info,
+    render_whatif,
+    render_why,
+)
+from tests.report_data import demo_plan, demo_run, demo_why, pipeline_why
+
+GOLDEN = Path(__file__).parent / "golden"
+ESCAPE = "\x1b"
+
+STALLS = {
+    "source": "runs/text-1", "compute_s": 0.0241, "fetch_s": 0.0482, "prep_s": 0.0109, "transfer_s": 0.0011,
+    "fractions": {"compute": 0.286, "fetch": 0.572, "prep": 0.129, "transfer": 0.013}, "bottleneck": "fetch",
+    "fix": [["cache_fraction=1.0", 0.0482], ["workers=4", 0.0449]],
+}  # fmt: skip
+FINDINGS = [
+    {"name": "shared memory", "value": "64.0 MB", "limit": "1.2 GB", "ok": False, "fix": "docker run --shm-size 2g"},
+    {"name": "open files", "value": 1048576, "limit": 4096, "ok": True, "fix": ""},
+    {"name": "CUDA", "value": "none", "limit": "", "ok": None, "fix": ""},
+]
+INFO = {
+    "path": "runs/text-1", "source": "own", "events": 40112, "ranks": [0, 1], "span_ns": 41_302_000_000,
+    "coverage": 0.998, "kinds": {"DATA": 30000, "OPTIM": 800},
+}  # fmt: skip
+COMPARISON = {
+    "a": "runs/text-1", "b": "runs/text-2", "ratio": 0.46, "buckets": {"input": [0.125, 0.41], "useful": [0.05, 0.05]},
+    "regressions": ["input: 0.41 s per step, 3.3 times A's"],
+}  # fmt: skip
+SCREENS: dict[str, Any] = {
+    "why": lambda **screen: render_why(demo_why(), source="runs/text-1", **screen),
+    "why_pipeline": lambda **screen: render_why(pipeline_why(), source="trace-AR.parquet", **screen),
+    "plan": lambda **screen: render_plan(
+        demo_plan(), source="runs/text-1", plan_path="runs/text-1/plan.json", **screen
+    ),
+    "run": lambda **screen: render_run(demo_run(), **screen),
+    "stalls": lambda **screen: render_stalls(STALLS, **screen),
+    "doctor": lambda **screen: render_doctor(FINDINGS, **screen),
+    "trace_info": lambda **screen: render_trace_info(INFO, **screen),
+    "compare": lambda **screen: render_compare(COMPARISON, **screen),
+    "whatif": lambda **screen: render_whatif(
+        {"base_step_s": 0.1033, "step_s": 0.0542, "speedup": 1.905, "edits": ["workers=4"]}, **screen
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCREENS)
+@pytest.mark.parametrize("width", [60, 80, 88, 100])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_no_line_is_wider_than_the_screen(name: str, width: int, unicode: bool) -> None:
+    lines = SCREENS[name](width=width, unicode=unicode).split("\n")
+
+    assert max(len(line) for line in lines) <= width
+    assert all(line == line.rstrip() for line in lines)
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_colour_changes_no_character(name: str) -> None:
+    plain, coloured = SCREENS[name](width=88), SCREENS[name](width=88, color=True)
+
+    assert ESCAPE not in plain
+    assert ESCAPE in coloured
+    without = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
+    assert [line.rstrip() for line in without.split("\n")] == plain.split("\n")
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_the_ascii_screen_is_ascii_and_has_the_same_lines(name: str) -> None:
+    text = SCREENS[name](width=88, unicode=False)
+
+    assert text.isascii()
+    assert len(text.split("\n")) == len(SCREENS[name](width=88).split("\n"))
+
+
+@given(fraction=st.floats(-1, 2), columns=st.integers(1, 60))
+def test_a_bar_is_as_long_as_its_fraction(fraction: float, columns: int) -> None:
+    exact = columns * max(0.0, min(1.0, fraction))
+
+    assert abs(len(bar(fraction, columns)) - exact) <= 1
+    assert abs(len(thin_bar(fraction, columns)) - exact) <= 1
+    assert len(bar(fraction, columns, unicode=False)) <= columns
+    assert (len(bar(fraction, columns)) > 0) == (fraction > 0)
+
+
+@given(text=st.text())
+def test_ascii_keeps_the_number_of_characters(text: str) -> None:
+    assert len(to_ascii(text)) == len(text)
+    assert to_ascii(text).isascii()
+
+
+@pytest.mark.parametrize("name", SCREENS)
+def test_the_screen_is_the_one_on_record(name: str) -> None:
+    """Set HEADWAY_GOLDEN=write to record the screens anew, then read the difference."""
+    path = GOLDEN / f"screen_{name}.txt"
+    text = SCREENS[name](width=88) + "\n"
+    if os.environ.get("HEADWAY_GOLDEN") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    assert text == path.read_text(encoding="utf-8")
+
+
+def test_the_sentence_names_the_share_the_loss_the_fix_and_the_gain() -> None:
+    line = verdict(demo_why()).line()
+
+    assert line == (
+        "60 % of 2 devices x 41.3 s went to waiting for input. "
+        "Fix: load with 4 workers: num_workers=4, prefetch_factor=4, predicted 1.90x (1.75 to 2.02)."
+    )
+
+
+def test_a_run_without_steps_says_so() -> None:
+    why = demo_why() | {"steps": 0, "causes": []}
+
+    assert "No optimizer step was recorded" in render_why(why)
+
+
+def test_a_healthy_run_is_told_that_nothing_stands_out() -> None:
+    why = demo_why() | {"goodput": 0.973, "causes": []}
+
+    assert "97.3 % of 2 devices x 41.3 s was useful work; no loss stands out." in render_why(why)
+
+
+def test_missing_figures_are_dashes_not_guesses() -> None:
+    why = {"schema": "headway.why/1", "devices": 1, "steps": 3, "wall_s": 1.0, "ledger": {"useful": 1.0}}
+    why["causes"] = [{"cause": "input.fetch", "where": "", "lost_device_s": 0.5, "predicted_speedup": float("nan")}]
+
+    text = render_why(why)
+
+    assert "goodput -" in text
+    assert "no prediction" in text
+    assert "nan" not in text
+
+
+def test_every_bucket_of_the_ledger_has_a_style() -> None:
+    first, last = ["useful", "input", "comm", "bubble"], ["restart", "rework", "host", "idle", "unknown"]
+    buckets = [*first, "straggler", "checkpoint", "startup", *last]
+
+    assert list(BUCKET_STYLES) == buckets
+
+
+@pytest.mark.parametrize("name", ["\x1b[2J\x1b[31mred", "a\r\nb", "[bold]x[/bold]", ":smile:", "‮txt.exe"])
+def test_a_hostile_name_cannot_steer_the_terminal(name: str) -> None:
+    why = demo_why()
+    why["causes"][0] |= {"where": name, "fix": name, "evidence": name}
+
+    text = render_why(why, source=name)
+
+    assert not set(text) & {"\x1b", "\r", "‮"}
+    assert "[bold]x[/bold]" in text or name != "[bold]x[/bold]"
+    assert ":smile:" in text or name != ":smile:"
+
+
+def test_a_failed_run_ends_with_the_first_rank_and_its_traceback() -> None:
+    trace_text = 'Traceback (most recent call last):\n  File "train.py", line 3\nValueError: bad\x1b[0m batch'
+    ending = {"code": 1, "class": "user", "first_rank": 1, "traceback": trace_text}
+
+    text = render_run(demo_run() | {"exit": ending, "applied": []})
+
+    assert "Failed on rank 1: user, exit code 1." in text
+    assert text.splitlines()[-1].strip() == "ValueError: bad [0m batch"
+
+
+def test_a_refused_remedy_says_why() -> None:
+    assert "comm.bucket  not applied: the script passes bucket_cap_mb itself" in render_run(demo_run())
+
+
+def test_an_empty_plan_says_that_nothing_is_worth_it() -> None:
+    assert "Nothing to apply" in render_plan({"proposals": [], "chosen": [], "predicted_speedup": 1.0})
+
+
+class _Tty(io.TextIOWrapper):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("tty", "encoding", "environ", "color", "unicode"),
+    [
+        (True, "utf-8", {"TERM": "xterm-256color"}, True, True),
+        (True, "utf-8", {"TERM": "xterm", "NO_COLOR": "1"}, False, True),
+        (True, "utf-8", {"TERM": "xterm", "NO_COLOR": ""}, True, True),
+        (True, "utf-8", {"TERM": "dumb"}, False, False),
+        (True, "latin-1", {"TERM": "xterm"}, True, False),
+        (False, "utf-8", {"TERM": "xterm"}, False, True),
+        (False, "ascii", {}, False, False),
+    ],
+)
+def test_the_screen_fits_where_it_is_shown(
+    tty: bool, encoding: str, environ: dict[str, str], color: bool, unicode: bool
+) -> None:
+    output = (_Tty if tty else io.TextIOWrapper)(io.BytesIO(), encoding=encoding)
+
+    screen = screen_of(output, environ)
+
+    assert (screen["color"], screen["unicode"]) == (color, unicode)
+    assert 56 <= screen["width"] <= 100

@@ -1,0 +1,140 @@
+"""The trace itself: columns, tables, selection, joining."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import FormatError, InputError
+from headway.trace.trace import COLUMNS, Trace, concat
+from headway.trace.vocabulary import KIND
+from tests.traces_made import traces
+
+
+def rows(trace: Trace) -> list[tuple]:
+    """Return every event in words."""
+    columns = [column for column in COLUMNS if column not in ("name", "lane", "group")]
+    return [
+        (trace.name_of(i), trace.lanes[trace.events["lane"][i]], *(trace.events[c][i].item() for c in columns))
+        for i in range(len(trace))
+    ]
+
+
+@given(parts=st.lists(traces(wide=False), min_size=1, max_size=4))
+def test_joining_keeps_every_event_and_its_words(parts):
+    assert rows(concat(parts)) == [row for part in parts for row in rows(part)]
+
+
+@given(trace=traces(), seed=st.integers(0, 9))
+def test_a_selection_keeps_the_tables_and_the_chosen_rows(trace, seed):
+    mask = np.random.default_rng(seed).random(len(trace)) < 0.5
+
+    chosen = trace.where(mask)
+
+    assert rows(chosen) == [row for row, kept in zip(rows(trace), mask, strict=True) if kept]
+    assert (chosen.names, chosen.lanes, chosen.meta) == (trace.names, trace.lanes, trace.meta)
+
+
+@given(trace=traces())
+def test_a_trace_equals_its_copy_and_nothing_else(trace):
+    copy = trace.where(np.arange(len(trace)))
+
+    assert copy == trace
+    assert trace != "a trace"
+    if len(trace):
+        assert trace.where(slice(1, None)) != trace
+
+
+def test_select_by_step_and_rank():
+    trace = Trace.from_columns({"step": [0, 1, 1, 2], "rank": [0, 0, 1, 1]})
+
+    assert len(trace.select(steps=[1, 2])) == 3
+    assert trace.select(steps=[1], ranks=[1]).events["step"].tolist() == [1]
+
+
+def test_what_is_left_out_is_unknown():
+    trace = Trace.from_columns({"start_ns": [5]})
+
+    assert {column: trace.events[column][0] for column in COLUMNS} == {c: v for c, (_, v) in COLUMNS.items()} | {
+        "start_ns": 5
+    }
+
+
+def test_one_line_says_what_a_trace_is():
+    trace = Trace.from_columns(
+        {"rank": [0, 3], "step": [4, 4], "duration_ns": [5, 2_000_000]}, meta={"source": "kineto"}
+    )
+
+    assert repr(trace) == "<Trace: 2 events, 2 ms, ranks 0..3, step 4, kineto>"
+    assert repr(Trace.from_columns({})) == "<Trace: 0 events, 0 us, unknown source>"
+
+
+def test_head_shows_the_earliest_events_in_words():
+    trace = Trace.from_columns(
+        {"start_ns": [9, 3], "duration_ns": [1, 2], "kind": [KIND["COLL"], KIND["HOST"]]}, names=["a", "b"], name=[0, 1]
+    )
+
+    assert trace.head(1) == [{"name": "b", "kind": "HOST", "lane": "main", "start_ns": 3, "duration_ns": 2}]
+
+
+def communication(name: str, ranks: list[int]) -> Trace:
+    """Return a trace with one collective in group 1, which is called `name`, and one loader row with the same number."""
+    return Trace.from_columns(
+        {"group": [1, 1], "kind": [KIND["COLL"], KIND["DATA"]]}, groups={1: {"name": name, "ranks": ranks}}
+    )
+
+
+def test_groups_that_share_a_number_but_not_a_meaning_are_kept_apart():
+    one, other = communication("1", [0, 1]), communication("1", [2, 3])
+
+    joined = concat([one, other, one, other])
+
+    first, second = joined.events["group"][[0, 2]].tolist()
+    assert first != second
+    assert joined.events["group"].tolist() == [first, 1, second, 1] * 2
+    assert {key: value["ranks"] for key, value in joined.groups.items()} == {first: [0, 1], second: [2, 3]}
+
+
+def test_groups_that_mean_the_same_are_one():
+    joined = concat([communication("tp", [0, 1]), communication("tp", [])])
+
+    assert joined.groups == {1: {"name": "tp", "ranks": [0, 1]}}
+    assert joined.events["group"].tolist() == [1, 1, 1, 1]
+
+
+def test_the_coverage_of_every_part_is_kept():
+    parts = [Trace.from_columns({}, meta={"coverage": {"mapped": share}}) for share in (1.0, 0.5, 0.75)]
+
+    joined = concat([concat(parts[:2]), parts[2]])
+
+    assert joined.meta["coverage"] == {"mapped": 0.5, "parts": [{"mapped": 1.0}, {"mapped": 0.5}, {"mapped": 0.75}]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"start": [1]}, "'start' is not a trace column. Did you mean 'start_ns'"),
+        ({"start_ns": [1], "rank": [1, 2]}, r"columns differ in length.*same number of rows"),
+        ({"duration_ns": [4, -2]}, r"event 1 lasts -2 ns.*drop the row"),
+        ({"name": [0]}, r"name code 0 has no entry.*full name table"),
+    ],
+)
+def test_columns_that_cannot_be_are_refused(columns, message):
+    with pytest.raises(InputError, match=message):
+        Trace.from_columns(columns)
+
+
+def test_no_path_at_all_is_refused():
+    with pytest.raises(InputError, match="list of paths is empty"):
+        Trace.open([])
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    (tmp_path / "a").write_text("hello")
+
+    with pytest.raises(
+        FormatError, match=r"not a trace headway can read: it starts with the bytes b'hello'.*Give one of"
+    ):
+        Trace.open(tmp_path / "a")
