@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.trace.runs import Run, merge
-from tests.test_launch import DDP, run, script, start
+from tests.test_launch import DDP, alive, run, script, start, wait_for
 
 
 def free_port() -> int:
@@ -56,16 +57,10 @@ def test_every_attempt_of_two_hosts_has_a_store_of_its_own(tmp_path):
     job = script(
         tmp_path,
         """
-        import datetime, os, sys
-        from torch.distributed import TCPStore
-        rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-        store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0,
-                         datetime.timedelta(seconds=60))
-        clean = store.check([f"seen"]) is False
-        store.set(f"met-{rank}", "1"); store.wait(["met-0", "met-1"])
-        store.set("seen", "1"); store.set(f"out-{rank}", "1"); store.wait(["out-0", "out-1"])
-        with open(sys.argv[1] + f"/{attempt}-{rank}", "w") as file:
-            file.write(os.environ["MASTER_PORT"])
+        import os, sys
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        with open(sys.argv[1] + f"/{attempt}-{os.environ['RANK']}", "w") as file:
+            file.write(os.environ["MASTER_PORT"] + os.environ["TORCHELASTIC_USE_AGENT_STORE"])
         sys.exit(1 if attempt == "0" else 0)
         """,
     )
@@ -95,3 +90,33 @@ def test_hosts_that_nobody_joins_give_up_after_their_time(tmp_path):
 
     assert done.returncode != 0
     assert "no rank was started" in done.stderr
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_host_ends_its_ranks_and_is_a_preemption(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import os, sys, time
+        open(sys.argv[1] + f"/pid-{os.environ['RANK']}-{os.getpid()}", "w").close()
+        time.sleep(600)
+        """,
+    )
+    endpoint = f"127.0.0.1:{free_port()}"
+    hosts = [
+        start(
+            tmp_path / f"host{k}", [job, str(tmp_path)], nnodes=2, node_rank=k, rdzv_endpoint=endpoint,
+            local_addr="127.0.0.1", grace_s=5.0,
+        )
+        for k in (0, 1)
+    ]  # fmt: skip
+    wait_for(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    for host in hosts:
+        host.send_signal(signal.SIGTERM)
+    for host in hosts:
+        host.communicate(timeout=60)
+    pids = [int(path.name.rpartition("-")[2]) for path in tmp_path.glob("pid-*")]
+
+    assert [host.returncode for host in hosts] == [143, 143]
+    assert not any(alive(pid) for pid in pids)
+    assert json.loads((tmp_path / "host1" / "run-host1.json").read_text())["exit"]["class"] == "preempted"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Opened:
     """A page, drawn, with everything it asked for and complained about."""
 
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
+        self.address = path.as_uri()
         self.page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
         self.requests: list[str] = []
         self.complaints: list[str] = []
@@ -50,7 +51,7 @@ class Opened:
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.complaints.append("dialog"), dialog.dismiss()))
-        self.page.goto(path.as_uri())
+        self.page.goto(self.address)
         self.page.wait_for_selector("html[data-drawn=yes]", state="attached", timeout=30_000)
 
     def colours(self, selector: str) -> int:
@@ -60,6 +61,24 @@ class Opened:
             return new Set(new Uint32Array(data.buffer)).size;
         }"""
         return int(self.page.eval_on_selector(selector, script))
+
+
+Opener = Callable[..., Opened]
+
+
+@pytest.fixture
+def opened(browser: Any, tmp_path: Path) -> Iterator[Opener]:
+    """Return a function that writes a report and opens it; its pages are closed after the test."""
+    pages: list[Opened] = []
+
+    def write_and_open(data: ReportData, **options: Any) -> Opened:
+        write_report(data, tmp_path / "report.html")
+        pages.append(Opened(browser, tmp_path / "report.html", **options))
+        return pages[-1]
+
+    yield write_and_open
+    for one in pages:
+        one.page.close()
 
 
 def gaps() -> ReportData:
@@ -94,32 +113,28 @@ REPORTS = {
 }
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("name", REPORTS)
-def test_the_page_is_drawn_without_a_request_or_a_complaint(browser: Any, tmp_path: Path, name: str) -> None:
-    write_report(REPORTS[name](), tmp_path / "report.html")
+def test_the_page_is_drawn_without_a_request_or_a_complaint(opened: Opener, name: str, theme: str) -> None:
+    page = opened(REPORTS[name](), color_scheme=theme)
 
-    for theme in ("light", "dark"):
-        opened = Opened(browser, tmp_path / "report.html", color_scheme=theme)
-        assert opened.requests == [(tmp_path / "report.html").as_uri()]
-        assert opened.complaints == []
-        opened.page.close()
+    assert page.requests == [page.address]
+    assert page.complaints == []
 
 
 @pytest.mark.parametrize("width", [1280, 700, 390])
-def test_nothing_reaches_beyond_the_window(browser: Any, tmp_path: Path, width: int) -> None:
-    write_report(demo_report(8, 400), tmp_path / "report.html")
-    opened = Opened(browser, tmp_path / "report.html", viewport={"width": width, "height": 900})
+def test_nothing_reaches_beyond_the_window(opened: Opener, width: int) -> None:
+    shown = opened(demo_report(8, 400), viewport={"width": width, "height": 900})
 
-    assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+    assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
     for selector in ("#steps-plot canvas", "#shares-plot canvas", "#timeline-canvas", "#heat-0-canvas"):
-        assert opened.colours(selector) > 3
+        assert shown.colours(selector) > 3
 
 
-def test_arrow_keys_read_the_recorded_values(browser: Any, tmp_path: Path) -> None:
+def test_arrow_keys_read_the_recorded_values(opened: Opener) -> None:
     data = dataclasses.replace(demo_report(), first_step=100)
     assert data.step_s is not None
-    write_report(data, tmp_path / "report.html")
-    page = Opened(browser, tmp_path / "report.html").page
+    page = opened(data).page
 
     page.focus("#steps-figure")
     page.keyboard.press("ArrowRight")
@@ -132,9 +147,8 @@ def test_arrow_keys_read_the_recorded_values(browser: Any, tmp_path: Path) -> No
     assert page.inner_text("#shares-readout").startswith(f"step {step}: input ")
 
 
-def test_a_chosen_rank_is_read_beside_the_median(browser: Any, tmp_path: Path) -> None:
-    write_report(demo_report(), tmp_path / "report.html")
-    page = Opened(browser, tmp_path / "report.html").page
+def test_a_chosen_rank_is_read_beside_the_median(opened: Opener) -> None:
+    page = opened(demo_report()).page
 
     page.select_option("#steps-rank", "1")
     page.focus("#steps-figure")
@@ -143,31 +157,29 @@ def test_a_chosen_rank_is_read_beside_the_median(browser: Any, tmp_path: Path) -
     assert ": rank 1 " in page.inner_text("#steps-readout")
 
 
-def test_keys_zoom_the_timeline_and_home_shows_all_of_it(browser: Any, tmp_path: Path) -> None:
-    write_report(demo_report(), tmp_path / "report.html")
-    opened = Opened(browser, tmp_path / "report.html")
+def test_keys_zoom_the_timeline_and_home_shows_all_of_it(opened: Opener) -> None:
+    shown = opened(demo_report())
     picture = "document.getElementById('timeline-canvas').toDataURL()"
-    whole = opened.page.evaluate(picture)
+    whole = shown.page.evaluate(picture)
 
-    opened.page.focus("#timeline-figure")
-    opened.page.keyboard.press("+")
-    closer = opened.page.evaluate(picture)
-    opened.page.keyboard.press("Home")
+    shown.page.focus("#timeline-figure")
+    shown.page.keyboard.press("+")
+    closer = shown.page.evaluate(picture)
+    shown.page.keyboard.press("Home")
 
     assert closer != whole
-    assert opened.page.evaluate(picture) == whole
-    assert opened.complaints == []
+    assert shown.page.evaluate(picture) == whole
+    assert shown.complaints == []
 
 
-def test_pointing_at_a_span_describes_it(browser: Any, tmp_path: Path) -> None:
-    write_report(demo_report(), tmp_path / "report.html")
-    page = Opened(browser, tmp_path / "report.html").page
+def test_pointing_at_a_span_describes_it(opened: Opener) -> None:
+    page = opened(demo_report()).page
     page.locator("#timeline-figure").scroll_into_view_if_needed()
     box = page.locator("#timeline-canvas").bounding_box()
     assert box
 
     seen = set()
-    for x in range(150, int(box["width"]), 6):
+    for x in range(150, int(box["width"]), 9):
         page.mouse.move(box["x"] + x, box["y"] + 47)
         if page.is_visible("#timeline-tip"):
             seen.add(page.inner_text("#timeline-tip b"))
@@ -175,9 +187,8 @@ def test_pointing_at_a_span_describes_it(browser: Any, tmp_path: Path) -> None:
     assert {"input.next", "compute", "checkpoint.save"} <= seen
 
 
-def test_the_button_changes_the_theme_of_page_and_pictures(browser: Any, tmp_path: Path) -> None:
-    write_report(demo_report(), tmp_path / "report.html")
-    page = Opened(browser, tmp_path / "report.html", color_scheme="light").page
+def test_the_button_changes_the_theme_of_page_and_pictures(opened: Opener) -> None:
+    page = opened(demo_report(), color_scheme="light").page
     look = "[getComputedStyle(document.body).backgroundColor, document.getElementById('timeline-canvas').toDataURL()]"
     before = page.evaluate(look)
 
@@ -192,9 +203,8 @@ def test_the_button_changes_the_theme_of_page_and_pictures(browser: Any, tmp_pat
     assert page.evaluate(look) == before
 
 
-def test_paper_is_white_even_from_a_dark_screen(browser: Any, tmp_path: Path) -> None:
-    write_report(demo_report(), tmp_path / "report.html")
-    page = Opened(browser, tmp_path / "report.html", color_scheme="dark").page
+def test_paper_is_white_even_from_a_dark_screen(opened: Opener) -> None:
+    page = opened(demo_report(), color_scheme="dark").page
     page.emulate_media(media="print", color_scheme="dark")
 
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
@@ -202,9 +212,8 @@ def test_paper_is_white_even_from_a_dark_screen(browser: Any, tmp_path: Path) ->
     assert len(page.pdf(format="A4")) > 10_000
 
 
-def test_every_control_is_reached_with_the_tab_key(browser: Any, tmp_path: Path) -> None:
-    write_report(demo_report(), tmp_path / "report.html")
-    page = Opened(browser, tmp_path / "report.html").page
+def test_every_control_is_reached_with_the_tab_key(opened: Opener) -> None:
+    page = opened(demo_report()).page
 
     reached = []
     for _ in range(40):
@@ -215,18 +224,16 @@ def test_every_control_is_reached_with_the_tab_key(browser: Any, tmp_path: Path)
     assert wanted | {"timeline-in", "timeline-all", "heat-0-figure"} <= set(reached)
 
 
-def test_hostile_text_does_nothing(browser: Any, tmp_path: Path) -> None:
+def test_hostile_text_does_nothing(opened: Opener) -> None:
     hostile = "<img src=x onerror=alert(1)><script>alert(2)</script></script>"
     why = demo_why()
     why["causes"][0] |= {"where": hostile, "fix": hostile, "evidence": hostile, "cause": hostile}
     data = dataclasses.replace(demo_report(), title=hostile, why=why, facts={hostile: hostile})
-    write_report(data, tmp_path / "report.html")
+    shown = opened(data)
 
-    opened = Opened(browser, tmp_path / "report.html")
-
-    assert opened.complaints == []
-    assert opened.page.locator("main img, main script").count() == 0
-    assert opened.page.inner_text(".top .name") == hostile
+    assert shown.complaints == []
+    assert shown.page.locator("main img, main script").count() == 0
+    assert shown.page.inner_text(".top .name") == hostile
 
 
 def test_without_scripts_the_figures_are_still_there(browser: Any, tmp_path: Path) -> None:

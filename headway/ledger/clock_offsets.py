@@ -54,9 +54,7 @@ def aligned(trace: Trace, *, unknown_as_compute: bool = False) -> Trace:
     for (d, p), offset in offsets.items():
         rank = int(table.rank[d, p])
         ranks[rank]["offset_ns"] = int(ranks[rank].get("offset_ns", 0)) + offset
-    _log.warning(
-        "the clocks of %d ranks disagree with the others; their times are shifted for the analysis", len(offsets)
-    )
+    _log.warning("clocks of %d of %d ranks stand apart; the analysis shifts them", len(offsets), table.rank.size)
     return replace(trace, ranks=ranks)
 
 

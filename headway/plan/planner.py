@@ -90,9 +90,7 @@ class Plan:
             for row in self.proposals
             if row.name in self.chosen
         )
-        return PlanFile(
-            remedies, predicted_speedup=self.predicted_speedup, interval=self.interval, baseline=baseline
-        )
+        return PlanFile(remedies, predicted_speedup=self.predicted_speedup, interval=self.interval, baseline=baseline)
 
     def save(self, path: str | Path, *, baseline: str | None = None) -> None:
         """Write the plan file; `baseline` is the run folder it was made from."""

@@ -239,7 +239,7 @@ def applied_part(run: Json | None) -> str:
         '<tr><th>Remedy</th><th class="n">Predicted</th><th class="n">Measured</th><th class="n">Off by</th>'
         '<th class="bar">tick and line: predicted, with its interval; dot: measured; hairline: 1x</th></tr>'
     )
-    table = f'<table class="ledger">{head}{body}</table>' if done else ""
+    table = f'<div class="scroll"><table class="ledger">{head}{body}</table></div>' if done else ""
     notes = "".join(
         f'<p class="note"><span class="mono">{text(r.get("name"))}</span> was not applied: '
         f"{text(r['reason_not_applied'])}.</p>"

@@ -66,6 +66,7 @@ class Patch:
 
 _C10D = "torch.distributed.distributed_c10d:"
 _LOADER = "torch.utils.data.dataloader:"
+_DYNAMO = "torch._dynamo.callback:CompilationCallbackHandler."
 _FETCH = "torch.utils.data._utils.fetch:"
 
 PATCHES: dict[str, Patch] = {
@@ -106,7 +107,8 @@ PATCHES: dict[str, Patch] = {
     # The host.
     "gc": Patch("gc:callbacks", register=probe_host.join_gc),
     "logging": Patch("logging:Logger.callHandlers", probe_host.call_handlers),
-    "torch.compile": Patch("torch._dynamo.callback:callback_handler", register=probe_host.join_compile, optional=True),
+    "torch.compile.start": Patch(_DYNAMO + "run_start_callbacks", probe_host.compile_start, optional=True),
+    "torch.compile": Patch(_DYNAMO + "run_end_callbacks", probe_host.compile_end, optional=True),
 }  # fmt: skip
 """Name -> patch. The names are the keys of `patches` in RUN/tables, and what HEADWAY_BREAK takes."""
 

@@ -60,26 +60,30 @@ def call_handlers(original: Callable[..., Any], probes: Probes) -> Callable[...,
     return callHandlers
 
 
-def join_compile(handler: Any, probes: Probes) -> Callable[[], None]:
-    """Join dynamo's compilation callbacks: forward, and backward when that is compiled later. Returns the undo."""
-    emit = probes.emit
-    started = 0
+def compile_start(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap dynamo's call of its start callbacks (a callback of ours would not survive `torch._dynamo.reset`)."""
+    started = probes.compile_started
 
-    def start(*_: object) -> None:
-        nonlocal started
-        started = now()
+    @functools.wraps(original)
+    def run_start_callbacks(self: Any, *args: Any) -> Any:
+        """Note when the compiler begins."""
+        started[0] = now()
+        return original(self, *args)
 
-    def end(*_: object) -> None:
+    return run_start_callbacks
+
+
+def compile_end(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap dynamo's call of its end callbacks: forward, and backward when that is compiled later."""
+    emit, started = probes.emit, probes.compile_started
+
+    @functools.wraps(original)
+    def run_end_callbacks(self: Any, *args: Any) -> Any:
+        """Record how long the compiler worked."""
         try:
-            emit(COMPILE, started, now() - started)
+            emit(COMPILE, started[0], now() - started[0])
         except Exception as cause:
             probes.failed("torch.compile", cause)
+        return original(self, *args)
 
-    handler.register_start_callback(start)
-    handler.register_end_callback(end)
-
-    def undo() -> None:
-        leave(handler.start_callbacks, start)
-        leave(handler.end_callbacks, end)
-
-    return undo
+    return run_end_callbacks

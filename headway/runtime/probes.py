@@ -58,6 +58,9 @@ class Probes:
     context: Any = None
     """The remedies of the plan (`remedy.Context`); None without a plan."""
 
+    compile_started: list[int] = field(default_factory=lambda: [0])
+    """[1] When the compiler began its present work."""
+
     stepping: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether an optimizer is stepping: one that it steps inside is part of its step."""
 

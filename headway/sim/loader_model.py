@@ -251,20 +251,27 @@ def _measure_handoff(
     """Replace the typical costs by measured ones where workers were recorded (in place).
 
     A batch that had been ready for long costs its receiver alone; one that was
-    awaited also shows the hand-off. Both are medians: single values are noisy.
+    awaited also shows the hand-off. The first batch of each worker takes
+    longer: its pipe and its threads are made then. All three are medians:
+    single values are noisy.
     """
     load_end = batches.load_start_ns + batches.load_ns
-    after = (batches.end_ns - np.maximum(batches.start_ns, load_end)).astype(np.float64)
+    after = np.maximum(batches.end_ns - np.maximum(batches.start_ns, load_end), 0).astype(np.float64)
     ready = known & (load_end + SLACK_NS < batches.start_ns)
     awaited = known & (load_end > batches.start_ns)
+    opening = batches.seq < batches.workers[batches.iterator]
     if ready.any():
         take[known] = np.median(after[ready])
-        take[ready] = np.maximum(after[ready], 0)
-    if awaited.any():
-        whole = max(0.0, float(np.median(after[awaited])))
-        typical = float(np.median(take[known & ~ready])) if (known & ~ready).any() else 0.0
+        take[ready] = after[ready]
+    for which in (opening, ~opening):
+        seen = awaited & which
+        if not seen.any():
+            continue
+        whole = float(np.median(after[seen]))
+        rest = known & which & ~ready
+        typical = float(np.median(take[rest])) if rest.any() else 0.0
         part = min(typical, whole) if ready.any() else min(typical, whole / 2)
-        take[known & ~ready], handoff[known] = part, whole - part
+        take[rest], handoff[known & which] = part, whole - part
 
 
 def _first_loads(batches: Batches, lane: Lane, costs: Costs) -> NDArray[np.float64]:

@@ -319,7 +319,8 @@ def _loads(
         mine = np.flatnonzero(iterator == index)
         own = load[events["group"][load] == group]
         if workers[index] == 0:
-            own = own[events["peer"][own] < 0]
+            # The call that encloses a load in the main process says whose it is; the load itself need not.
+            own = load[(events["peer"][load] < 0) & ((events["group"][load] == group) | (events["group"][load] < 0))]
             place = np.searchsorted(events["start_ns"][own], events["start_ns"][calls[mine]])
             for batch, at in zip(mine.tolist(), place.tolist(), strict=True):
                 call = calls[batch]

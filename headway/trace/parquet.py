@@ -52,6 +52,7 @@ def write(trace: Trace, path: str | Path) -> None:
         "compression_level": 6,
         "use_dictionary": [column for column in COLUMNS if column not in DELTA_CODED],
         "column_encoding": dict.fromkeys(DELTA_CODED, "DELTA_BINARY_PACKED"),
+        "write_page_checksum": True,
         "store_schema": False,  # It would store the tables a second time.
     }
     with whole_file(path) as draft, pq.ParquetWriter(draft, table.schema, **coding) as writer:
@@ -65,7 +66,7 @@ def read(path: str | Path) -> Trace:
     Raises `FormatError` when the file is no Parquet, not ours, of another version, or damaged.
     """
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             tables = _tables(file.metadata.metadata or {}, path)
             table = file.read(use_threads=False)
     except (pa.ArrowException, OSError) as cause:

@@ -70,4 +70,6 @@ def applied_rows(
 
 def verdict_line(explanation: Explanation) -> str:
     """Return the last line of a run: the verdict in one sentence, and what to type next."""
-    return f"{verdict(explanation.to_json())}  Next: headway why {explanation.source}"
+    found = verdict(explanation.to_json())
+    gain = f" {found.remedy} wins {found.gain} (predicted)." if found.remedy and found.gain else ""
+    return f"{found.sentence}{gain} Next: headway why {explanation.source}"

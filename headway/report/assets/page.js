@@ -70,8 +70,11 @@
     return chart;
   };
 
+  const stepCharts = [];         // functions that return the charts whose x is the step; they show the same steps
+  const showSteps = (min, max) => { for (const chart of stepCharts) chart().setScale("x", { min, max }); };
+
   // Keys on a focused chart: arrows move the cursor, + and - zoom round it, Home shows everything.
-  const keyed = (figure, current) => figure.addEventListener("keydown", (event) => {
+  const keyed = (figure, current) => stepCharts.push(current) && figure.addEventListener("keydown", (event) => {
     const u = current();
     if (!u || event.target !== figure) return;
     const xs = u.data[0], first = xs[0], last = xs[xs.length - 1];
@@ -80,12 +83,12 @@
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
       const by = (event.key === "ArrowLeft" ? -1 : 1) * (event.shiftKey ? 20 : 1);
       const x = xs[Math.max(0, Math.min(xs.length - 1, index + by))];
-      u.setCursor({ left: u.valToPos(x, "x"), top: u.over.clientHeight / 2 });
+      u.setCursor({ left: u.valToPos(x, "x"), top: u.over.clientHeight / 2 }, true, true);
     } else if (event.key === "+" || event.key === "=" || event.key === "-") {
       const half = (max - min) * (event.key === "-" ? 1 : 0.25), middle = xs[index];
-      u.setScale("x", { min: Math.max(first, middle - half), max: Math.min(last, middle + half) });
+      showSteps(Math.max(first, middle - half), Math.min(last, middle + half));
     } else if (event.key === "Home" || event.key === "Escape") {
-      u.setScale("x", { min: first, max: last });
+      showSteps(first, last);
     } else return;
     event.preventDefault();
   });

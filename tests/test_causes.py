@@ -1,0 +1,180 @@
+"""The ranked causes of recorded runs with one known fault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from headway.core.errors import InputError
+from headway.ledger.cause import Cause, ranked
+from headway.ledger.causes import EDIT_OF_CAUSE, RULES, Fix, find_causes
+from headway.ledger.ledger import Ledger
+from tests.runs_made import MS, RunMaker
+
+QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}
+
+FAULTS: dict[str, RunMaker] = {
+    "input.fetch": RunMaker(**QUIET, num_workers=0, fetch_ns=9 * MS),
+    "input.prep": RunMaker(**QUIET, num_workers=1, prep_ns=20 * MS),
+    "input.transfer": RunMaker(**{**QUIET, "transfer_ns": 9 * MS}),
+    "comm.exposed": RunMaker(**{**QUIET, "comm_ns": 12 * MS}),
+    "straggler.rank": RunMaker(**QUIET, ranks=3, compute_ns=lambda rank, step: (5 + 6 * (rank == 2)) * MS),
+    "host.gc": RunMaker(**QUIET, gc_ns=lambda rank, step: 40 * MS * (step % 8 == 0)),
+    "host.logging": RunMaker(**QUIET, logging_ns=5 * MS),
+    "checkpoint.stall": RunMaker(**QUIET, save_ns=lambda rank, step: 60 * MS * (rank == 0 and step % 10 == 9)),
+    "startup.compile": RunMaker(**QUIET, compile_ns=lambda rank, step: 900 * MS * (step == 0)),
+}
+"""Cause -> a job that has it and nothing else worth naming."""
+
+
+def test_every_rule_but_the_devices_own_has_a_fault_that_shows_it():
+    assert set(RULES) == set(FAULTS) | {"host.launch"}
+    assert set(EDIT_OF_CAUSE) <= set(RULES)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_planted_fault_is_the_first_cause(name):
+    made = FAULTS[name].make()
+
+    causes = find_causes(Ledger.of(made))
+
+    first = causes[0]
+    assert first.cause == name
+    assert first.where
+    assert first.evidence
+    assert first.fix
+    assert any(letter.isdigit() for letter in first.evidence)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_seconds_lost_are_those_of_the_truth(name):
+    """The cause's own time, and what other ranks waited because of it."""
+    made = FAULTS[name].make()
+    truth, sub = made.truth_ns, made.sub_truth_ns
+    lost_ns = {
+        "input.fetch": sub.get("input.fetch", 0),
+        "input.prep": sub.get("input.prep", 0),
+        "input.transfer": sub.get("input.transfer", 0),
+        "comm.exposed": truth.get("comm", 0),
+        "straggler.rank": truth.get("straggler", 0),
+        "host.gc": sub.get("host.gc", 0),
+        "host.logging": sub.get("host.logging", 0),
+        "checkpoint.stall": truth.get("checkpoint", 0) + truth.get("straggler", 0),
+        "startup.compile": sub.get("startup.compile", 0),
+    }[name]
+
+    first = find_causes(Ledger.of(made))[0]
+
+    assert first.lost_device_s == pytest.approx(lost_ns / 1e9, rel=1e-6)
+
+
+def test_a_straggler_is_named_with_its_host_and_what_it_did():
+    cause = find_causes(Ledger.of(FAULTS["straggler.rank"].make()))[0]
+
+    assert cause.where == "rank 2 on made-host"
+    assert "40 of 40 collectives, by 6 ms in the median" in cause.evidence
+    assert "computed longer" in cause.evidence
+
+
+def test_ranks_that_are_late_in_turn_are_one_cause_without_a_culprit():
+    maker = RunMaker(**QUIET, ranks=4, compute_ns=lambda rank, step: (5 + 6 * (step % 4 == rank)) * MS)
+
+    rows = [cause for cause in find_causes(Ledger.of(maker.make())) if cause.cause == "straggler.rank"]
+
+    assert [row.where for row in rows] == ["ranks in turn"]
+
+
+def test_a_save_that_others_wait_for_is_a_checkpoint_stall_not_a_straggler():
+    causes = find_causes(Ledger.of(FAULTS["checkpoint.stall"].make()))
+
+    assert "straggler.rank" not in {cause.cause for cause in causes}
+    assert "other ranks waited" in causes[0].evidence
+
+
+def test_a_run_without_losses_has_no_causes():
+    assert find_causes(Ledger.of(RunMaker(**QUIET, ranks=2).make())) == []
+
+
+@dataclass(frozen=True)
+class Told:
+    """A forecast that a test made up."""
+
+    base_step_s: float
+    step_s: float
+    interval: tuple[float, float] = (1.1, 1.3)
+
+    @property
+    def speedup(self) -> float:
+        return self.base_step_s / self.step_s
+
+
+def test_a_predictor_replaces_booked_seconds_by_counterfactual_ones():
+    asked: list[tuple[str, ...]] = []
+
+    def predict(edits: Any) -> Told:
+        asked.append(tuple(edits))
+        return Told(0.015, 0.012)
+
+    ledger = Ledger.of(FAULTS["input.fetch"].make())
+    cause = find_causes(ledger, predict=predict)[0]
+
+    assert asked == [("input.fetch=none",)]
+    assert cause.lost_device_s == pytest.approx(0.003 * ledger.steps * ledger.devices)
+    assert (cause.predicted_speedup, cause.interval) == (1.25, (1.1, 1.3))
+
+
+def test_a_run_that_cannot_be_replayed_keeps_its_booked_seconds():
+    def refuse(edits: Any) -> Told:
+        raise InputError("the replay is 9 % off. Record a longer run.")
+
+    ledger = Ledger.of(FAULTS["input.fetch"].make())
+
+    assert find_causes(ledger, predict=refuse) == find_causes(ledger)
+
+
+def test_a_predicted_remedy_takes_the_place_of_general_advice():
+    ledger = Ledger.of(FAULTS["input.fetch"].make())
+    fix = Fix("DataLoader(num_workers=6)", 2.1, (1.9, 2.2))
+
+    cause = find_causes(ledger, fixes={"input.fetch": fix})[0]
+
+    assert (cause.fix, cause.predicted_speedup, cause.interval) == (fix.text, 2.1, (1.9, 2.2))
+    assert cause.to_json() == {
+        "cause": "input.fetch",
+        "where": "MadeDataset, 0 workers per rank",
+        "lost_device_s": cause.lost_device_s,
+        "evidence": cause.evidence,
+        "fix": "DataLoader(num_workers=6)",
+        "predicted_speedup": 2.1,
+        "interval": [1.9, 2.2],
+    }
+
+
+def test_what_lost_less_than_the_least_share_is_left_out():
+    ledger = Ledger.of(FAULTS["host.logging"].make())
+    share = ledger.fraction("host.logging")
+
+    assert find_causes(ledger, least_fraction=share * 1.01) == []
+    assert find_causes(ledger, least_fraction=share * 0.99)[0].cause == "host.logging"
+
+
+def test_causes_rank_by_seconds_then_name_then_place():
+    rows = [
+        Cause("b", "x", 1.0, "", ""),
+        Cause("a", "y", 1.0, "", ""),
+        Cause("a", "x", 1.0, "", ""),
+        Cause("c", "", 2.0, "", ""),
+    ]
+
+    assert [(row.cause, row.where) for row in ranked(rows)] == [("c", ""), ("a", "x"), ("a", "y"), ("b", "x")]
+
+
+def test_a_missing_run_json_costs_only_the_words_it_would_have_given():
+    made = FAULTS["input.fetch"].make()
+
+    bare = find_causes(Ledger.of(replace(made, meta={})))[0]
+
+    assert bare.cause == "input.fetch"
+    assert bare.where == "loader"

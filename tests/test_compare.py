@@ -1,0 +1,96 @@
+"""Two ledgers side by side."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import InputError
+from headway.ledger.buckets import BUCKETS
+from headway.ledger.compare import compare
+from headway.ledger.ledger import Ledger
+from tests.runs_made import MS, RunMaker
+
+BASE = RunMaker(steps=20, fetch_ns=2 * MS)
+SLOWER = {
+    "input": replace(BASE, fetch_ns=5 * MS),
+    "useful": replace(BASE, compute_ns=9 * MS),
+    "comm": replace(BASE, comm_ns=4 * MS),
+    "checkpoint": replace(BASE, save_ns=3 * MS),
+    "host": replace(BASE, logging_ns=3 * MS),
+    "straggler": replace(BASE, compute_ns=lambda rank, step: (5 + 4 * (rank == 1)) * MS),
+    "startup": replace(BASE, startup_ns=3000 * MS),
+}
+
+
+def ledger(maker: RunMaker) -> Ledger:
+    return Ledger.of(maker.make())
+
+
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_the_same_job_run_longer_is_no_regression(first, second):
+    found = compare(ledger(replace(BASE, steps=first)), ledger(replace(BASE, steps=second)), 0.3)
+
+    assert found.exit_code == 0
+    assert not found.slower
+
+
+def test_a_run_compared_with_itself_has_no_deltas():
+    found = compare(ledger(BASE), ledger(BASE))
+
+    assert [change.bucket for change in found.changes] == list(BUCKETS)
+    assert {change.delta_s for change in found.changes} == {0.0}
+    assert (found.speedup, found.regressions, found.exit_code) == (1.0, [], 0)
+
+
+@pytest.mark.parametrize("bucket", SLOWER)
+def test_the_bucket_that_grew_is_named_and_the_gate_closes(bucket):
+    found = compare(ledger(BASE), ledger(SLOWER[bucket]))
+
+    regressed = {change.bucket for change in found.changes if change.regressed}
+    assert bucket in regressed
+    assert regressed <= {bucket, "useful"}  # a slow rank computes more and the others wait for it
+    assert found.exit_code == 3
+    assert any(line.startswith(bucket) for line in found.regressions)
+    assert found.slower == (bucket != "startup")
+
+
+@pytest.mark.parametrize("bucket", SLOWER)
+def test_getting_faster_is_no_regression(bucket):
+    found = compare(ledger(SLOWER[bucket]), ledger(BASE))
+
+    assert found.exit_code == 0
+    assert found.speedup >= 1.0
+
+
+def test_deltas_are_seconds_per_step_and_device():
+    found = compare(ledger(BASE), ledger(SLOWER["input"]))
+
+    change = next(change for change in found.changes if change.bucket == "input")
+    assert change.delta_s == pytest.approx(0.003)
+    assert found.steps_per_s[0] / found.steps_per_s[1] == pytest.approx(1 / found.speedup)
+
+
+def test_json_names_its_schema_and_the_exit_code():
+    found = compare(ledger(BASE), ledger(SLOWER["input"])).to_json()
+
+    assert found["schema"] == "headway.compare/1"
+    assert found["exit_code"] == 3
+    assert [row["bucket"] for row in found["changes"]] == list(BUCKETS)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0, -0.1])
+def test_a_threshold_that_is_no_fraction_is_refused(threshold):
+    with pytest.raises(InputError, match=r"threshold is .*between 0 and 1.*Pass 0.05"):
+        compare(ledger(BASE), ledger(BASE), threshold)
+
+
+def test_a_run_without_steps_cannot_be_compared():
+    made = BASE.make()
+    empty = Ledger.of(replace(made, trace=made.trace.where(made.trace.named("process"))))
+
+    with pytest.raises(InputError, match=r"second ledger has no complete step.*Record a longer run"):
+        compare(ledger(BASE), empty)

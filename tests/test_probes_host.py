@@ -1,0 +1,62 @@
+"""Host probes: garbage collections, log records and compilation, each once and for as long as it took."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+
+import torch
+
+from tests.recorded import recording, rows
+
+MS = 1_000_000
+
+
+def test_every_collection_is_recorded_with_its_generation(tmp_path):
+    with recording(tmp_path) as session:
+        gc.disable()
+        try:
+            before = session.probes.gc_ns[0]
+            gc.collect(0)
+            gc.collect(2)
+            spent = session.probes.gc_ns[0] - before
+        finally:
+            gc.enable()
+        mine = rows(tmp_path)["host.gc"][-2:]
+
+    assert [row["a"] for row in mine] == [0, 2]
+    assert sum(row["duration_ns"] for row in mine) == spent
+
+
+def test_a_slow_handler_is_recorded_and_a_level_that_is_off_is_not(tmp_path):
+    class Slow(logging.Handler):
+        def emit(self, record):
+            time.sleep(0.003)
+
+    logger = logging.getLogger("tests.slow")
+    logger.propagate = False
+    logger.setLevel(logging.INFO)
+    handler = Slow()
+    logger.addHandler(handler)
+    try:
+        with recording(tmp_path):
+            logger.info("one")
+            logger.debug("none")
+            logger.warning("two")
+    finally:
+        logger.removeHandler(handler)
+    found = rows(tmp_path)["host.logging"]
+
+    assert [row["a"] for row in found] == [logging.INFO, logging.WARNING]
+    assert all(row["duration_ns"] >= 3 * MS for row in found)
+
+
+def test_compilation_is_recorded_also_after_a_reset_of_dynamo(tmp_path):
+    with recording(tmp_path):
+        for size in (2, 3):
+            torch._dynamo.reset()
+            torch.compile(torch.nn.Linear(size, size), backend="eager")(torch.ones(1, size))
+    torch._dynamo.reset()
+
+    assert len(rows(tmp_path)["host.compile"]) == 2

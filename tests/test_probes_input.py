@@ -1,0 +1,200 @@
+"""Input probes: the wait on the training thread, and fetch, run delay, prep and collate where the dataset runs."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from headway.runtime.probe_input import batch_bytes, loader_facts, read_delay
+from tests.recorded import recording, rows
+
+MS = 1_000_000
+
+
+class Sleepy(Dataset):
+    """Each example sleeps, then burns CPU; collate burns some more."""
+
+    def __init__(self, size, sleep_s=0.0, burn_s=0.0, garbage=False):
+        self.size, self.sleep_s, self.burn_s, self.garbage = size, sleep_s, burn_s, garbage
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.sleep_s)
+        burn(self.burn_s)
+        if self.garbage:
+            gc.collect()
+        return torch.full((4,), float(index))
+
+
+def burn(seconds):
+    """Use CPU time of this thread, however busy the machine is."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def burning_collate(examples):
+    """Collate, at a cost."""
+    burn(0.004)
+    return torch.stack(examples)
+
+
+class Stream(IterableDataset):
+    """Seven numbers."""
+
+    def __iter__(self):
+        return iter(range(7))
+
+
+def parts_of(found):
+    """Pair each measured load with its parts: (wall, fetch, cpu_wait, prep, collate) in ns."""
+    loads = {row["start_ns"]: row for row in found["input.load"]}
+    answer = []
+    for row in found["input.parts"]:
+        wall, cpu, delay, collate = loads[row["start_ns"]]["duration_ns"], row["a"], row["b"], row["c"]
+        answer.append((wall, wall - cpu - delay, delay, cpu - collate, collate))
+    return answer
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sleep_is_fetch_work_is_prep_and_collate_is_apart(workers, tmp_path):
+    with recording(tmp_path):
+        loader = DataLoader(
+            Sleepy(32, sleep_s=0.002, burn_s=0.003), batch_size=4, num_workers=workers, collate_fn=burning_collate
+        )
+        for _ in loader:
+            pass
+    found = rows(tmp_path, role="loader" if workers else "main")
+    walls, fetch, _, prep, collate = (sum(part) for part in zip(*parts_of(found), strict=True))
+
+    assert len(found["input.load"]) == len(found["input.parts"]) == 8
+    assert fetch >= 32 * 2 * MS
+    assert fetch <= 32 * 2 * MS * 1.5 + 0.2 * walls
+    assert 32 * 3 * MS <= prep <= 32 * 3 * MS * 1.25
+    assert 8 * 4 * MS <= collate <= 8 * 4 * MS * 1.25
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_parts_never_exceed_the_whole(workers, tmp_path):
+    with recording(tmp_path):
+        for _ in DataLoader(TensorDataset(torch.ones(64, 8)), batch_size=4, num_workers=workers):
+            pass
+    parts = parts_of(rows(tmp_path))
+
+    assert parts
+    for wall, *rest in parts:
+        assert sum(rest) == wall
+        assert min(rest) >= 0
+
+
+def test_short_loads_of_the_main_process_are_measured_one_in_sixteen(tmp_path):
+    with recording(tmp_path):
+        for _ in DataLoader(TensorDataset(torch.ones(400, 1)), batch_size=1):
+            pass
+    found = rows(tmp_path)
+
+    assert len(found["input.load"]) == len([row for row in found["input.next"] if row["b"] >= 0]) == 400
+    assert 400 // 16 <= len(found["input.parts"]) < 200
+
+
+def test_garbage_collection_inside_a_load_is_told_apart(tmp_path):
+    with recording(tmp_path):
+        for _ in DataLoader(Sleepy(4, garbage=True), batch_size=2):
+            pass
+    found = rows(tmp_path)
+
+    for row in found["input.parts"]:
+        assert 0 < row["d"] <= row["a"]
+    assert sum(row["d"] for row in found["input.parts"]) <= sum(row["duration_ns"] for row in found["host.gc"])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterable_dataset_gives_the_same_data_and_all_its_loads(workers, tmp_path):
+    def run():
+        return [batch.tolist() for batch in DataLoader(Stream(), batch_size=2, num_workers=workers)]
+
+    plain = run()
+    with recording(tmp_path):
+        recorded = run()
+    found = rows(tmp_path)
+
+    assert recorded == plain
+    assert len(found["input.load"]) == len(plain)
+    assert [row["b"] for row in found["input.next"]] == [*range(len(plain)), -1]
+
+
+def test_each_batch_names_the_worker_that_made_it_and_its_load(tmp_path):
+    with recording(tmp_path):
+        seen = [
+            batch[0][0].item()
+            for _ in range(2)
+            for batch in DataLoader(TensorDataset(torch.arange(24.0).reshape(-1, 1)), batch_size=2, num_workers=3)
+        ]
+    found = rows(tmp_path)
+    waits = [row for row in found["input.next"] if row["b"] >= 0]
+    workers = {(row["b"], row["c"]): row["d"] for row in found["input.worker"]}
+
+    assert len(seen) == len(waits) == 24
+    for row in waits:
+        loads = [load for load in found["input.load"] if load["pid"] == workers[row["d"], row["c"]]]
+        load = loads[row["b"] // 3]
+        assert load["b"] == row["b"] // 3
+        assert load["start_ns"] + load["duration_ns"] <= row["start_ns"] + row["duration_ns"]
+
+
+def test_loaders_are_numbered_by_first_use_and_one_made_anew_keeps_its_number(tmp_path):
+    with recording(tmp_path) as session:
+        evaluation = DataLoader(TensorDataset(torch.ones(4, 1)), batch_size=4)
+        for _ in range(3):
+            for _ in DataLoader(TensorDataset(torch.ones(8, 1)), batch_size=4, shuffle=True):
+                pass
+            for _ in evaluation:
+                pass
+        facts = session.probes.loaders
+
+    waits = [row["a"] for row in rows(tmp_path)["input.next"] if row["b"] >= 0]
+    assert waits == [0, 0, 1] * 3
+    assert (facts[0]["dataset_size"], facts[0]["sampler"]) == (8, "RandomSampler")
+    assert (facts[1]["dataset_size"], facts[1]["sampler"]) == (4, "SequentialSampler")
+
+
+def test_facts_of_a_loader_say_why_it_cannot_be_tuned():
+    class NoLength(Dataset):
+        def __getitem__(self, index):
+            return index
+
+        def __len__(self):
+            raise RuntimeError("no length today")
+
+    facts = loader_facts(DataLoader(Stream(), batch_size=None))
+    assert facts["dataset_size"] is None
+    assert "IterableDataset" in facts["reason_untunable"]
+    assert loader_facts(DataLoader(NoLength(), sampler=[0, 1]))["dataset_size"] is None
+
+
+def test_an_exception_in_a_dataset_passes_through_unchanged(tmp_path):
+    class Bad(Sleepy):
+        def __getitem__(self, index):
+            raise ValueError(f"example {index} is broken")
+
+    with recording(tmp_path), pytest.raises(ValueError, match="example 0 is broken"):
+        next(iter(DataLoader(Bad(4))))
+
+
+def test_bytes_of_a_batch_are_counted_through_lists_and_mappings():
+    tensor = torch.ones(3, dtype=torch.float64)
+    assert batch_bytes({"a": [tensor, (tensor,)], "b": "text", "c": tensor.numpy()}) == 3 * 24
+    loop: list = []
+    loop.append(loop)
+    assert batch_bytes(loop) == 0
+
+
+def test_a_kernel_without_scheduler_statistics_gives_unknown_not_zero():
+    assert read_delay(-1) == -1
+    assert read_delay(12345) == -1

@@ -1,0 +1,97 @@
+"""The status line: right counts from drained records, wiped before anything else is printed."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.runtime.status import LOSSES, Progress, StatusLine, _styled
+from headway.trace.records import RECORD_DTYPE
+from headway.trace.vocabulary import SPANS
+
+SECOND = 1_000_000_000
+
+
+def header(rank: int = 0, role: str = "main") -> SimpleNamespace:
+    """Return what `Progress` reads of a ring's header."""
+    return SimpleNamespace(rank=rank, role=role)
+
+
+def records(*rows: tuple[str, int, int]) -> np.ndarray:
+    """Return records of (name, start_ns, duration_ns)."""
+    made = np.zeros(len(rows), RECORD_DTYPE)
+    for record, (name, start, duration) in zip(made, rows, strict=True):
+        record["code"], record["start_ns"], record["duration_ns"] = SPANS[name].code, start, duration
+    return made
+
+
+@given(batches=st.lists(st.integers(0, 20), min_size=1, max_size=10))
+def test_steps_are_counted_over_all_drains(batches):
+    progress = Progress(start_ns=0, world_size=1)
+    for count in batches:
+        progress.add(header(), records(*[("optimizer.step", SECOND, 10)] * count))
+
+    assert progress.steps == sum(batches)
+
+
+@pytest.mark.parametrize(("name", "loss"), LOSSES.items())
+def test_every_loss_lowers_goodput_by_its_share(name, loss):
+    progress = Progress(start_ns=0, world_size=1)
+    progress.add(header(), records(("optimizer.step", 0, 10), (name, 0, 4 * SECOND)))
+
+    assert f"goodput 60% | top loss {loss} 40%" in progress.line(10 * SECOND)
+
+
+def test_start_up_is_a_loss_and_ranks_that_have_not_begun_lose_all():
+    progress = Progress(start_ns=0, world_size=2)
+    progress.add(header(), records(("optimizer.step", 5 * SECOND, 10)))
+
+    assert "goodput 25% | top loss startup 75%" in progress.line(10 * SECOND)
+
+
+def test_loader_workers_and_other_threads_do_not_count():
+    progress = Progress(start_ns=0, world_size=1)
+    other = records(("optimizer.step", 0, 10))
+    other["lane"] = 3
+    progress.add(header(), other)
+    progress.add(header(role="loader"), records(("optimizer.step", 0, 10)))
+
+    assert progress.line(SECOND) == "starting up for 1 s"
+
+
+def test_of_two_optimizers_the_first_counts_the_steps():
+    progress = Progress(start_ns=0, world_size=1)
+    both = records(*[("optimizer.step", 0, 10)] * 6)
+    both["a"] = [0, 1, 0, 1, 0, 1]
+    progress.add(header(), both)
+
+    assert progress.line(SECOND).startswith("step 3 |")
+
+
+def test_off_a_terminal_it_is_a_plain_line_and_nothing_is_wiped(monkeypatch, tmp_path):
+    written: list[str] = []
+    line = StatusLine(SimpleNamespace(at_line_start=True, before_output=None), world_size=1, start_ns=0)
+    monkeypatch.setattr(line, "_write", written.append)
+    monkeypatch.setattr("headway.runtime.status.PLAIN_EVERY_S", 0.01)
+    line._terminal = False
+    line.start()
+    while not written:
+        pass
+    line.stop()
+
+    assert re.fullmatch(r"headway: starting up for .*\n", written[0])
+    assert not [text for text in written if "\x1b" in text]
+
+
+def test_the_styled_line_fits_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", _styled("step 1 | " + "x" * 200))
+
+    assert len(plain) < 40
+    assert plain.startswith("headway step 1")
