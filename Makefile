@@ -9,6 +9,6 @@ test:
 bench:
 	$(PYTHON) go.py bench
 golden:
-	HEADWAY_WRITE_GOLDEN=1 $(PYTHON) go.py test tests/test_golden.py
+	HEADWAY_WRITE_GOLDEN=1 $(PYTHON) go.py test tests/test_docs.py tests/test_terminal.py
 demo:
 	$(PYTHON) go.py demo

@@ -33,7 +33,8 @@ def plain_page(data: ReportData) -> str:
     arrays = {"steps": data.step_s.tolist(), "buckets": {name: v.tolist() for name, v in data.bucket_s.items()}}
     script = (
         "const d = JSON.parse(document.getElementById('d').textContent);"
-        "document.documentElement.dataset.most = Math.max(...d.steps.map((row) => row.reduce((a, b) => Math.max(a, b))));"
+        "const most = d.steps.map((row) => row.reduce((a, b) => Math.max(a, b)));"
+        "document.documentElement.dataset.most = Math.max(...most);"
         "document.documentElement.dataset.drawn = 'yes';"
     )
     return (
@@ -93,7 +94,7 @@ def main() -> None:
     mine = [ours_run[0] for ours_run, _ in rounds]
     theirs = [plain_run[0] for _, plain_run in rounds]
     assert data.step_s is not None
-    kept = abs(decode(payload["steps"]["high"]).max() - float(rounds[0][1][3])) <= 1e-4
+    kept = bool(abs(decode(payload["steps"]["high"]).max() - float(rounds[0][1][3])) <= 1e-4)
     result = {
         "bench": "report_size", "ranks": RANKS, "steps": STEPS, "browser": f"chromium {version}",
         "bytes": size, "plain_json_bytes": len(plain_page(data)), "largest_step_kept": kept,

@@ -44,8 +44,11 @@ GROUPS: dict[str, str] = {
 """First word of the two-word verbs -> its line in `--help`."""
 
 
-def build() -> App:
-    """Make the parser from `VERBS`; no verb's module is imported."""
+def build(explained: str = "") -> App:
+    """Make the parser from `VERBS`; no verb's module is imported.
+
+    The verb `explained` is left without its line, so that its own docstring becomes its page of help.
+    """
     from cyclopts import App
 
     from headway import __version__
@@ -58,12 +61,15 @@ def build() -> App:
         version=__version__,
         version_flags=["--version"],
     )
-    groups = {name: App(name=name, help=text, help_format="plaintext") for name, text in GROUPS.items()}
+    groups = {
+        name: App(name=name, help=text, help_format="plaintext", help_epilogue="") for name, text in GROUPS.items()
+    }
     for group in groups.values():
         app.command(group)
     for verb, (target, text) in VERBS.items():
         *group_name, name = verb.split()
-        (groups[group_name[0]] if group_name else app).command(target, name=name, help=text)
+        page = {} if verb == explained else {"help": text}
+        (groups[group_name[0]] if group_name else app).command(target, name=name, help_epilogue="", **page)
     return app
 
 
@@ -102,7 +108,7 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
     words = {verb.split()[0]: verb for verb in VERBS}
     if ours and not ours[0].startswith("-"):
         pick(words, ours[0], "verb")
-    app = build()
+    app = build(next((verb for verb in VERBS if ours[: len(verb.split())] == verb.split()), ""))
     command, bound, ignored = app.parse_args(ours)
     if "script" in ignored:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)

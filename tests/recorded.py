@@ -37,7 +37,12 @@ def run_script(source: str, tmp_path: Path, *, ranks: int = 1, recorded: bool = 
         subprocess.Popen(
             [sys.executable, str(script)],
             env=environment(
-                folder, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), STORE=f"file://{store}", **env
+                folder,
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(ranks),
+                STORE=f"file://{store}?rank={rank}&world_size={ranks}",
+                **env,
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -70,6 +70,10 @@ def test_threads_and_blocks_change_nothing(case: Case, data: st.DataObject) -> N
         assert run() == alone
 
 
+def test_an_empty_dag_has_no_components() -> None:
+    assert attribute(Dag.from_edges(0, [], []), base=[], ideal=[], code=[]).shape == (0, 2)
+
+
 def test_a_mask_names_the_same_operations_as_indices() -> None:
     dag = Dag.from_edges(3, [0], [1])
     arguments = {"base": [5, 1, 99], "ideal": [4, 1, 98], "code": [0, 0, 0]}

@@ -179,7 +179,7 @@ def test_mp_spawn_children_are_ranks_of_their_own(tmp_path):
             dist.destroy_process_group()
 
         if __name__ == "__main__":
-            mp.spawn(work, args=(os.environ["STORE"],), nprocs=2)
+            mp.spawn(work, args=(os.environ["STORE"].partition("?")[0],), nprocs=2)
         """,
         tmp_path,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.drain import Drainer
+from headway.runtime.drain import Drainer, prune_windows
 from headway.runtime.finalise import finalise
 from headway.trace.parquet import read
 from headway.trace.spool import recorded, stems
@@ -84,6 +85,21 @@ def test_the_ring_of_a_process_that_is_gone_is_emptied_and_keeps_its_name(tmp_pa
     assert ring.stat().st_size == 0
     drainer.stop()
     assert read(finalise(tmp_path)[0]).meta["num_steps"] == 3
+
+
+def test_the_oldest_windows_go_but_never_the_newest_of_a_rank(tmp_path):
+    (tmp_path / "windows").mkdir()
+    for number in range(6):
+        for rank in (0, 1):
+            path = tmp_path / "windows" / f"r{rank}-w{number}.json"
+            path.write_bytes(b"x" * 1000)
+            os.utime(path, (number, number))
+    prune_windows(tmp_path / "windows", 5000)
+    names = sorted(path.name for path in (tmp_path / "windows").iterdir())
+
+    assert names == ["r0-w4.json", "r0-w5.json", "r1-w3.json", "r1-w4.json", "r1-w5.json"]
+    prune_windows(tmp_path / "windows", 0)
+    assert sorted(path.name for path in (tmp_path / "windows").iterdir()) == ["r0-w5.json", "r1-w5.json"]
 
 
 def test_only_the_rings_of_its_attempt_and_rank_are_touched(tmp_path):

@@ -82,6 +82,21 @@ def test_classes(code, stderr, cls):
     assert classify(RankEnd(0, code, stderr=stderr)) == cls
 
 
+def test_an_exception_whose_teardown_aborts_is_still_the_users():
+    raising = RankEnd(1, -signal.SIGABRT, end_ns=9, stderr=raised("ValueError: x") + TEARDOWN)
+    losing = RankEnd(0, -signal.SIGABRT, end_ns=5, stderr=raised(GLOO) + TEARDOWN)
+
+    assert first_failure([losing, raising]) is raising
+    assert (classify(raising), classify(losing)) == ("user", "infra")
+
+
+def test_a_traceback_that_was_handled_long_before_an_abort_is_not_its_reason():
+    handled = raised("ValueError: handled") + "".join(f"step {n}\n" for n in range(20))
+
+    assert classify(RankEnd(0, -signal.SIGABRT, stderr=handled + TEARDOWN)) == "infra"
+    assert classify(RankEnd(0, -signal.SIGKILL, stderr=handled)) == "infra"
+
+
 def test_a_kill_with_evidence_of_lost_memory_is_oom():
     assert classify(RankEnd(0, -9, oom_killed=True)) == "oom"
     assert classify(RankEnd(0, 0), preempted=True) == "preempted"

@@ -146,8 +146,9 @@ def test_the_rank_comes_from_the_dump_or_the_name():
 def test_real_dumps_of_two_gloo_ranks_match_by_group_and_number():
     trace = Trace.open([GOLDEN / "flight_rank_0.json", GOLDEN / "flight_rank_1.json"])
 
-    keys = [list(zip(*(trace.select(ranks=[r]).events[c].tolist() for c in ("group", "seq")))) for r in (0, 1)]
-    assert keys[0] == keys[1] == [(0, 1), (1, 1), (0, 2), (0, 3), (0, 4), (0, 5)]
+    of_rank = [trace.select(ranks=[rank]).events for rank in (0, 1)]
+    assert [events["group"].tolist() for events in of_rank] == [[0, 1, 0, 0, 0, 0]] * 2
+    assert [events["seq"].tolist() for events in of_rank] == [[1, 1, 2, 3, 4, 5]] * 2
     assert trace.select(ranks=[0]).events["bytes"].tolist() == [4000, 8000, 40, 24, 40, 0]
     assert {entry["description"] for entry in trace.groups.values()} == {"default_pg", "tp"}
     assert {KINDS[kind] for kind in trace.events["kind"].tolist()} == {"COLL"}
@@ -165,9 +166,7 @@ class Evil:
 def test_a_pickle_that_wants_to_run_something_is_refused(capsys, tmp_path):
     (tmp_path / "dump").write_bytes(dump(ENTRY, surprise=Evil()))
 
-    with pytest.raises(
-        FormatError, match=r"is refused: the pickle wants (__builtin__|builtins)\.print.*Do not open it"
-    ):
+    with pytest.raises(FormatError, match=r"is refused: the pickle wants \w+\.print.*Do not open it"):
         Trace.open(tmp_path / "dump")
     assert capsys.readouterr().out == ""
 

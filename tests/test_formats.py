@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
@@ -19,6 +19,7 @@ from headway.trace.formats import READERS, WRITERS, describe, open_any, recognis
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
 from tests.paths import GOLDEN, shared
+from tests.runs_made import RunMaker, write_folder
 from tests.traces_made import profile, span, traces
 
 PROFILE = profile([span("aten::mm", 1.5, 2)], distributedInfo={"rank": 3})
@@ -89,12 +90,32 @@ def test_the_straggler_operation_trace_is_recognised():
 
 
 @pytest.mark.parametrize("suffix", sorted(set(WRITERS) - {".straggler.parquet"}))
+@settings(max_examples=25)
 @given(trace=traces())
 def test_what_is_saved_under_a_suffix_is_recognised(suffix, trace, tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / f"a{suffix}"
     save_any(trace, path)
 
     assert len(open_any(path)) == len(trace)
+
+
+def test_a_run_folder_opens_as_its_last_attempt_with_all_ranks(tmp_path):
+    made = RunMaker(ranks=2, steps=4, fetch_ns=1_000_000).make()
+    path = write_folder(made, tmp_path / "run")
+
+    trace = Trace.open(path)
+
+    assert recognise(Content(path)) == "run"
+    assert len(trace) == len(made.trace)
+    assert set(trace.events["rank"].tolist()) == set(made.trace.events["rank"].tolist())
+
+
+def test_an_operation_trace_survives_its_own_suffix(tmp_path):
+    trace = Trace.open(shared("straggler/trace-SE.parquet"))
+    trace.save(tmp_path / "a.straggler.parquet")
+
+    assert recognise(Content(tmp_path / "a.straggler.parquet")) == "straggler"
+    assert len(Trace.open(tmp_path / "a.straggler.parquet")) == len(trace)
 
 
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path):
@@ -154,13 +175,14 @@ def test_truncated_gzip_tells_the_byte(tmp_path):
 def test_damaged_gzip_tells_about_where(tmp_path):
     path = tmp_path / "a.json.gz"
     packed = bytearray(gzip.compress(profile([span(f"op {i}", i, 1) for i in range(2000)])))
-    packed[len(packed) // 2 :] = b"\xff" * (len(packed) - len(packed) // 2)
+    packed[-5] ^= 0xFF  # In the checksum of the stream.
     path.write_bytes(packed)
 
     with pytest.raises(FormatError, match=r"damaged gzip before byte \d+ .*Copy the file again"):
         open_any(path)
 
 
+@settings(max_examples=40)
 @given(trace=traces(wide=False))
 def test_the_description_is_json_and_its_kinds_add_up(trace):
     info = json.loads(json.dumps(describe(trace)))

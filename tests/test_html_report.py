@@ -193,7 +193,7 @@ def test_steps_that_were_not_recorded_leave_gaps() -> None:
 def test_no_step_is_said_in_words() -> None:
     text = page(demo_report(2, 0))
 
-    assert "No steps were recorded." in text
+    assert "No step times were recorded." in text
     assert payload(text)["steps"] is None
 
 
@@ -202,6 +202,28 @@ def test_rank_numbers_must_fit_the_step_times() -> None:
 
     with pytest.raises(InputError, match=r"3 rank numbers name 2 rows of step times. Give one number per row"):
         page(data)
+
+
+def test_slowdowns_by_step_stand_in_the_order_of_steps() -> None:
+    why = demo_why() | {"straggler": {"slowdown": 1.2, "by": {}, "step_slowdown": {"10": 1.1, "9": 1.9, "100": 1.3}}}
+
+    text = page(ReportData("x", why))
+
+    assert re.findall(r"<title>step (\d+): ([\d.]+x)</title>", text) == [
+        ("9", "1.90x"),
+        ("10", "1.10x"),
+        ("100", "1.30x"),
+    ]
+    assert "median 1.30x, largest 1.90x" in text
+
+
+def test_ten_thousand_steps_keep_their_slowest_bar() -> None:
+    slowdowns = {str(step): 1.1 for step in range(10_000)} | {"7777": 3.0}
+
+    text = page(ReportData("x", demo_why() | {"straggler": {"by": {}, "step_slowdown": slowdowns}}))
+
+    assert "<title>step 7777: 3.00x</title>" in text
+    assert text.count("<title>step ") <= 300
 
 
 def test_the_file_is_replaced_in_one_act(tmp_path: Path) -> None:

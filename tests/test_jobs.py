@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -33,9 +34,8 @@ STEPS = {"image": 30, "language model": 8, "gan": 30, "iterable": 20, "amp": 16,
 
 def losses(output: str) -> list[str]:
     """Return what the job printed about its numbers; ranks may come in any order."""
-    words = ("rank ", "loss", "val", "breaks")
-    lines = [line.lstrip("[]0123456789:default ") for line in output.splitlines()]  # "[default0]:", as launchers do
-    return sorted(line for line in lines if line.startswith(words))
+    lines = [re.sub(r"^\[\w+\]:", "", line) for line in output.splitlines()]  # "[default0]:", as launchers write
+    return sorted(line for line in lines if line.startswith(("rank ", "loss", "val", "breaks")))
 
 
 def environment(tmp_path, **more: str) -> dict[str, str]:

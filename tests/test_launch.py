@@ -384,7 +384,7 @@ def test_numbers_of_ranks_and_hosts():
 
 
 DDP = """
-import os, sys, torch, torch.distributed as dist
+import os, sys, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -395,6 +395,8 @@ for step in range(5):
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     if "fail" in sys.argv and step == 3 and dist.get_rank() == 1:
+        with open(sys.argv[2], "w") as file:
+            file.write(str(time.perf_counter_ns()))
         raise RuntimeError("rank 1 gives up")
 dist.barrier()
 print("done", dist.get_rank())
@@ -416,19 +418,25 @@ def test_two_ranks_train_and_their_run_opens(tmp_path):
 
 
 @pytest.mark.slow
-def test_of_four_ranks_the_one_that_gave_up_is_blamed_and_not_those_that_lost_it(tmp_path):
-    # The seconds from the failure to the launcher's exit, beside torchrun's, are in benchmarks/failure_report.py.
-    done = run(tmp_path / "run", [script(tmp_path, DDP), "fail"], {"HEADWAY": ""}, nproc_per_node=4)
-    code, cls, first, traceback, _ = json.loads((tmp_path / "run" / "report.json").read_text())
+def test_of_four_ranks_the_one_that_gave_up_is_blamed_and_as_soon_as_torchrun_says_anything(tmp_path):
+    # The same comparison over several rounds, with its figures, is benchmarks/failure_report.py.
+    job = script(tmp_path, DDP)
+    moments = [tmp_path / "ours", tmp_path / "theirs"]
+    done = run(tmp_path / "run", [job, "fail", str(moments[0])], {"HEADWAY": ""}, nproc_per_node=4)
+    ended_ns = [time.perf_counter_ns()]
     peer = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4",
-         script(tmp_path, DDP), "fail"], capture_output=True, text=True, timeout=90,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", job, "fail",
+         str(moments[1])], capture_output=True, text=True, timeout=90,
         env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
+    ended_ns.append(time.perf_counter_ns())
+    ours_s, theirs_s = ((end - int(m.read_text())) / 1e9 for end, m in zip(ended_ns, moments, strict=True))
+    _, cls, first, traceback, _ = json.loads((tmp_path / "run" / "report.json").read_text())
 
-    assert (code, cls, first) == (1, "user", 1)
+    assert (cls, first) == ("user", 1)
+    assert done.returncode == peer.returncode == 1 or done.returncode == 134  # gloo may abort the teardown
     assert done.stderr.rstrip().endswith("RuntimeError: rank 1 gives up")
     assert traceback.splitlines()[-1] == "RuntimeError: rank 1 gives up"
-    assert peer.returncode == 1
     assert not peer.stderr.rstrip().endswith("RuntimeError: rank 1 gives up")
+    assert ours_s < max(2.0, 2 * theirs_s)
     assert Run.open(tmp_path / "run").trace.named("optimizer.step").any()

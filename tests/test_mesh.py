@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.mesh import AXES, Mesh
+from tests.paths import ROOT
 
 meshes = st.dictionaries(st.sampled_from(sorted(AXES)), st.integers(1, 4)).map(Mesh)
 
@@ -54,6 +57,12 @@ def test_another_order_places_ranks_otherwise() -> None:
     assert Mesh.fill(8, order=("tp", "pp", "dp"), tp=2, pp=2).groups("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
 
 
+def test_meshes_are_equal_when_every_rank_lies_in_the_same_place() -> None:
+    meshes = {Mesh({"tp": 2, "dp": 2}), Mesh({"dp": 2, "tp": 2}), Mesh.fill(4, order=("tp", "dp"), tp=2)}
+
+    assert len(meshes) == 2
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -77,3 +86,10 @@ def test_an_unknown_axis_names_the_nearest() -> None:
         Mesh({"tp": 2, "dp": 2}).groups("ddp")
     with pytest.raises(UnknownNameError, match=r"unknown axis 'tpp'. Did you mean 'tp'"):
         Mesh.fill(8, tpp=2)
+
+
+def test_the_readme_of_the_room_runs() -> None:
+    result = doctest.testfile(str(ROOT / "headway" / "core" / "README.md"), module_relative=False)
+
+    assert result.attempted > 2
+    assert result.failed == 0

@@ -78,7 +78,7 @@ def test_ettr_equals_a_played_job(mtbf_s, restart_s, interval_s, save_s):
 
 
 def test_llama_3_reports_over_ninety_percent():
-    """419 interruptions in 54 days: M = 3.09 h; restart 600 s, save every 300 s for 10 s (Llama 3 report, section 3.3)."""
+    """419 interruptions in 54 days (Llama 3 report): M = 3.09 h; restart 600 s, save every 300 s for 10 s."""
     mtbf_s = 54 * 86_400 / 419
 
     exact = metrics.ettr(mtbf_s, restart_s=600.0, interval_s=300.0, save_s=10.0)
@@ -116,8 +116,7 @@ def test_goodput_is_the_useful_share():
     assert metrics.goodput({}) == 0.0
 
 
-def test_mfu_of_a_known_run():
-    """GPT 175 B at 140 teraFLOP/s per A100 of 312: 45 % (PTD-P, table 1, without recomputation it reads lower)."""
+def test_mfu_is_flops_done_over_flops_possible():
     assert metrics.mfu(140e12 * 8 * 10, duration_s=10.0, devices=8, peak_flops=312e12) == pytest.approx(140 / 312)
     assert metrics.mfu(1.0, duration_s=1.0, devices=1, peak_flops=None) is None
 

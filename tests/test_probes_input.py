@@ -74,7 +74,7 @@ def test_sleep_is_fetch_work_is_prep_and_collate_is_apart(workers, tmp_path):
     walls, fetch, _, prep, collate = (sum(part) for part in zip(*parts_of(found), strict=True))
 
     assert len(found["input.load"]) == len(found["input.parts"]) == 8
-    assert fetch >= 32 * 2 * MS
+    assert fetch >= 32 * 2 * MS * 0.8  # what is not core time or run delay; waking up late is run delay
     assert fetch <= 32 * 2 * MS * 1.5 + 0.2 * walls
     assert 32 * 3 * MS <= prep <= 32 * 3 * MS * 1.25
     assert 8 * 4 * MS <= collate <= 8 * 4 * MS * 1.25
@@ -134,7 +134,7 @@ def test_each_batch_names_the_worker_that_made_it_and_its_load(tmp_path):
         seen = [
             batch[0][0].item()
             for _ in range(2)
-            for batch in DataLoader(TensorDataset(torch.arange(24.0).reshape(-1, 1)), batch_size=2, num_workers=3)
+            for batch in DataLoader(TensorDataset(torch.arange(24.0).reshape(-1, 1)), batch_size=2, num_workers=2)
         ]
     found = rows(tmp_path)
     waits = [row for row in found["input.next"] if row["b"] >= 0]
@@ -143,8 +143,8 @@ def test_each_batch_names_the_worker_that_made_it_and_its_load(tmp_path):
     assert len(seen) == len(waits) == 24
     for row in waits:
         loads = [load for load in found["input.load"] if load["pid"] == workers[row["d"], row["c"]]]
-        load = loads[row["b"] // 3]
-        assert load["b"] == row["b"] // 3
+        load = loads[row["b"] // 2]
+        assert load["b"] == row["b"] // 2
         assert load["start_ns"] + load["duration_ns"] <= row["start_ns"] + row["duration_ns"]
 
 

@@ -147,6 +147,26 @@ def test_arrow_keys_read_the_recorded_values(opened: Opener) -> None:
     assert page.inner_text("#shares-readout").startswith(f"step {step}: input ")
 
 
+def test_a_stretch_of_steps_is_zoomed_in_both_charts(opened: Opener) -> None:
+    page = opened(demo_report()).page
+    page.locator("#steps-figure").scroll_into_view_if_needed()
+    box = page.locator("#steps-plot .u-over").bounding_box()
+    look = "document.querySelector('#shares-plot canvas').toDataURL()"
+    whole = page.evaluate(look)
+
+    page.mouse.move(box["x"] + 200, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, box["y"] + 50, steps=4)
+    page.mouse.up()
+    page.wait_for_timeout(100)
+    zoomed = page.evaluate(look)
+    page.mouse.dblclick(box["x"] + 300, box["y"] + 50)
+    page.wait_for_timeout(100)
+
+    assert zoomed != whole
+    assert page.evaluate(look) == whole
+
+
 def test_a_chosen_rank_is_read_beside_the_median(opened: Opener) -> None:
     page = opened(demo_report()).page
 

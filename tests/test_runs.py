@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
@@ -80,6 +80,7 @@ def test_windows_are_listed_by_rank_and_number(tmp_path):
     assert [p.name for p in Run.open(tmp_path).windows()] == ["r2-w9.json", "r2-w10.json", "r10-w0.json"]
 
 
+@settings(max_examples=10)
 @given(clock_ns=st.integers(0, 10**15))
 def test_a_hosts_clock_offset_is_found_and_wall_time_is_what_it_was(clock_ns, tmp_path_factory):
     base = tmp_path_factory.mktemp("hosts")
@@ -101,6 +102,17 @@ def test_merging_joins_ranks_and_the_order_of_hosts_does_not_matter(tmp_path):
     assert one.meta["nproc"] == two.meta["nproc"] == 4
     assert one.meta["end_ns"] - one.meta["start_ns"] == two.meta["end_ns"] - two.meta["start_ns"]
     assert merge([a]) is a
+
+
+def test_a_merged_run_has_the_attempts_and_windows_of_all_its_parts(tmp_path):
+    parts = [recorded(tmp_path / name, [k], group_rank=k, attempts=2) for k, name in enumerate("ab")]
+    for k, part in enumerate(parts):
+        (part / "windows").mkdir()
+        (part / "windows" / f"r{k}-w0.json").write_text("{}")
+    run = merge([Run.open(part) for part in parts])
+
+    assert [sorted(trace.ranks) for trace in run.attempts()] == [[0, 1], [0, 1]]
+    assert [path.name for path in run.windows()] == ["r0-w0.json", "r1-w0.json"]
 
 
 def test_a_folder_shared_by_two_hosts_opens_as_one_run(tmp_path):

@@ -78,6 +78,19 @@ def test_a_slow_pipeline_rank_is_located_when_it_is_not_the_last():
     assert cause.where == "pp 1 on all DP ranks"
 
 
+def test_a_slow_replica_is_located():
+    """All pipeline ranks of one DP rank are slow: every one of its micro-batches is, and that is no sequence length."""
+    faults = [Fault("worker", 1.6, dp=3, stage=p) for p in range(4)]
+    made = generate(JOB, seed=1, faults=faults)
+    causes = root_causes(analyse(made.trace))
+    healthy = generate(JOB, seed=1)
+
+    assert [cause.cause for cause in causes] == ["straggler.worker"]
+    assert causes[0].where.count("dp 3 / pp") == 3
+    lost = (made.step_ns - healthy.step_ns).sum() / 1e9 * JOB.devices
+    assert causes[0].lost_device_s == pytest.approx(lost, rel=0.02)
+
+
 def test_a_sequence_verdict_explains_the_last_stage_away():
     """Both are there and the last stage costs more; it still stands below the sequence verdict."""
     faults = [Fault("sequence", 0.25), Fault("last_stage", 2.0)]

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
@@ -35,6 +35,7 @@ def changed(path: Path, column: str, values: pa.Array | None) -> Path:
     return path
 
 
+@settings(max_examples=30)
 @given(
     times=st.lists(
         st.tuples(st.integers(-(10**15), 10**15), st.integers(0, 10**14), st.sampled_from(sorted(OPTYPES))), max_size=20
@@ -68,6 +69,26 @@ def test_every_column_and_table_survives(made, tmp_path):
     assert back.ranks == made.ranks
     assert back.lanes == made.lanes
     assert sizes_of(back) == sizes_of(made)
+
+
+@pytest.mark.parametrize("coded", [True, False], ids=["dictionary", "text"])
+def test_a_file_in_several_row_groups_is_read_whole(coded, made, tmp_path):
+    """Each group may bring a dictionary of its own; types may also be plain text."""
+    write(made, tmp_path / "one.parquet")
+    table = pq.read_table(tmp_path / "one.parquet")
+    if not coded:
+        text = table["optype"].cast(pa.string())
+        table = table.set_column(table.column_names.index("optype"), "optype", text)
+    parts = [table.slice(0, 40), table.slice(40)]
+    if coded:
+        parts = [part.set_column(part.column_names.index("optype"), "optype",
+                                 part["optype"].cast(pa.string()).dictionary_encode()) for part in parts]  # fmt: skip
+    with pq.ParquetWriter(tmp_path / "many.parquet", parts[0].schema) as writer:
+        for part in parts:
+            writer.write_table(part)
+    back = read(tmp_path / "many.parquet")
+
+    assert [back.name_of(i) for i in range(len(back))] == [made.name_of(i) for i in range(len(made))]
 
 
 @pytest.mark.parametrize("name", ["AR", "SE"])

@@ -32,6 +32,8 @@ ESCAPE = "\x1b"
 STALLS = {
     "source": "runs/text-1", "compute_s": 0.0241, "fetch_s": 0.0482, "prep_s": 0.0109, "transfer_s": 0.0011,
     "fractions": {"compute": 0.286, "fetch": 0.572, "prep": 0.129, "transfer": 0.013}, "bottleneck": "fetch",
+    "step_s": 0.0843, "per_epoch_s": {"compute": 3.2, "fetch": 6.4, "prep": 1.44, "transfer": 0.15}, "flags": [],
+    "note": "storage is taken as unlimited: reads of 4 workers overlap",
     "fix": [["cache_fraction=1.0", 0.0482], ["workers=4", 0.0449]],
 }  # fmt: skip
 FINDINGS = [
@@ -41,11 +43,20 @@ FINDINGS = [
 ]
 INFO = {
     "path": "runs/text-1", "source": "own", "events": 40112, "ranks": [0, 1], "span_ns": 41_302_000_000,
-    "coverage": 0.998, "kinds": {"DATA": 30000, "OPTIM": 800},
+    "coverage": 0.998,
+    "kinds": {"DATA": {"events": 30000, "duration_ns": 51_200_000_000}, "OPTIM": {"events": 1, "duration_ns": 400}},
+    "longest": {"void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": 4},
 }  # fmt: skip
 COMPARISON = {
-    "a": "runs/text-1", "b": "runs/text-2", "ratio": 0.46, "buckets": {"input": [0.125, 0.41], "useful": [0.05, 0.05]},
-    "regressions": ["input: 0.41 s per step, 3.3 times A's"],
+    "schema": "headway.compare/1", "steps_per_s": [10.8, 4.97], "speedup": 0.46, "goodput": [0.25, 0.12],
+    "threshold": 0.05,
+    "changes": [
+        {"bucket": "useful", "per": "step", "before_s": 0.0524, "after_s": 0.0524, "delta_s": 0.0, "regressed": False},
+        {"bucket": "input", "per": "step", "before_s": 0.125, "after_s": 0.41, "delta_s": 0.285, "regressed": True},
+        {"bucket": "bubble", "per": "step", "before_s": 0.0, "after_s": 0.0, "delta_s": 0.0, "regressed": False},
+        {"bucket": "startup", "per": "run", "before_s": 1.9, "after_s": 1.8, "delta_s": -0.1, "regressed": False},
+    ],
+    "regressions": ["input grew by 285 ms per step and device (125 ms -> 410 ms)"], "exit_code": 3,
 }  # fmt: skip
 SCREENS: dict[str, Any] = {
     "why": lambda **screen: render_why(demo_why(), source="runs/text-1", **screen),
@@ -57,7 +68,7 @@ SCREENS: dict[str, Any] = {
     "stalls": lambda **screen: render_stalls(STALLS, **screen),
     "doctor": lambda **screen: render_doctor(FINDINGS, **screen),
     "trace_info": lambda **screen: render_trace_info(INFO, **screen),
-    "compare": lambda **screen: render_compare(COMPARISON, **screen),
+    "compare": lambda **screen: render_compare(COMPARISON, names=("runs/text-1", "runs/text-2"), **screen),
     "whatif": lambda **screen: render_whatif(
         {"base_step_s": 0.1033, "step_s": 0.0542, "speedup": 1.905, "edits": ["workers=4"]}, **screen
     ),
@@ -183,6 +194,28 @@ def test_a_failed_run_ends_with_the_first_rank_and_its_traceback() -> None:
 
 def test_a_refused_remedy_says_why() -> None:
     assert "comm.bucket  not applied: the script passes bucket_cap_mb itself" in render_run(demo_run())
+
+
+def test_a_long_source_loses_its_beginning_not_the_heading() -> None:
+    head = render_why(demo_why(), source="/a/very/long/path/" + "x" * 80 + "/run-1", width=70).splitlines()[0]
+
+    assert head.startswith("headway why  …")
+    assert head.endswith("/run-1 · 2 devices · 400 steps · 41.3 s")
+    assert len(head) == 70
+
+
+def test_what_a_plan_refused_is_told_with_its_reason() -> None:
+    plan = demo_plan() | {
+        "refused": [{"name": "comm.bucket", "room": "comm", "reason": "one process has no gradients"}]
+    }
+
+    assert "comm.bucket: one process has no gradients" in render_plan(plan)
+
+
+def test_notes_of_the_ledger_are_told() -> None:
+    assert "the end of 1 processes was not seen" in render_why(
+        demo_why() | {"notes": ["the end of 1 processes was not seen"]}
+    )
 
 
 def test_an_empty_plan_says_that_nothing_is_worth_it() -> None:

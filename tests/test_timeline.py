@@ -11,7 +11,7 @@ from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.charts import decode
 from headway.report.figures import BUCKET_STYLES
-from headway.report.timeline import Timeline, timeline
+from headway.report.timeline import ANNOTATION, MOST_ROWS, Timeline, timeline
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND, SPANS
 from tests.report_data import demo_trace
@@ -116,6 +116,23 @@ def test_the_encoded_rows_are_the_rows() -> None:
     for row, coded in zip(line.rows, line.to_json()["rows"], strict=True):
         assert decode(coded["start"]).tolist() == row.start_ns.tolist()
         assert decode(coded["duration"]).tolist() == row.duration_ns.tolist()
+
+
+def test_of_many_ranks_evenly_spread_ones_are_drawn() -> None:
+    trace = demo_trace(ranks=100, steps=1)
+
+    line = timeline(trace)
+
+    assert len(line.rows) <= MOST_ROWS + 3
+    assert (line.ranks[0], line.ranks[-1], line.all_ranks) == (0, 99, 100)
+    assert timeline(trace, ranks=[3, 50]).ranks == (3, 50)
+
+
+def test_marks_are_no_use_of_time() -> None:
+    columns = {"start_ns": [0], "duration_ns": [5], "rank": [0], "name": [0], "kind": [KIND["MARK"]]}
+    line = timeline(Trace.from_columns(columns, names=["ProfilerStep#4"], meta=HOST))
+
+    assert line.rows[0].bucket.tolist() == [ANNOTATION]
 
 
 def test_an_empty_trace_has_no_rows() -> None:

@@ -13,7 +13,7 @@ from headway.ledger.arrivals import last_arrivals
 from headway.ledger.ledger import Ledger
 from headway.ledger.rows import rows_by_rank
 from headway.ledger.waits import drain, find_loads, inside_outside, match_batches
-from headway.trace.trace import Trace
+from headway.trace.trace import Trace, concat
 from tests.runs_made import MS, NAMES, RunMaker
 
 moments = st.integers(0, 100)
@@ -134,6 +134,21 @@ def test_waiting_before_the_first_load_is_the_start_of_workers_and_after_the_las
     sub = Ledger.of(trace).sub_ns
 
     assert (sub["input.start"], sub["input.fetch"], sub["input.prep"], sub["input.transfer"]) == (5 + 30, 30, 10, 20)
+
+
+def test_the_call_that_finds_the_loader_at_its_end_stops_the_workers():
+    made = RunMaker(ranks=1, steps=6, num_workers=2, fetch_ns=MS).make()
+    end = int(made.trace.where(made.trace.named("step")).events["start_ns"][-1])
+    last = Trace.from_columns(
+        {"rank": [0], "start_ns": [end + 7 * MS // 2], "duration_ns": [MS], "group": [0], "corr": [0]},
+        names=["input.next"],
+        name=[0],
+    )
+
+    ledger = Ledger.of(replace(made, trace=concat([made.trace, last])))
+
+    assert ledger.sub_ns["input.start"] == made.sub_truth_ns["input.start"] + MS
+    assert "input.unsplit" not in ledger.sub_ns
 
 
 def message(late_by: int) -> Trace:

@@ -37,7 +37,7 @@ if __name__ == "__main__":
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=32, n_layer=2, n_head=2))
     arguments = TrainingArguments(
         output_dir=os.environ.get("JOB_OUT", "."), per_device_train_batch_size=8, num_train_epochs=2, logging_steps=1,
-        save_steps=10, report_to=[], use_cpu=True, seed=0, gradient_accumulation_steps=int((sys.argv + ["1"])[1]),
+        save_steps=10, report_to=[], use_cpu=True, seed=0, gradient_accumulation_steps=int([*sys.argv, "1"][1]),
         disable_tqdm=True,
     )  # fmt: skip
     Trainer(model=model, args=arguments, train_dataset=Text(), callbacks=[PrintLosses()]).train()

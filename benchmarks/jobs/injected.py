@@ -19,6 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 SPENT = {"input_sleep_s": 0.0, "input_work_s": 0.0, "save_s": 0.0, "log_s": 0.0, "gc_s": 0.0, "slow_s": 0.0}
 
+ARRIVED = []
+"""When this rank began each backward pass, on the monotonic clock that all ranks of a host share."""
+
 
 class Timed:
     """Add the wall time of a block to a cost."""
@@ -140,7 +143,9 @@ def main():
             if rank == args.slow_rank and args.slow_ms:
                 with Timed("slow_s"):
                     time.sleep(args.slow_ms / 1e3)
-            nn.functional.mse_loss(model(x), y).backward()
+            loss = nn.functional.mse_loss(model(x), y)
+            ARRIVED.append(time.perf_counter())
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             step += 1
@@ -156,7 +161,7 @@ def main():
                     file.close()
     if args.truth:
         with open(os.path.join(args.truth, f"truth-{rank}.json"), "w") as file:
-            json.dump({**SPENT, "steps": step}, file)
+            json.dump({**SPENT, "steps": step, "arrived_s": ARRIVED}, file)
     if world_size > 1:
         dist.destroy_process_group()
 

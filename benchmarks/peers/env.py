@@ -60,7 +60,7 @@ def fingerprint(wanted: Path) -> str:
 def _build(folder: Path, python: Path, wanted: Path) -> None:
     """Make the environment and install the pins."""
     venv.EnvBuilder(with_pip=True, clear=False).create(folder)
-    command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", wanted]
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(wanted)]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
         raise InputError(f"pip cannot install {wanted}:\n{answer.stderr[-1500:]}\nCheck the network or the pins.")

@@ -34,13 +34,13 @@ AXES: dict[str, str] = {
 class Mesh:
     """An arrangement of ranks 0..world_size-1 along named axes."""
 
-    sizes: Mapping[str, int]
-    """Axis -> number of ranks along it, fastest-varying first."""
+    axes: tuple[tuple[str, int], ...]
+    """(name, number of ranks along it) of each axis, fastest-varying first."""
 
     def __init__(self, sizes: Mapping[str, int], *, world_size: int | None = None) -> None:
         """Check the sizes, and their product against `world_size` if that is given; raises `InputError`."""
-        object.__setattr__(self, "sizes", dict(sizes))
-        for axis, size in self.sizes.items():
+        object.__setattr__(self, "axes", tuple(sizes.items()))
+        for axis, size in self.axes:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise InputError(f"axis {axis} has size {size!r}; give every axis a whole number >= 1.")
         if world_size is not None and self.world_size != world_size:
@@ -75,13 +75,18 @@ class Mesh:
         return cls({**fixed.sizes, rest: world_size // fixed.world_size})
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> number of ranks along it, in order."""
+        return dict(self.axes)
+
+    @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return math.prod(self.sizes.values())
+        return math.prod(size for _, size in self.axes)
 
     def product(self) -> str:
         """Return the sizes as one product, for messages."""
-        return " * ".join(f"{axis}({size})" for axis, size in self.sizes.items()) or "1"
+        return " * ".join(f"{axis}({size})" for axis, size in self.axes) or "1"
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along `axis`; raises `UnknownNameError`."""
@@ -94,7 +99,7 @@ class Mesh:
                 f"rank {rank} is not in {self.product()} = {self.world_size}; use 0..{self.world_size - 1}."
             )
         place = {}
-        for axis, size in self.sizes.items():
+        for axis, size in self.axes:
             rank, place[axis] = divmod(rank, size)
         return place
 
@@ -103,7 +108,7 @@ class Mesh:
         rank, stride = 0, 1
         for axis in coordinates:
             self.size(axis)
-        for axis, size in self.sizes.items():
+        for axis, size in self.axes:
             index = coordinates.get(axis, 0)
             if not 0 <= index < size:
                 raise InputError(f"{axis}={index} is outside {self.product()}; use 0..{size - 1}.")
@@ -120,7 +125,7 @@ class Mesh:
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coordinates(rank)
-            members.setdefault(tuple(place[axis] for axis in self.sizes if axis not in axes), []).append(rank)
+            members.setdefault(tuple(place[axis] for axis, _ in self.axes if axis not in axes), []).append(rank)
         return list(members.values())
 
     def group_of(self, rank: int, *axes: str) -> list[int]:

@@ -28,8 +28,11 @@ SAFE_SAMPLERS = (
 WORKER_BYTES = 64 * 2**20
 """Memory of a forked worker beside what it shares with its rank."""
 
-SLOT_BYTES = 128
-"""Bookkeeping per cached example."""
+SLOT_BYTES = 256
+"""Bookkeeping per cached example: its slot, and how its tensors are described."""
+
+HEADROOM = 1.25
+"""Memory asked for a cache / what its examples need on average: sizes vary, and pages are taken only when filled."""
 
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
@@ -107,7 +110,7 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]
     if not all(sizes) or not all(counts):
         return Refusal("data.cache", "data", "the size of the dataset or of its examples is not known")
     dealt = any(fact.get("sampler") == "DistributedSampler" for fact in facts.values()) and setup.world_size > 1
-    whole = sum(int((size + SLOT_BYTES) * count) for size, count in zip(sizes, counts, strict=True))
+    whole = sum(int(HEADROOM * (size + SLOT_BYTES) * count) for size, count in zip(sizes, counts, strict=True))
     budget = min(whole, setup.limits.memory_per_rank_bytes(setup))
     fraction = round(budget / whole, 3)
     if fraction <= 0:

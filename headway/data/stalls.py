@@ -271,7 +271,8 @@ def _steps_per_epoch(program: Program) -> float:
     """Return the mean number of steps per completed pass, 0 when none was completed."""
     batches = program.recording.batches[0]
     passes = np.bincount(batches.iterator, minlength=batches.group.size)
-    done = batches.end_segment >= 0
+    followed = [bool((batches.group[index + 1 :] == group).any()) for index, group in enumerate(batches.group)]
+    done = (batches.end_segment >= 0) | np.array(followed, dtype=bool)
     per_step = batches.seq.size / max(1, program.recording.num_steps)
     return float(passes[done].mean() / per_step) if done.any() and per_step else 0.0
 

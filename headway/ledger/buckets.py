@@ -37,7 +37,7 @@ SUB_LINES: dict[str, str] = {
     "input.cpu_wait": "the awaited batch's worker was runnable but had no core",
     "input.prep": "the awaited batch's worker computed: dataset code and collate",
     "input.transfer": "the batch was ready: hand-off between processes, pinning, copy to the device",
-    "input.start": "creation of the iterator, start of its workers",
+    "input.start": "creation of the iterator, start and stop of its workers",
     "input.unsplit": "waiting for a batch whose load was not recorded",
     "comm.exposed": "gradients under way after the last rank had arrived, not hidden by compute",
     "comm.collective": "other blocking collectives after the last rank had arrived",
@@ -72,14 +72,14 @@ SUB_LINES: dict[str, str] = {
     "host.logging": "logging handlers",
     "host.launch": "device idle inside a step: the host had not launched the next kernel",
     "host.copy": "device busy only with copies back to the host",
-    "idle.teardown": "last step to the end of the process",
+    "idle.teardown": "last step to the end of the process, its last collections included",
     "idle.exit": "end of the process to the end of the launcher",
     "idle.absent": "allocated, but no rank ran there in this attempt",
     "idle.device": "device idle outside steps",
     "unknown.dropped": "records were overwritten before they were drained",
     "unknown.cut_short": "after the last record of a process whose end nobody saw",
     "unknown.missing": "a rank that left no records",
-    "unknown.model": "an operation trace: time that no operation explains",
+    "unknown.model": "time inside a trace that none of its rows explains",
 }
 """Every sub-line -> what it means."""
 

@@ -206,7 +206,7 @@ def _input_fetch(ledger: Ledger) -> list[Cause]:
     waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
     own, blind = _sub_s(ledger, *subs), _sub_s(ledger, "input.unsplit")
     count = _span(ledger, "input.next").count
-    evidence = f"{count} batches, and the training thread waited {_each(own, count)} while they were read"
+    evidence = f"{count} calls of next(loader) waited {_each(own, count)} while their batch was read"
     if blind > own / 2:
         evidence += " (their loads were not recorded, so this may be preparation as well)"
     workers = _workers(ledger)
@@ -225,7 +225,7 @@ def _input_prep(ledger: Ledger) -> list[Cause]:
     waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
     own, queue = _sub_s(ledger, *subs), _sub_s(ledger, "input.cpu_wait")
     count = _span(ledger, "input.next").count
-    evidence = f"{count} batches, and the training thread waited {_each(own, count)} while they were prepared"
+    evidence = f"{count} calls of next(loader) waited {_each(own, count)} while their batch was prepared"
     if queue > 0:
         evidence += f", {format_seconds(queue)} of it because their worker had no core"
     workers, cores = _workers(ledger), ledger.meta.get("cores")
@@ -244,9 +244,12 @@ def _input_transfer(ledger: Ledger) -> list[Cause]:
     waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
     hand, start = _sub_s(ledger, "input.transfer"), _sub_s(ledger, "input.start")
     count, created = _span(ledger, "input.next").count, _span(ledger, "input.iter").count
-    evidence = f"hand-off of {count} batches took {_each(hand, count)}"
+    copies = _span(ledger, "kernel.copy")
+    evidence = f"the hand-off in {count} calls of next(loader) took {_each(hand, count)}"
+    if copies.count:
+        evidence = f"{copies.count} copies; for {format_seconds(hand)} they kept the device from computing"
     if start > 0:
-        evidence += f"; {created} iterators were created, {_each(start, created)}"
+        evidence += f"; starting and ending {created} iterators took {_each(start, created)}"
     if start > hand:
         fix = "keep the workers between epochs: DataLoader(persistent_workers=True); try --set persistent=true"
     else:
@@ -254,17 +257,26 @@ def _input_transfer(ledger: Ledger) -> list[Cause]:
     return [Cause("input.transfer", _where_loader(ledger), hand + start + waited, evidence + _also(waited), fix)]
 
 
+def _many(count: int, noun: str) -> str:
+    """Return a number with its noun: '1 rank', '2 ranks'."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _comm_exposed(ledger: Ledger) -> list[Cause]:
     """Communication that nothing hides, after the last rank had arrived."""
     own = ledger.ledger_ns["comm"] / NS_PER_S
+    kernels = _span(ledger, "kernel.comm")
     names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
     spans = [_span(ledger, name) for name in names]
     count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
     evidence = f"{count} waits lasted {_each(own, count)} after the last rank had arrived"
     if size and count:
         evidence += f", for {format_bytes(size / count)} each"
+    if kernels.count:
+        evidence = f"{kernels.count} communication kernels ran {_each(kernels.total_ns / NS_PER_S, kernels.count)}; for "
+        evidence += f"{format_seconds(own)} in all nothing computed beside them"
     fix = "overlap more or send less: DDP bucket size (--set bucket_mb=25), gradients in bf16, faster links"
-    return [Cause("comm.exposed", f"{ledger.devices} ranks", own, evidence, fix)]
+    return [Cause("comm.exposed", _many(ledger.devices, "rank"), own, evidence, fix)]
 
 
 def _straggler_rank(ledger: Ledger) -> list[Cause]:
@@ -341,7 +353,7 @@ def _host_launch(ledger: Ledger) -> list[Cause]:
         f"devices idled {ledger.fraction('host.launch'):.0%} of the time inside steps: no kernel had been launched"
     )
     fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
-    return [Cause("host.launch", f"{ledger.devices} devices", own, evidence, fix)]
+    return [Cause("host.launch", _many(ledger.devices, "device"), own, evidence, fix)]
 
 
 def _checkpoint_stall(ledger: Ledger) -> list[Cause]:

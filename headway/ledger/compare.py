@@ -157,8 +157,9 @@ def compare_steps(before_s: Mapping[str, float], after_s: Mapping[str, float], t
 
 
 def steps_per_s(ledger: Ledger) -> float:
-    """Return steps per second over the steps themselves: start-up and teardown are left out."""
-    return len(ledger.step_wall_ns) * NS_PER_S / int(ledger.step_wall_ns.sum())
+    """Return steps per second over the steps themselves: start-up and teardown are left out; 0 without a step."""
+    wall_ns = int(ledger.step_wall_ns.sum())
+    return len(ledger.step_wall_ns) * NS_PER_S / wall_ns if wall_ns else 0.0
 
 
 def _per_step(ledger: Ledger) -> dict[str, float]:

@@ -28,6 +28,9 @@ OUTLIER = 3.0
 UNLIKE = 2.0
 """Forward and backward of a micro-batch differ from their usual by factors at most this far apart."""
 
+MIN_CORRELATION, MIN_SPREAD = 0.9, 0.05
+"""Micro-batches differ in work when forwards and backwards correlate, and forwards spread, at least so much."""
+
 DIRECTIONS = ("forward-compute", "backward-compute")
 
 
@@ -50,8 +53,20 @@ class Factors:
     clean: Block
     """[T, S, D, G, M] Durations without the pauses."""
 
+    r: Block
+    """[D, P] Correlation of the forward of a micro-batch with its backward, per worker, pauses left out."""
+
+    cv: Block
+    """[D, P] Coefficient of variation of the forwards of each worker, pauses left out."""
+
+    shared_r: float
+    """The same correlation of `work`: averaged over stages, the noise of one hides less of it."""
+
+    imbalanced: bool
+    """Micro-batches differ in work: r >= 0.9 and cv >= 0.05, in the median of the workers or averaged over stages."""
+
     usual: Block
-    """[T, D, G] Median of a place without pauses and micro-batch factors."""
+    """[T, D, G] Median of a place without pauses, and without `work` where that is imbalanced."""
 
     work: Block
     """[T, S, D, M] How much longer than usual a micro-batch takes wherever it passes; its mean is 1."""
@@ -60,27 +75,21 @@ class Factors:
     """[D, P] How much longer a worker takes than the same pipeline rank on other DP ranks (lower median)."""
 
     stage: Block
-    """[T, G] How much longer a stage takes than the median of the others (1 when there is no other)."""
+    """[T, G] How much longer a stage takes than the median of those on other pipeline ranks (1 when there is none)."""
+
+    chance: tuple[float, float]
+    """What noise alone makes of a (worker, stage) factor at most: 1 + 4 standard errors of a ratio of medians."""
 
     def slow_ranks(self, least: float) -> Block:
         """Return [P] how much longer a pipeline rank takes on all DP ranks than the others, 1 below `least`.
 
-        The last stage of the model is left out: that it is slow has a name of
-        its own. Fewer than 3 stages do not tell which of them is slow.
+        The last pipeline rank is left out: that it is slow has a name of its
+        own. Fewer than 3 ranks do not tell which of them is slow.
         """
+        last = int(self.rank_of.max())
         stage = self.stage.min(axis=0)
-        stage[-1] = 1.0
-        ranks = range(int(self.rank_of.max()) + 1)
-        factor = np.array([stage[self.rank_of == p].min() for p in ranks])
-        return np.where((factor > least) & (len(stage) > 2), factor, 1.0)
-
-    def correlations(self) -> tuple[Block, Block]:
-        """Return per worker [D, P] the forward-backward correlation and the spread of forwards, pauses left out."""
-        forward, backward = (_normal(values, self.usual[t]) for t, values in enumerate(self.clean))
-        ranks = range(int(self.rank_of.max()) + 1)
-        pairs = [[_pair(forward, backward, d, self.rank_of == p) for p in ranks] for d in range(forward.shape[1])]
-        table = np.array(pairs)
-        return table[:, :, 0], table[:, :, 1]
+        factor = np.array([stage[self.rank_of == p].min() for p in range(last)] + [1.0])
+        return np.where((factor > least) & (last >= 2), factor, 1.0)
 
     def divided(self, factor: Block) -> Block:
         """Return the durations with the computes `factor` times faster; a pause keeps its length."""
@@ -102,14 +111,22 @@ def factors(table: OperationTable) -> Factors | None:
     common = _lower(np.median(seconds, axis=(1, 4), keepdims=True), 2)
     ratio = np.where(common > 0, seconds / np.where(common > 0, common, 1.0), 1.0)
     rough = _rough_work(ratio)
-    place = np.median(ratio / rough, axis=(1, 4), keepdims=True)
-    expected = common * place * rough
-    paused = (seconds > OUTLIER * expected) & (expected > 0)
-    clean = np.where(paused, expected, seconds)
-    work = _work(clean, common * place)
-    usual = np.median(clean / work[:, :, :, None, :], axis=(1, 4))
+    place = common * np.median(ratio / rough, axis=(1, 4), keepdims=True)
+    paused = (seconds > OUTLIER * place * rough) & (place > 0)
+    clean = np.where(paused, place * rough, seconds)
+    work = _work(clean, place)
     rank_of = table.stage[ops[0, :, 0]]
-    return Factors(ops, rank_of, seconds, paused, clean, usual, work, _worker(usual, rank_of), _stage(usual))
+    r, cv = _correlations(clean / np.where(place > 0, place, 1.0), rank_of)
+    shared_r = _correlation(work[0], work[1])
+    imbalanced = bool(np.median(r) >= MIN_CORRELATION and np.median(cv) >= MIN_SPREAD)
+    imbalanced |= shared_r >= MIN_CORRELATION and float(work[0].std()) >= MIN_SPREAD
+    even = clean / work[:, :, :, None, :] if imbalanced else clean
+    usual = np.median(even, axis=(1, 4))
+    noise = _noise(work, ratio.shape[3]) if imbalanced else _noise_of(even, usual)
+    return Factors(
+        ops, rank_of, seconds, paused, clean, r, cv, shared_r, imbalanced, usual, work,
+        _worker(usual, rank_of), _stage(usual, rank_of), _chance(noise, even.shape, rank_of),
+    )  # fmt: skip
 
 
 def _rough_work(ratio: Block) -> Block:
@@ -118,19 +135,20 @@ def _rough_work(ratio: Block) -> Block:
     The lower median over the stages: a pause, or one slow worker, does not
     move it. A direction far above the other one of its micro-batch has met
     pauses on most stages; the other one is believed. With one stage only, the
-    lower of both, and what all micro-batches of a DP rank share is left to
-    its worker, unless chance explains it (4 standard errors of the median).
+    lower of both. What all micro-batches of a DP rank share is left to its
+    workers, unless chance explains it (4 standard errors of the median).
     """
     if ratio.shape[3] > 1:
         work = _lower(ratio, 3)
-        return np.where(work > UNLIKE * work[::-1], work[::-1], work)
-    lower = np.broadcast_to(ratio.min(axis=0, keepdims=True), ratio.shape)
-    share = np.median(lower, axis=(1, 4), keepdims=True)
+        work = np.where(work > UNLIKE * work[::-1], work[::-1], work)
+    else:
+        work = np.broadcast_to(ratio.min(axis=0, keepdims=True), ratio.shape)
+    share = np.median(work, axis=(1, 4), keepdims=True)
     share = np.where(share > 0, share, 1.0)
-    spread = np.median(np.abs(lower / share - 1), axis=(1, 4), keepdims=True) / 0.6745
+    spread = np.median(np.abs(work / share - 1), axis=(1, 4), keepdims=True) / 0.6745
     chance = 4 * 1.2533 * spread / np.sqrt(ratio.shape[1] * ratio.shape[4])
     middle = _lower(share, 2)
-    return np.asarray(lower / np.where(np.abs(share / middle - 1) > chance, share, middle))
+    return np.asarray(work / np.where(np.abs(share / middle - 1) > chance, share, middle))
 
 
 def _lower(values: Block, axis: int) -> Block:
@@ -170,24 +188,49 @@ def _worker(usual: Block, rank_of: NDArray[np.int64]) -> Block:
     return np.asarray(total / np.where(reference > 0, reference, 1.0))
 
 
-def _stage(usual: Block) -> Block:
-    """Return [T, G]: lower median over DP ranks of a stage over the median of the other stages."""
+def _stage(usual: Block, rank_of: NDArray[np.int64]) -> Block:
+    """Return [T, G]: lower median over DP ranks of a stage over the median of the other pipeline ranks' stages."""
     place = _lower(usual, 1)[:, 0]
-    stages = place.shape[1]
-    if stages == 1:
+    if rank_of.max() == 0:
         return np.ones_like(place)
-    others = np.stack([np.median(np.delete(place, g, axis=1), axis=1) for g in range(stages)], axis=1)
+    others = np.stack([np.median(place[:, rank_of != rank], axis=1) for rank in rank_of], axis=1)
     return np.asarray(place / np.where(others > 0, others, 1.0))
 
 
-def _normal(values: Block, usual: Block) -> Block:
-    return np.asarray(values / np.where(usual > 0, usual, 1.0)[None, :, :, None])
+def _noise(work: Block, num_stages: int) -> float:
+    """Return the relative noise of one compute, from how forwards and backwards of a micro-batch disagree."""
+    apart = np.log(work[0] / work[1])
+    return float(np.median(np.abs(apart - np.median(apart))) / 0.6745 * np.sqrt(num_stages / 2))
 
 
-def _pair(forward: Block, backward: Block, dp: int, stages: NDArray[np.bool_]) -> tuple[float, float]:
-    """Return (correlation, coefficient of variation of forwards) of one worker."""
-    x, y = forward[:, dp][:, stages].ravel(), backward[:, dp][:, stages].ravel()
-    spread = float(x.std() / x.mean()) if x.mean() > 0 else 0.0
+def _noise_of(even: Block, usual: Block) -> float:
+    """Return the relative noise of one compute, from `even` [T, S, D, G, M] around its place."""
+    place = np.where(usual > 0, usual, 1.0)[:, None, :, :, None]
+    return float(np.median(np.abs(even / place - 1)) / 0.6745)
+
+
+def _chance(noise: float, shape: tuple[int, ...], rank_of: NDArray[np.int64]) -> tuple[float, float]:
+    """Return 1 + 4 standard errors of a worker's and of a stage's factor, ratios of medians of so many computes."""
+    directions, steps, _, stages, microbatches = shape
+    error = 4 * np.sqrt(2) * 1.2533 * noise
+    per_rank = stages // (int(rank_of.max()) + 1)
+    worker = error / np.sqrt(steps * microbatches * directions * per_rank)
+    return 1 + float(worker), 1 + float(error / np.sqrt(steps * microbatches))
+
+
+def _correlations(normal: Block, rank_of: NDArray[np.int64]) -> tuple[Block, Block]:
+    """Return per worker [D, P] the forward-backward correlation and the spread of forwards, from [T, S, D, G, M]."""
+    shape = (normal.shape[2], int(rank_of.max()) + 1)
+    r, cv = np.zeros(shape), np.zeros(shape)
+    for d, p in np.ndindex(shape):
+        forward, backward = (values[:, d][:, rank_of == p] for values in normal)
+        r[d, p] = _correlation(forward, backward)
+        cv[d, p] = forward.std() / forward.mean() if forward.mean() > 0 else 0.0
+    return r, cv
+
+
+def _correlation(x: Block, y: Block) -> float:
+    """Return the correlation of two blocks, 0 when one of them is constant."""
     if x.std() == 0 or y.std() == 0:
-        return 0.0, spread
-    return float(np.corrcoef(x, y)[0, 1]), spread
+        return 0.0
+    return float(np.corrcoef(x.ravel(), y.ravel())[0, 1])

@@ -28,6 +28,9 @@ from headway.sim.dag import Dag
 ORDER_SLACK_S = 5e-5
 """Clock noise allowed when a send or receive is told from one that was recorded but never launched."""
 
+BLOCKING_SLACK_S, BLOCKING_FROM = 1e-3, 0.95
+"""A receive counts as posted after a compute down to this much before its end; so many must be."""
+
 COMPUTE = ("forward-compute", "backward-compute")
 STREAMS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 DP_SYNCHRONISED = (
@@ -92,12 +95,17 @@ class _Builder:
         return [] if op is None else [op]
 
 
-def infer(table: OperationTable) -> Dependencies:
+def infer(table: OperationTable, *, blocking: bool = False) -> Dependencies:
     """Infer the order of one step from its first DP rank.
 
-    Raises `InputError` on a send or receive without its compute or its peer.
+    A receive waits for the compute before its own in that direction; with
+    `blocking`, for the compute before its own in any, as `blocks` tells of a
+    trace. Raises `InputError` on a send or receive without its compute or its peer.
     """
     builder = _Builder(table)
+    if blocking:
+        for receive, compute in _receives(table):
+            builder.edges.add((compute, receive))
     stages = range(table.num_stages)
     for stage in stages:
         builder.chain(_in_order(builder, stage))
@@ -110,6 +118,34 @@ def infer(table: OperationTable) -> Dependencies:
         _data_parallel(builder, stage, overlapped)
         _close_step(builder, stage, overlapped)
     return _finished(builder)
+
+
+def blocks(table: OperationTable) -> bool:
+    """Say whether receives of this trace are posted only when the compute before their own is over.
+
+    True when at least 95 % of them are, over all steps and DP ranks, and some could have been earlier.
+    """
+    pairs = _receives(table)
+    if not pairs:
+        return False
+    receive, compute = np.array(pairs).T
+    posted = table.start_s[:, :, receive] >= table.end_s[:, :, compute] - BLOCKING_SLACK_S
+    return bool(posted.mean() >= BLOCKING_FROM)
+
+
+def _receives(table: OperationTable) -> list[tuple[int, int]]:
+    """Return (receive, compute just before its own on the pipeline rank) for each receive that has one."""
+    pairs = []
+    for stage in range(table.num_stages):
+        order = table.by_start(stage, COMPUTE)
+        before = dict(zip(order[1:], order, strict=False))
+        for direction, compute in zip(("forward", "backward"), COMPUTE, strict=True):
+            receives = table.by_seq(stage, f"{direction}-recv")
+            computes = table.by_seq(stage, compute)
+            if len(receives) == len(computes):
+                own = zip(receives, computes, strict=True)
+                pairs += [(receive, before[op]) for receive, op in own if op in before]
+    return pairs
 
 
 def _in_order(builder: _Builder, stage: int) -> list[int]:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.ledger.account import Account, blank_subs
+from headway.ledger.account import Account, SpanFacts, blank_subs
 from headway.ledger.arrivals import Lateness, last_arrivals
 from headway.ledger.buckets import BUCKETS, SUB_CODE
 from headway.ledger.rows import number_alike
@@ -48,6 +48,13 @@ COPIES: tuple[tuple[str, str, int], ...] = (
 """Beginning of a copy's name -> what it is for: inside a device it is computing, towards it input, back a read-back."""
 
 MOVING = (KIND["COLL"], KIND["SEND"], KIND["RECV"])
+
+KERNEL_NAMES: dict[str, tuple[int, ...]] = {
+    "kernel.compute": (KIND["COMPUTE"],),
+    "kernel.comm": MOVING,
+    "kernel.copy": (KIND["DATA"],),
+}
+"""Name of a total of device rows -> their kinds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +82,7 @@ def profile_account(trace: Trace) -> Account:
     numbers = [book.rank for book in books]
     if len(set(numbers)) < len(numbers):  # Several devices in one process: number the devices, not the ranks.
         numbers = list(range(len(books)))
-    on_device = any(_device_of(lane) is not None for lane in trace.lanes)
+    on_device = any(_device_of(trace.lanes[lane]) is not None for lane in np.unique(trace.events["lane"]).tolist())
     steps = np.unique(trace.events["step"])
     basis = dict.fromkeys(BUCKETS, "kernels" if on_device else "recorded")
     return Account(
@@ -85,6 +92,7 @@ def profile_account(trace: Trace) -> Account:
         basis=basis if on_device else {**basis, "useful": "remainder"},
         step_wall_ns=_step_walls(trace),
         lateness=lateness,
+        spans=kernel_facts(trace) if on_device else {},
         meta=trace.meta,
         hosts={rank: str(row["host"]) for rank, row in trace.ranks.items() if row.get("host")},
     )
@@ -232,6 +240,19 @@ def _meetings(trace: Trace, calls: Ints, rank: Ints) -> tuple[Ints, Ints]:
         else:
             key[rank == other] = -1
     return key, shift
+
+
+def kernel_facts(trace: Trace) -> dict[str, SpanFacts]:
+    """Total the rows on device lanes by what they do: 'kernel.compute', 'kernel.comm', 'kernel.copy'."""
+    events = trace.events
+    on_device = np.array([_device_of(name) is not None for name in trace.lanes])[events["lane"]]
+    facts = {}
+    for name, kinds in KERNEL_NAMES.items():
+        rows = on_device & np.isin(events["kind"], kinds)
+        duration = events["duration_ns"][rows]
+        longest = int(duration.max()) if len(duration) else 0
+        facts[name] = SpanFacts(len(duration), int(duration.sum()), longest, int(events["bytes"][rows].sum()))
+    return facts
 
 
 def _even(rank: Ints) -> bool:

@@ -36,8 +36,8 @@ from headway.trace.trace import Trace
 BASIS = {"useful": "recorded", "comm": "recorded", "bubble": "recorded", "straggler": "recorded", "host": "remainder"}
 """Bucket -> how an operation trace knows it."""
 
-_OTHERS, _PIPELINE, _AWAITED, _MOVED, _RAN, _COLLECTED = range(6)
-"""Precedence: others not done < own pipeline not done < waiting for a peer < transfer < compute < collection."""
+_OTHERS, _AWAITED, _PIPELINE, _MOVED, _RAN, _COLLECTED = range(6)
+"""Precedence: others not done < waiting for a peer < own pipeline not done < transfer < compute < collection."""
 
 
 def operation_account(trace: Trace, *, unknown_as_compute: bool = False) -> Account:

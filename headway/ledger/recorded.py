@@ -21,7 +21,7 @@ from headway.ledger.account import Account, SpanFacts
 from headway.ledger.arrivals import Lateness
 from headway.ledger.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
-from headway.ledger.rows import NAMES
+from headway.ledger.rows import NAME_ID, NAMES
 from headway.ledger.sampled import Windows, apply_windows, of_rank, window_shares
 from headway.ledger.sweep import Ints
 from headway.trace.trace import Trace, concat
@@ -41,6 +41,11 @@ class RecordedRun(Protocol):
         """The content of run.json."""
         ...
 
+    @property
+    def trace(self) -> Trace:
+        """The last attempt, all ranks."""
+        ...
+
     def attempts(self) -> Sequence[Trace]:
         """Return one trace per attempt, oldest first."""
         ...
@@ -57,7 +62,8 @@ def recorded_trace_account(trace: Trace) -> Account:
 
 def recorded_account(runs: Sequence[RecordedRun]) -> Account:
     """Account for recorded runs that belong together: the hosts of one job."""
-    parts = [(run, list(run.attempts())) for run in runs]
+    # The last attempt is `trace`: of a run that several hosts recorded it holds all of them.
+    parts = [(run, [*list(run.attempts())[:-1], run.trace]) for run in runs]
     count = max(len(traces) for _, traces in parts)
     traces = [concat([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
     meta, offsets = _joined_meta(parts)
@@ -179,12 +185,13 @@ def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
 
 
 def _span_facts(book: RunBook) -> dict[str, SpanFacts]:
-    """Total every recorded name on the training threads, from the first step on."""
+    """Total every recorded name on the training threads, from the first step on; collections up to the last one."""
     facts: dict[str, SpanFacts] = {}
     for attempt in book.attempts:
         for one in attempt.books:
             rows = one.rows
             main = (rows.worker == -1) & (rows.name >= 0) & (rows.start_ns >= one.life.first_ns)
+            main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < one.life.last_ns)
             for code in np.unique(rows.name[main]).tolist():
                 picked = main & (rows.name == code)
                 duration = (rows.end_ns - rows.start_ns)[picked]

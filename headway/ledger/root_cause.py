@@ -28,11 +28,8 @@ Block = NDArray[np.float64]
 WORTH = 0.02
 """Least share of the step time that the removal of a cause must win to be listed."""
 
-MIN_CORRELATION, MIN_SPREAD = 0.9, 0.05
-"""Sequence-length imbalance: median per-worker forward-backward correlation and spread of forwards at least these."""
-
 SLOW = 1.05
-"""A worker, or a stage, counts as slow from this factor on."""
+"""A worker, or a stage, counts as slow from this factor on, if noise does not explain it."""
 
 SPARSE = 0.05
 """Pauses are garbage collection only while fewer than this share of the computes pause."""
@@ -54,21 +51,23 @@ class Correlation:
     cv: float
     """Median over workers of the coefficient of variation of forwards."""
 
+    shared_r: float
+    """The same correlation with micro-batches averaged over the stages they pass: noise of a stage hides less of it."""
+
     per_worker_r: Block
     """[D, P] The correlation of each worker; empty when the trace has no comparable computes."""
 
     imbalanced: bool
-    """r >= 0.9 and cv >= 0.05."""
+    """r >= 0.9 and cv >= 0.05, per worker or averaged over stages."""
 
 
 def correlation(whatif: WhatIf) -> Correlation:
     """Return how forwards and backwards of the same micro-batch vary together."""
     found = factors(whatif.table)
     if found is None:
-        return Correlation(0.0, 0.0, np.empty((0, 0)), False)
-    r, cv = found.correlations()
-    middle, spread = float(np.median(r)), float(np.median(cv))
-    return Correlation(middle, spread, r, middle >= MIN_CORRELATION and spread >= MIN_SPREAD)
+        return Correlation(0.0, 0.0, 0.0, np.empty((0, 0)), False)
+    middle, spread = float(np.median(found.r)), float(np.median(found.cv))
+    return Correlation(middle, spread, found.shared_r, found.r, found.imbalanced)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +75,16 @@ class _Job:
     """What the rules look at."""
 
     whatif: WhatIf
+    """The replays."""
+
     factors: Factors | None
+    """What multiplies the computes, None when they are not comparable."""
+
     sequence: Correlation
+    """Whether micro-batches differ in work."""
+
     shares: Mapping[str, float]
+    """'M_W' and 'M_S', for the evidence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,13 @@ class _Finding:
     """What a rule found: durations without the cause, [S, D, K], and what to say."""
 
     where: str
+    """The place, in words."""
+
     evidence: str
+    """What led to it, with numbers."""
+
     without_s: Block
+    """[S, D, K] Durations as they would be without the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +117,9 @@ def _worker(job: _Job) -> _Finding | None:
     found = job.factors
     if found is None:
         return None
-    whole = found.slow_ranks(SLOW)
-    slow = np.where(found.worker > SLOW, found.worker, 1.0)
+    by_worker, by_stage = (max(SLOW, chance) for chance in found.chance)
+    whole = found.slow_ranks(by_stage)
+    slow = np.where(found.worker > by_worker, found.worker, 1.0)
     if (slow * whole <= 1).all():
         return None
     table = job.whatif.table
@@ -124,21 +136,20 @@ def _worker(job: _Job) -> _Finding | None:
 
 
 def _last_stage(job: _Job) -> _Finding | None:
-    """The last stage of the model takes longer than the others."""
+    """The last pipeline rank, or only the last stage of the model on it, takes longer than the others."""
     found = job.factors
-    if found is None or found.stage.shape[1] < 2:
+    if found is None:
         return None
-    ratio = np.maximum(found.stage[:, -1], 1.0)
-    if (ratio <= SLOW).all():
+    last = found.rank_of == found.rank_of[-1]
+    ratio = np.where(last & (found.stage.max(axis=0) > max(SLOW, found.chance[1])), np.maximum(found.stage, 1.0), 1.0)
+    if (ratio <= 1).all():
         return None
-    slow = np.ones((2, 1, 1, found.stage.shape[1], 1))
-    slow[:, 0, 0, -1, 0] = ratio
     explained = " (the sequence-length imbalance comes first)" if job.sequence.imbalanced else ""
     return _Finding(
         f"pp {found.rank_of[-1]}",
         f"forwards of the last stage take {found.stage[0, -1]:.2f}, backwards {found.stage[1, -1]:.2f} times the "
         f"median of the other stages; it explains M_S = {job.shares['M_S']:.2f} of the loss{explained}",
-        found.put(job.whatif.observed_s, found.divided(slow)),
+        found.put(job.whatif.observed_s, found.divided(ratio[:, None, None, :, None])),
     )
 
 
@@ -149,8 +160,8 @@ def _sequence(job: _Job) -> _Finding | None:
         return None
     return _Finding(
         "all workers",
-        f"forward and backward of a micro-batch vary together (median r = {job.sequence.r:.3f}) and much "
-        f"(CV = {job.sequence.cv:.3f}): micro-batches differ in work",
+        f"forward and backward of a micro-batch vary together (median r = {job.sequence.r:.3f}, "
+        f"{job.sequence.shared_r:.3f} over all stages) and much (CV = {job.sequence.cv:.3f}): they differ in work",
         found.put(job.whatif.observed_s, found.divided(found.work[:, :, :, None, :])),
     )
 
@@ -181,10 +192,10 @@ def _gc(job: _Job) -> _Finding | None:
 
 def _scattered(found: Factors) -> bool:
     """Say whether pauses fall on different steps for different workers: no step has most of the workers paused."""
-    per_step = found.paused.any(axis=(0, 4))
+    per_step = np.asarray(found.paused.any(axis=(0, 4)))
     ranks = range(int(found.rank_of.max()) + 1)
     workers = np.stack([per_step[:, :, found.rank_of == p].any(axis=2) for p in ranks], axis=2)
-    together = workers.mean(axis=(1, 2))
+    together = np.asarray(workers, dtype=np.float64).mean(axis=(1, 2))
     return bool(workers[0].size == 1 or np.median(together[together > 0]) < 0.9)
 
 
@@ -247,14 +258,14 @@ def find_causes(
     observed_s: Block,
     shares: Mapping[str, float],
     sequence: Correlation,
-    fidelity: float,
 ) -> list[Cause]:
     """Return the causes found, largest first; the last stage stands below a sequence-length verdict.
 
-    `observed_s` [S] recorded step times; `shares` = {'M_W', 'M_S'}; `fidelity` = recorded / replayed step time.
+    `observed_s` [S] recorded step times; `shares` = {'M_W', 'M_S'} for the evidence.
     """
     job = _Job(whatif, factors(whatif.table), sequence, shares)
     base = whatif.step_s(whatif.observed_s)
+    fidelity = float(observed_s.sum() / base.sum())
     causes = []
     for name, rule in CAUSES.items():
         finding = rule.find(job)

@@ -26,7 +26,7 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
 from headway.ledger.cause import Cause
 from headway.ledger.clock_offsets import aligned
-from headway.ledger.dependencies import infer
+from headway.ledger.dependencies import blocks, infer
 from headway.ledger.operation_table import OperationTable, arrange, clock_ns
 from headway.ledger.root_cause import Correlation, correlation, find_causes
 from headway.ledger.whatif_groups import WhatIf, launch_delays, merged
@@ -123,10 +123,13 @@ def analyse(trace: Trace, *, sizes: Sizes | None = None, unknown_as_compute: boo
     ms = whatif.explained(np.broadcast_to(table.stage == table.num_stages - 1, whatif.observed_s.shape))
     base = _observed_step_s(table)
     launch = float(base.mean() / groups.base.mean())
+    uneven = correlation(whatif)
     detail = {
         "job_meta": sizes.to_json(),
         **_published(groups, base, launch, table),
         "fidelity": launch,
+        "sequence_r": uneven.r,
+        "sequence_cv": uneven.cv,
         "ms": {**ms, "Ms": ms["rem"]},
         "mw": {**mw, "Mw": mw["rem"]},
     }
@@ -142,7 +145,7 @@ def analyse(trace: Trace, *, sizes: Sizes | None = None, unknown_as_compute: boo
         heat=heat,
         fidelity=launch,
         launch_share=max(0.0, 1 - 1 / launch),
-        sequence=correlation(whatif),
+        sequence=uneven,
         devices=len(np.unique(trace.events["rank"])),
         sizes=sizes,
         whatif=whatif,
@@ -153,14 +156,16 @@ def root_causes(report: StragglerReport) -> list[Cause]:
     """Return the causes of the loss, largest first, each with what its removal would win.
 
     A sequence-length verdict explains the last stage away: `straggler.last_stage` then stands below it.
+    Where receives block, the replays behind the gains know it; the published numbers of the report do not.
     """
+    table = report.whatif.table
+    whatif = WhatIf.of(table, infer(table, blocking=True)) if blocks(table) else report.whatif
     return find_causes(
-        report.whatif,
+        whatif,
         devices=report.devices,
-        observed_s=_observed_step_s(report.whatif.table).astype(np.float64),
+        observed_s=_observed_step_s(table).astype(np.float64),
         shares={"M_W": report.M_W, "M_S": report.M_S},
         sequence=report.sequence,
-        fidelity=report.fidelity,
     )
 
 

@@ -131,8 +131,10 @@ def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> Ope
     )
     owner = owner_of[pieces.row]
     name = np.where(owner >= 0, rows.name[owner], -1)
-    column, sub = _place(pieces, life)
-    sub = np.where(owner >= 0, _STEP_TABLE.sub[name], sub)
+    column, place = _place(pieces, life)
+    # Collections after the last step are the interpreter going down: part of what follows the steps, as before them.
+    over = (name == NAME_ID["host.gc"]) & (column == len(life.step_start) + 1)
+    sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], place)
     sub = np.where(owner == GAP, SUB_CODE["checkpoint.persist"], sub)
     if restarted:
         sub = _swap("startup", "restart")[sub]
@@ -188,11 +190,20 @@ def _book_input(sheet: Sheet, rows: Rows, pieces: Pieces, owner: Ints, column: I
     load = match_batches(rows, waits, loads)[position[owner[found]]]
     made = load >= 0
     _book_awaited(sheet, loads, pieces, column, found[made], load[made])
-    # Without a worker's record: what is left of next() around a load in the same thread is hand-off.
+    # Without a worker's record: what is left of next() around a load in the same thread is hand-off; the call that
+    # finds the loader at its end stops the workers.
     rest = found[~made]
-    around = _holds_load(rows, loads, owner[rest])
-    sub = np.where(around, SUB_CODE["input.transfer"], SUB_CODE["input.unsplit"])
+    sub = np.where(_holds_load(rows, loads, owner[rest]), SUB_CODE["input.transfer"], SUB_CODE["input.unsplit"])
+    sub = np.where(_finds_end(rows, owner[rest]), SUB_CODE["input.start"], sub)
     sheet.book_all(sub, column[rest], pieces.duration_ns[rest])
+
+
+def _finds_end(rows: Rows, waits: Ints) -> NDArray[np.bool_]:
+    """Return whether each input.next row brought no batch, of a loader that brings numbered ones."""
+    every = rows.of("input.next")
+    numbered = every[rows.column("seq", every) >= 0]
+    known = np.isin(rows.column("group", waits), np.unique(rows.column("group", numbered)))
+    return known & (rows.column("seq", waits) < 0)
 
 
 def _holds_load(rows: Rows, loads: Loads, waits: Ints) -> NDArray[np.bool_]:

@@ -78,7 +78,7 @@ def _without_noise(values: NDArray[np.floating], table: OperationTable, what: st
             "%d %ss are below -%g s and count as 0, the first is %s in step %s on DP rank %s: check the clocks",
             int(wrong.sum()), what, CLOCK_NOISE_S, table.label(op), table.steps[step], table.dp[dp],
         )  # fmt: skip
-    return np.maximum(values, values.dtype.type(0))
+    return np.asarray(np.maximum(values, values.dtype.type(0)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,8 +167,8 @@ def _zigzag(cells: Array) -> Array:
 
 
 def step_chart(step_s: Array, ranks: Sequence[int], first_step: int = 0) -> dict[str, Any] | None:
-    """Return the page's object for step times [ranks, steps], None when there is no step."""
-    if step_s.ndim != 2 or 0 in step_s.shape:
+    """Return the page's object for step times [ranks, steps], None when not one was recorded."""
+    if not np.isfinite(step_s).any():
         return None
     whole = thinned(step_s)
     means = np.nan_to_num(whole.lines).sum(axis=1)

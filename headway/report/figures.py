@@ -213,7 +213,7 @@ def verdict(why: Json) -> Verdict:
     if first is None:
         goodput = percent(why.get("goodput"))
         return Verdict(f"{goodput} of {devices} x {wall} was useful work; no loss stands out.", "", "")
-    sentence = f"{_lost_to(first, why)} of {devices} x {wall} went to {_losing(first)}."
+    sentence = f"{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}."
     gain = finite(first.get("predicted_speedup"))
     return Verdict(
         sentence, clean(first.get("fix") or ""), predicted(first) if (gain or 0) >= GAIN_WORTH_NAMING else ""
@@ -227,24 +227,25 @@ def worth_naming(cause: Json, why: Json) -> bool:
 
 
 CAUSE_PHRASES: dict[str, str] = {
-    "straggler.worker": "waiting for slow workers",
-    "straggler.last_stage": "waiting for the last pipeline stage",
+    "straggler.worker": "slow workers",
+    "straggler.last_stage": "a slow last pipeline stage",
     "straggler.sequence": "sequence-length imbalance",
-    "straggler.rank": "waiting for a slow rank",
+    "straggler.rank": "a slow rank",
     "host.gc": "garbage collection",
     "host.logging": "logging",
     "host.launch": "launch gaps",
     "startup.compile": "start-up and compilation",
 }
-"""Cause -> what losing time to it is called, where the name of its bucket would say too little."""
+"""Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 
 
 def _losing(cause: Json) -> str:
     name = str(cause.get("cause", ""))
-    return CAUSE_PHRASES.get(name) or bucket_style(name.partition(".")[0]).losing
+    phrase = CAUSE_PHRASES.get(name)
+    return f"was lost to {phrase}" if phrase else f"went to {bucket_style(name.partition('.')[0]).losing}"
 
 
-def _lost_to(cause: Json, why: Json) -> str:
+def _lost_share(cause: Json, why: Json) -> str:
     """Return the share of the cause's whole bucket, or of the cause itself where the bucket holds others too."""
     name = str(cause.get("cause", ""))
     booked = None if name in CAUSE_PHRASES else (why.get("ledger") or {}).get(name.partition(".")[0])

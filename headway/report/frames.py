@@ -18,9 +18,13 @@ TIMELINE_KEYS = "Drag to move, Ctrl and wheel to zoom, double-click for everythi
 
 
 def steps_part(chart: Mapping[str, Any] | None, wanted: bool) -> str:
-    """Return the frame of step times; an empty state when there was no step to show."""
+    """Return the frame of step times; an empty state when there was no step to show.
+
+    `chart` is what `charts.step_chart` returned; `wanted` tells whether the
+    caller had step times at all.
+    """
     if chart is None:
-        return section("steps", "Step time", "", _empty("No steps were recorded.")) if wanted else ""
+        return section("steps", "Step time", "", _empty("No step times were recorded.")) if wanted else ""
     chooser = _rank_chooser(chart) if len(chart["ranks"]) > 1 else ""
     tools = f'{chooser}<label class="check"><input type="checkbox" id="steps-log">Logarithmic</label>'
     width = chart["width"]
@@ -32,6 +36,7 @@ def steps_part(chart: Mapping[str, Any] | None, wanted: bool) -> str:
 
 
 def _rank_chooser(chart: Mapping[str, Any]) -> str:
+    """Return the list of ranks to highlight: those whose lines were sent, the slowest of very many."""
     more = chart["all_ranks"] - len(chart["ranks"])
     every = "All ranks" if not more else f"All {count(chart['all_ranks'])} ranks"
     options = "".join(f'<option value="{place}">Rank {rank}</option>' for place, rank in enumerate(chart["ranks"]))
@@ -41,7 +46,7 @@ def _rank_chooser(chart: Mapping[str, Any]) -> str:
 
 
 def shares_part(chart: Mapping[str, Any] | None) -> str:
-    """Return the frame of bucket shares over steps, '' when there is none."""
+    """Return the frame of bucket shares over steps and their legend, '' when `charts.share_chart` had nothing."""
     if chart is None or not chart["shares"]:
         return ""
     width = chart["width"]
@@ -52,6 +57,10 @@ def shares_part(chart: Mapping[str, Any] | None) -> str:
 
 
 def _frame(name: str, title: str, tools: str) -> str:
+    """Return a frame for a chart over steps: controls, a readout, the plot.
+
+    The script finds its parts by the ids `<name>-figure`, `<name>-plot` and `<name>-readout`.
+    """
     controls = (
         f'<div class="bar-tools">{tools}<span class="readout" id="{name}-readout" aria-live="polite"></span></div>'
     )
@@ -61,30 +70,51 @@ def _frame(name: str, title: str, tools: str) -> str:
 
 
 def timeline_part(panels: Sequence[Mapping[str, Any]]) -> str:
-    """Return the frame of the timelines, recorded and ideal one below the other; '' when there is none."""
+    """Return the frame of the timelines, recorded and ideal one below the other; '' when there is none.
+
+    Says how many ranks and spans had to be left out.
+    """
     if not panels:
         return ""
     used = sorted({b for panel in panels for b in panel["used"]}, key=panels[0]["buckets"].index)
     hidden = sum(panel["hidden"] for panel in panels)
+    drawn, present = panels[0]["ranks"], panels[0]["all_ranks"]
+    some = f"{drawn} of {present} ranks are drawn." if drawn < present else ""
     missing = f" {plural(hidden, 'span')} too short to see {'is' if hidden == 1 else 'are'} left out." if hidden else ""
     tools = "".join(
         f'<button type="button" id="timeline-{name}" aria-label="{label}">{sign}</button>'
         for name, label, sign in (("in", "Zoom in", "+"), ("out", "Zoom out", "−"), ("all", "Show everything", "All"))
     )
     canvas = '<canvas id="timeline-canvas"></canvas><div class="tip" id="timeline-tip" role="status"></div>'
+    hint = f'<span class="readout">{TIMELINE_KEYS}</span>'
     label = f'role="group" aria-label="Timeline of a window. {text(TIMELINE_KEYS)}"'
-    frame = f'<figure id="timeline-figure" tabindex="0" {label}><div class="bar-tools">{tools}</div>{canvas}</figure>'
+    frame = (
+        f'<figure id="timeline-figure" tabindex="0" {label}><div class="bar-tools">{tools}{hint}</div>{canvas}</figure>'
+    )
     body = frame + legend(used) + _without_script()
-    return section("timeline", "Timeline of a window", TIMELINE_KEYS + missing, body)
+    return section("timeline", "Timeline of a window", (some + missing).strip(), body)
 
 
-def heat_part(heats: Sequence[HeatMap], drawn: Sequence[Mapping[str, Any]], small: int) -> str:
-    """Return all heat maps: small ones as tables, the others as frames in the order of `drawn`."""
+SMALL_ROWS, SMALL_CELLS = 16, 256
+"""A heat map of at most so many rows and cells is a table with figures; larger ones are drawn."""
+
+
+def is_small(heat: HeatMap) -> bool:
+    """Tell whether a heat map is shown as a table."""
+    return len(heat.values) <= SMALL_ROWS and heat.values.size <= SMALL_CELLS and heat.values.shape[1] <= SMALL_ROWS
+
+
+def heat_part(heats: Sequence[HeatMap], drawn: Sequence[Mapping[str, Any]]) -> str:
+    """Return all heat maps: small ones as tables, the others as frames.
+
+    `drawn` holds the page's objects (`charts.heat_chart`) of those that are not
+    small, in the same order.
+    """
     parts: list[str] = []
     index = 0
     for heat in heats:
         parts.append(f"<h3>{text(heat.title)}</h3>")
-        if heat.values.size <= small:
+        if is_small(heat):
             parts.append(heat_table(heat))
         else:
             parts.append(_heat_frame(index, heat, drawn[index]))
@@ -96,6 +126,7 @@ def heat_part(heats: Sequence[HeatMap], drawn: Sequence[Mapping[str, Any]], smal
 
 
 def _heat_frame(index: int, heat: HeatMap, drawn: Mapping[str, Any]) -> str:
+    """Return the frame of the `index`-th drawn heat map: scale, readout, canvas."""
     name = f"heat-{index}"
     scale = f'<span class="scale"><span id="{name}-low"></span><i></i><span id="{name}-high"></span></span>'
     readout = f'<span class="readout" id="{name}-readout" aria-live="polite"></span>'
@@ -107,8 +138,10 @@ def _heat_frame(index: int, heat: HeatMap, drawn: Mapping[str, Any]) -> str:
 
 
 def _empty(sentence: str) -> str:
+    """Return the sentence that stands where a picture would."""
     return f'<p class="empty">{text(sentence)}</p>'
 
 
 def _without_script() -> str:
+    """Return the remark that only readers without scripts see."""
     return '<p class="note no-script">This picture is drawn by the script in this file; allow it to run to see it.</p>'

@@ -39,9 +39,6 @@ from headway.report.timeline import Timeline
 ASSETS = Path(__file__).parent / "assets"
 """Template, style and script of the page; uPlot and its licence."""
 
-SMALL_HEAT_MAP = 256
-"""Cells up to which a heat map is a table with figures; larger ones are drawn."""
-
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
@@ -122,7 +119,7 @@ def page(data: ReportData) -> str:
         "steps": frames.steps_part(payload["steps"], wanted=data.step_s is not None),
         "shares": frames.shares_part(payload["shares"]),
         "timeline": frames.timeline_part(payload["timelines"]),
-        "heat": frames.heat_part(heats, payload["heat"], SMALL_HEAT_MAP),
+        "heat": frames.heat_part(heats, payload["heat"]),
         "failure": sections.traceback_part(data.run),
         "facts": sections.facts_part(data.facts),
     }
@@ -169,7 +166,7 @@ def _style() -> str:
 DARK = (
     "--paper: #14181c; --ink: #e4e8ec; --quiet: #98a3ae; --rule: #2c333a; --soft: #1c2227; --accent: #6db1ee; "
     "--good: #63c58a; --bad: #ff8a7a; --heat-0: #20272d; --heat-1: #ff7a5c; --heat-ink: #14181c; "
-    "--hatch: rgba(0, 0, 0, .5); color-scheme: dark; "
+    "--hatch: rgba(0, 0, 0, .5); --mark: #3d464e; color-scheme: dark; "
 )
 """Colours of the dark theme; those of the light one stand in `page.css`."""
 
@@ -214,5 +211,5 @@ def _payload(data: ReportData) -> dict[str, Any]:
         "shares": share_chart(data.bucket_s, data.first_step),
         "timelines": [{"title": title, **line.to_json()} for title, line in panels if line is not None and line.rows],
         "mild": sections.MILD_SLOWDOWN,
-        "heat": [heat_chart(heat) for heat in _heat_maps(data) if heat.values.size > SMALL_HEAT_MAP],
+        "heat": [heat_chart(heat) for heat in _heat_maps(data) if not frames.is_small(heat)],
     }

@@ -161,12 +161,14 @@ def add_row(table: Table, *cells: str | Text, style: str = "") -> None:
 
 
 def title(text: str, aside: str = "", *, width: int) -> Table:
-    """Return a bold heading with a quiet remark at the right edge."""
-    head = Table.grid(expand=True, padding=(0, 2, 0, 0))
-    head.width = width
-    head.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-    head.add_column(justify="right", no_wrap=True)
-    head.add_row(Text(text, style="bold"), Text(clean(aside), style="dim"))
+    """Return a bold heading with a quiet remark at the right edge; a remark too long loses its beginning."""
+    room = width - len(text) - 2
+    remark = clean(aside)
+    remark = remark if len(remark) <= room else "…" + remark[len(remark) - room + 1 :]
+    head = Table.grid(expand=True)
+    head.add_column(no_wrap=True)
+    head.add_column(justify="right", no_wrap=True, ratio=1)
+    head.add_row(Text(text, style="bold"), Text(remark, style="dim"))
     return head
 
 

@@ -26,6 +26,7 @@ from headway.report.figures import (
     finite,
     interval,
     percent,
+    plural,
     predicted,
     seconds,
     speedup,
@@ -36,8 +37,18 @@ WHOLE_PLAN = "plan"
 """The row of `run.applied` that stands for all remedies together, where there is one."""
 
 
+LONGEST_KEY = 40
+"""Characters of a name in `headway trace info`: kernels have names of several lines."""
+
+
 def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
-    """Return the last screen of a `headway.run/1` object: how it ended, how fast it was, predicted beside measured."""
+    """Return the last screen of a `headway.run/1` object: how it ended, how fast it was, predicted beside measured.
+
+    Reads `exit` {code, class, first_rank, traceback}, `steps_per_s`, `goodput`,
+    `baseline` and `applied`. The row named 'plan' stands last and in bold; a
+    remedy with `reason_not_applied` is told below the table. A traceback ends
+    the screen.
+    """
     width = screen.get("width", 88)
     parts: list[RenderableType] = [title("headway run", str(run.get("run", "")), width=width), ""]
     parts.append(paragraph(_run_sentence(run)))
@@ -48,6 +59,7 @@ def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
 
 
 def _run_sentence(run: Json) -> Text:
+    """Return how the run ended and how fast it was: class and first failing rank when it did not end well."""
     ending = run.get("exit") or {}
     kind, code = clean(ending.get("class", "")), ending.get("code")
     rate = finite(run.get("steps_per_s"))
@@ -103,13 +115,23 @@ def _traceback(run: Json) -> list[RenderableType]:
 
 
 def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.plan/1` object: proposals, the chosen ones marked, the command to apply them."""
+    """Return the screen of a `headway.plan/1` object: proposals, the chosen ones marked, the command to apply them.
+
+    Reads `proposals`, `chosen` (names or objects), `predicted_speedup` and,
+    where given, `interval`, `refused` and `note`. `source` is the run as the
+    user named it, `plan_path` the file that `headway run --apply` takes.
+    """
     width, unicode = screen.get("width", 88), screen.get("unicode", True)
     chosen = {_name_of(c) for c in plan.get("chosen") or ()}
     proposals = list(plan.get("proposals") or ())
     parts: list[RenderableType] = [title("headway plan", source, width=width), "", paragraph(_plan_sentence(plan))]
     if proposals:
         parts += ["", *_proposals(proposals, chosen, "✓" if unicode else "*")]
+    refused = [f"{clean(r.get('name'))}: {clean(r.get('reason', ''))}" for r in plan.get("refused") or ()]
+    if refused:
+        parts += ["", Text("  Considered, not proposed", style="bold"), *(paragraph(r, style="dim") for r in refused)]
+    if plan.get("note"):
+        parts += ["", paragraph(clean(plan["note"]), style="dim")]
     if chosen and plan_path:
         command = f"headway run --apply {clean(plan_path)} -- <your script and its arguments>"
         parts += ["", Text.assemble("  ", ("Next  ", "dim"), (command, "bold"), overflow="fold")]
@@ -117,13 +139,15 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
 
 
 def _name_of(chosen: Any) -> str:
+    """Return the name of a chosen remedy, written as a name or as an object."""
     return str(chosen.get("name", "")) if isinstance(chosen, Mapping) else str(chosen)
 
 
 def _plan_sentence(plan: Json) -> Text:
+    """Return what the chosen remedies gain together, or that there is nothing to apply."""
     number = len(plan.get("chosen") or ())
     if not number:
-        return Text("Nothing to apply: no proposal gains more than the noise of two runs.", style="bold")
+        return Text("Nothing to apply: no remedy of headway's own gains more than the noise of two runs.", style="bold")
     together = f"{number} remedies together" if number > 1 else "One remedy"
     bounds = interval(plan.get("interval"))
     gain = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
@@ -131,6 +155,7 @@ def _plan_sentence(plan: Json) -> Text:
 
 
 def _proposals(proposals: Sequence[Json], chosen: set[str], mark: str) -> list[RenderableType]:
+    """Return the table of proposals, chosen ones in bold behind a mark, and the legend of the mark."""
     table = grid("left", "left", "right", "left", "fold")
     add_row(table, "", "proposal", "predicted", "applied by", "cost and risk", style="dim")
     for row in proposals:
@@ -146,7 +171,10 @@ def _proposals(proposals: Sequence[Json], chosen: set[str], mark: str) -> list[R
 
 
 def render_whatif(whatif: Json, **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.whatif/1` object; an `interval` and a `note` are shown where given."""
+    """Return the screen of a `headway.whatif/1` object: seconds per step before and after the edits, and their ratio.
+
+    An `interval` and a `note` are shown where given.
+    """
     edits = ", ".join(_plain(e) for e in whatif.get("edits") or ()) or "no edit"
     bounds = interval(whatif.get("interval"))
     sentence = Text.assemble(
@@ -164,44 +192,56 @@ def render_whatif(whatif: Json, **screen: Unpack[ScreenOptions]) -> str:
     return draw(parts, **screen)
 
 
-def render_compare(comparison: Json, **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of `headway compare`: speed ratio, then each bucket's seconds per step in both runs.
+def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.compare/1` object: which run is faster, what each bucket takes in both.
 
-    Reads `steps_per_s` [a, b] or `ratio`, `buckets` {name: [a, b] or {a, b, delta}}
-    in device-seconds per step, and `regressions`.
+    Reads `speedup`, `steps_per_s` [first, second], `changes` (seconds per device
+    and step, or per run), `regressions` and `threshold`. `names` are the two
+    runs as the user named them.
     """
-    a, b = clean(comparison.get("a", "A")), clean(comparison.get("b", "B"))
-    parts: list[RenderableType] = [title("headway compare", f"{a} -> {b}", width=screen.get("width", 88)), ""]
-    ratio = finite(comparison.get("ratio"))
+    aside = " -> ".join(name for name in names if name)
+    parts: list[RenderableType] = [title("headway compare", aside, width=screen.get("width", 88)), ""]
+    ratio = finite(comparison.get("speedup"))
     regressions = [_plain(r) for r in comparison.get("regressions") or ()]
-    if ratio is not None:
+    if ratio:
         word = "faster" if ratio >= 1 else "slower"
-        text = f"B runs {speedup(ratio if ratio >= 1 else 1 / ratio if ratio else None)} {word} than A."
+        rates = [f"{rate:.3g}" for raw in comparison.get("steps_per_s") or () if (rate := finite(raw)) is not None]
+        detail = f" ({' -> '.join(rates)} steps/s)" if len(rates) == 2 else ""
+        text = f"The second run is {speedup(max(ratio, 1 / ratio))} {word}{detail}."
         parts.append(paragraph(text, style="bold red" if regressions else "bold"))
-    buckets = comparison.get("buckets") or {}
-    if buckets:
-        parts += ["", _bucket_deltas(buckets)]
+    if comparison.get("changes"):
+        parts += ["", _changes(comparison["changes"])]
     if regressions:
         parts += ["", *(paragraph(Text.assemble(("regression  ", "red"), r)) for r in regressions)]
+    elif comparison.get("threshold") is not None:
+        parts += ["", paragraph(f"No regression past {percent(comparison['threshold'])}.", style="dim")]
     return draw(parts, **screen)
 
 
-def _bucket_deltas(buckets: Mapping[str, Any]) -> Table:
-    table = grid("left", "right", "right", "right", "right")
-    add_row(table, "per step", "A", "B", "change", "", style="dim")
-    for name, value in buckets.items():
-        pair = [value.get("a"), value.get("b")] if isinstance(value, Mapping) else list(value)
-        before, after = (finite(x) or 0.0 for x in pair[:2])
+def _changes(changes: Sequence[Json]) -> Table:
+    """Return seconds per device of each bucket before and after; buckets that are empty in both are left out."""
+    table = grid("left", "right", "right", "right", "right", "left")
+    add_row(table, "per device", "first", "second", "change", "", "", style="dim")
+    for row in changes:
+        before, after = finite(row.get("before_s")) or 0.0, finite(row.get("after_s")) or 0.0
         if not before and not after:
             continue
         change = f"{'+' if after > before else '-' if after < before else ''}{seconds(abs(after - before))}"
         relative = f"{100 * (after / before - 1):+.0f} %" if before else "new"
-        add_row(table, clean(name), seconds(before), seconds(after), change, relative)
+        cells = (clean(row.get("bucket")), seconds(before), seconds(after), change, relative)
+        add_row(
+            table, *cells, Text(f"per {clean(row.get('per', ''))}", "dim"), style="red" if row.get("regressed") else ""
+        )
     return table
 
 
 def render_stalls(stalls: Json, **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of `headway data stalls`: a step's input time, the bottleneck, what each fix wins."""
+    """Return the screen of `headway data stalls`: a step's input time, the bottleneck, what each fix wins.
+
+    Reads `compute_s`, `fetch_s`, `prep_s`, `transfer_s`, `fractions`,
+    `per_epoch_s`, `bottleneck`, `fix` (pairs of edit and seconds won per step),
+    `flags` and `note`.
+    """
     parts: list[RenderableType] = [
         title("headway data stalls", str(stalls.get("source", "")), width=screen.get("width", 88)),
         "",
@@ -210,18 +250,24 @@ def render_stalls(stalls: Json, **screen: Unpack[ScreenOptions]) -> str:
         parts.append(paragraph(f"The bottleneck is {clean(stalls['bottleneck'])}.", style="bold"))
     amounts = {name: finite(stalls.get(f"{name}_s")) for name in ("compute", "fetch", "prep", "transfer")}
     known = {name: value for name, value in amounts.items() if value is not None}
-    fractions = stalls.get("fractions") or {}
-    table = grid("left", "right", "right")
+    fractions, epoch = stalls.get("fractions") or {}, stalls.get("per_epoch_s") or {}
+    table = grid("left", "right", "right", "right")
+    add_row(table, "", "per step", "share", "per epoch" if epoch else "", style="dim")
     for name, value in known.items():
-        add_row(table, name if name == "compute" else f"{name} stall", seconds(value), percent(fractions.get(name)))
+        label = name if name == "compute" else f"{name} stall"
+        per_epoch = seconds(epoch.get(name)) if epoch else ""
+        add_row(table, label, seconds(value), percent(fractions.get(name)), per_epoch)
     if known:
         parts += ["", table]
     fixes = [_knob(fix) for fix in stalls.get("fix") or ()]
     gains = grid("left", "right")
     for knob, gain_s in fixes:
-        add_row(gains, clean(knob), f"{seconds(gain_s)} less")
+        add_row(gains, clean(knob), f"{seconds(gain_s)} less per step")
     if fixes:
         parts += ["", Text("  What each fix wins", style="bold"), gains]
+    remarks = [*(stalls.get("flags") or ()), *filter(None, [stalls.get("note")])]
+    if remarks:
+        parts += ["", *(paragraph(clean(remark), style="dim") for remark in remarks)]
     return draw(parts, **screen)
 
 
@@ -233,7 +279,11 @@ def _knob(fix: Any) -> tuple[str, Any]:
 
 
 def render_doctor(findings: Iterable[Json], **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of `headway doctor`: one line per finding (name, value, limit, ok, fix)."""
+    """Return the screen of `headway doctor`: one line per finding (name, value, limit, ok, fix).
+
+    `ok` None means that the finding is only stated. A fix is told where
+    something is wrong.
+    """
     rows = list(findings)
     bad = [row for row in rows if row.get("ok") is False]
     good, wrong = ("✓", "✗") if screen.get("unicode", True) else ("ok", "!!")
@@ -242,7 +292,7 @@ def render_doctor(findings: Iterable[Json], **screen: Unpack[ScreenOptions]) -> 
     for row in rows:
         ok = row.get("ok")
         mark = Text("-", style="dim") if ok is None else Text(good, "green") if ok else Text(wrong, "bold red")
-        needed = f"needs {_plain(row['limit'])}" if row.get("limit") not in (None, "") else ""
+        needed = f"needs {_plain(row['limit'])}" if row.get("limit") not in (None, "", row.get("value")) else ""
         fix = Text.assemble(
             (needed, "dim"), "\n" * bool(needed and not ok), clean(row.get("fix") or "") if not ok else ""
         )
@@ -256,15 +306,20 @@ def render_trace_info(info: Json, **screen: Unpack[ScreenOptions]) -> str:
     source = str(info.get("path", info.get("source", "")))
     table = grid("left", "fold")
     for name, value in info.items():
-        if name in ("schema", "path"):
+        if name in ("schema", "path") or value in (None, [], {}):
             continue
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             add_row(table, Text(_words(name), style="bold"), "")
             for key, inner in value.items():
-                add_row(table, f"  {_words(str(key))}", _plain(inner, str(key)))
+                add_row(table, f"  {_cropped(clean(key), LONGEST_KEY)}", _plain(inner, str(key)))
         else:
             add_row(table, _words(name), _plain(value, str(name)))
     return draw([title("headway trace info", source, width=screen.get("width", 88)), "", table], **screen)
+
+
+def _cropped(text: str, most: int) -> str:
+    """Return `text` with at most `most` characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _words(name: str) -> str:
@@ -290,6 +345,8 @@ def _plain(value: Any, name: str = "") -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
+        if set(value) == {"events", "duration_ns"}:
+            return f"{_plain(value['duration_ns'], 'duration_ns')} in {plural(value['events'], 'event')}"
         return ", ".join(f"{clean(k)}={_plain(v, str(k))}" for k, v in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         shown = [_plain(v) for v in value[:12]]

@@ -41,6 +41,9 @@ from headway.report.screens import WHOLE_PLAN, prediction_error
 MILD_SLOWDOWN = 1.1
 """A heat map's darkest colour stands for at least this slowdown, so that noise stays pale."""
 
+MOST_STEP_BARS, STEP_BAR_HEIGHT = 300, 72
+"""Bars in the picture of slowdowns by step, and their largest height in pixels."""
+
 MOST_STACKS = 64
 """Ranks with a bar of their own in the ledger; of more, those with the least useful time."""
 
@@ -71,7 +74,7 @@ def _rect(bucket: str, left: float, width: float, height: int, hint: str = "") -
 
 
 def verdict_part(why: Json) -> str:
-    """Return the headline and the remedy."""
+    """Return the headline and the remedy of a `headway.why/1` object, as `figures.verdict` says them."""
     answer = verdict(why)
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
     remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.remedy.rstrip("."))}.{gain}</p>' if answer.remedy else ""
@@ -79,7 +82,11 @@ def verdict_part(why: Json) -> str:
 
 
 def key_figures(why: Json, run: Json | None) -> str:
-    """Return the row of ratios under the verdict; what is not known is left out."""
+    """Return the row of ratios under the verdict; what is not known is left out.
+
+    Replay error is the distance of `fidelity` (replayed over measured, or the
+    reverse) from 1.
+    """
     rate = finite((run or {}).get("steps_per_s"))
     fidelity = finite(why.get("fidelity"))
     slowdown = finite((why.get("straggler") or {}).get("slowdown"))
@@ -90,7 +97,7 @@ def key_figures(why: Json, run: Json | None) -> str:
         ("Steps per second", f"{rate:.3g}" if rate is not None else "-"),
         ("Goodput", percent(why.get("goodput"))),
         ("Straggler slowdown", speedup(slowdown)),
-        ("Covered by records", percent(why.get("coverage"))),
+        ("Coverage", percent(why.get("coverage"))),
         ("Replay error", percent(abs(fidelity - 1)) if fidelity is not None else "-"),
     ]
     known = "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in rows if value != "-")
@@ -98,7 +105,11 @@ def key_figures(why: Json, run: Json | None) -> str:
 
 
 def ledger_part(why: Json, rank_ledger: Mapping[int, Mapping[str, float]]) -> str:
-    """Return the ledger: bars per rank where known, then the table of buckets and sub-lines."""
+    """Return the ledger: bars per rank where known, then the table of buckets and sub-lines.
+
+    `rank_ledger` maps rank -> bucket -> device-seconds; without it one bar
+    stands for all devices. Notes of the ledger follow the table.
+    """
     ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
     if not any(ledger.values()):
         return ""
@@ -110,7 +121,10 @@ def ledger_part(why: Json, rank_ledger: Mapping[int, Mapping[str, float]]) -> st
         f"Every nanosecond of every device is in exactly one bucket; together they are {total} "
         f"({plural(why.get('devices'), 'device')} x {seconds(why.get('wall_s'))})."
     )
-    return section("ledger", "Where the time went", lead, f'{stacks}<table class="ledger">{head}{rows}</table>')
+    usual = _usual_basis(why)
+    lead += f" Basis: {usual}." if usual not in ("", "measured", "recorded") else ""
+    notes = "".join(f'<p class="note">{text(note)}</p>' for note in why.get("notes") or ())
+    return section("ledger", "Where the time went", lead, f'{stacks}<table class="ledger">{head}{rows}</table>{notes}')
 
 
 def _bucket_rows(why: Json, bucket: str, amount: float, largest: float) -> str:
@@ -124,7 +138,7 @@ def _bucket_rows(why: Json, bucket: str, amount: float, largest: float) -> str:
         if str(name).startswith(f"{bucket}.") and (value := finite(raw) or 0.0) >= 0.0005 * total_s
     }
     basis = (why.get("basis") or {}).get(bucket)
-    how = f' <span class="dim">({text(basis)})</span>' if basis and basis not in ("measured", "recorded") else ""
+    how = f' <span class="dim">({text(basis)})</span>' if basis and basis != _usual_basis(why) else ""
     if len(subs) == 1 and next(iter(subs.values())) > 0.98 * amount:
         how = f' <span class="dim">{text(subs.popitem()[0].removeprefix(f"{bucket}."))}</span>{how}'
     held = ' class="held"' if subs else ""
@@ -139,7 +153,15 @@ def _bucket_rows(why: Json, bucket: str, amount: float, largest: float) -> str:
     return "".join(rows)
 
 
+def _usual_basis(why: Json) -> str:
+    """Return how most of the non-empty buckets were obtained, '' when that is not said."""
+    ledger = why.get("ledger") or {}
+    said = [str(how) for bucket, how in (why.get("basis") or {}).items() if finite(ledger.get(bucket))]
+    return max(said, key=said.count, default="")
+
+
 def _amounts(bucket: str, amount: float, largest: float, total_s: float, height: int) -> str:
+    """Return the three cells of a ledger row: device-seconds, share, bar to the scale of the largest."""
     drawn = _rect(bucket, 0, 100 * amount / largest if largest else 0, height)
     bar = f'<svg width="100%" height="{height}" aria-hidden="true">{drawn}</svg>'
     figures = (
@@ -166,6 +188,10 @@ def _stacks(ledger: Mapping[str, float], rank_ledger: Mapping[int, Mapping[str, 
 
 
 def _stack(name: str, parts: Mapping[str, float], longest: float, height: int) -> str:
+    """Return one stacked bar of `parts` (bucket -> seconds), as long as its sum beside `longest`.
+
+    Screen readers get the shares of at least 0.5 % in words, pointers get each part's figures.
+    """
     left, drawn = 0.0, []
     whole = sum(parts.values())
     for bucket in [*(b for b in BUCKET_STYLES if b in parts), *(b for b in parts if b not in BUCKET_STYLES)]:
@@ -190,7 +216,7 @@ def legend(buckets: Sequence[str]) -> str:
 
 
 def causes_part(why: Json) -> str:
-    """Return the ranked causes: lost device-seconds, evidence, fix, predicted gain."""
+    """Return the ranked causes of a `headway.why/1` object, all of them, in its order."""
     causes = list(why.get("causes") or ())
     if not causes:
         return ""
@@ -204,6 +230,7 @@ def causes_part(why: Json) -> str:
 
 
 def _cause(place: int, cause: Json, total_s: float) -> str:
+    """Return one ranked cause: name, seconds lost, predicted gain; below them what is known of it."""
     name = str(cause.get("cause", ""))
     gain = finite(cause.get("predicted_speedup"))
     won = f"predicted {predicted(cause)}" if gain is not None else "no prediction"
@@ -222,7 +249,11 @@ def _cause(place: int, cause: Json, total_s: float) -> str:
 
 
 def applied_part(run: Json | None) -> str:
-    """Return predicted beside measured for every remedy of an applied plan."""
+    """Return predicted beside measured for every remedy of an applied plan.
+
+    All pictures share one axis of speedups that holds 1 and every value; refused
+    remedies are named below with their reason.
+    """
     rows = list((run or {}).get("applied") or ())
     if not rows:
         return ""
@@ -251,6 +282,7 @@ def applied_part(run: Json | None) -> str:
 
 
 def _applied_row(row: Json, axis: tuple[float, float]) -> str:
+    """Return the table row of one applied remedy; the row of the whole plan is set in bold."""
     error = prediction_error(row)
     off = "-" if error is None else f"{100 * error:+.1f} %"
     total = ' class="total"' if row.get("name") == WHOLE_PLAN else ""
@@ -277,10 +309,12 @@ def _gain_picture(row: Json, axis: tuple[float, float]) -> str:
 
 
 def _at(value: float, axis: tuple[float, float]) -> str:
+    """Return the place of `value` between the ends of `axis`, in percent of the width."""
     return f"{100 * (value - axis[0]) / (axis[1] - axis[0]):.2f}%"
 
 
 def _upright(value: float, axis: tuple[float, float], y1: str, y2: str, stroke: str) -> str:
+    """Return an upright line at `value`, from height `y1` to `y2` in pixels."""
     return f'<line x1="{_at(value, axis)}" x2="{_at(value, axis)}" y1="{y1}" y2="{y2}" {stroke}/>'
 
 
@@ -299,12 +333,13 @@ def plan_part(plan: Json | None) -> str:
     lead = (
         f"The chosen ones (✓) together: predicted {together} the steps per second."
         if chosen
-        else "None gains more than the noise of two runs."
+        else "Nothing that headway itself can apply gains more than the noise of two runs."
     )
     return section("plan", "Plan", lead, f'<div class="scroll"><table>{head}{rows}</table></div>')
 
 
 def _proposal(row: Json, chosen: bool) -> str:
+    """Return the table row of one proposal: who applies it, what it costs and risks."""
     by = "headway" if row.get("applies") else "you"
     style = ' class="chosen"' if chosen else ""
     cells = "".join(f"<td>{text(row.get(key) or '-')}</td>" for key in ("cost", "risk"))
@@ -315,7 +350,11 @@ def _proposal(row: Json, chosen: bool) -> str:
 
 
 def straggler_part(why: Json) -> str:
-    """Return the what-if analysis of an operation trace: shares explained, slowdown by operation, DP rank and stage."""
+    """Return the what-if analysis of an operation trace: shares explained, slowdowns by group and by step.
+
+    A group's slowdown is that of a job in which only this group keeps its
+    observed durations (`S_g`); 1 = costs nothing.
+    """
     report: dict[str, Any] = dict(why.get("straggler") or {})
     if not report:
         return ""
@@ -329,7 +368,32 @@ def straggler_part(why: Json) -> str:
         _groups(heading, by.get(key) or {})
         for heading, key in (("By operation", "optype"), ("By data-parallel rank", "dp"), ("By pipeline stage", "pp"))
     )
-    return section("stragglers", "Stragglers", lead, f'<div class="groups">{tables}</div>')
+    body = f'<div class="groups">{tables}</div>{_step_slowdowns(report.get("step_slowdown") or {})}'
+    return section("stragglers", "Stragglers", lead, body)
+
+
+def _step_slowdowns(slowdowns: Mapping[str, Any]) -> str:
+    """Return one upright bar per step, as high as its slowdown above 1; neighbours are joined, the largest kept."""
+    named = [(str(step), value) for step, raw in slowdowns.items() if (value := finite(raw)) is not None]
+    known = sorted(named, key=lambda row: (not row[0].isdecimal(), len(row[0]), row[0]))
+    if len(known) < 2:
+        return ""
+    width = -(-len(known) // MOST_STEP_BARS)
+    shown = [max(known[i : i + width], key=lambda row: row[1]) for i in range(0, len(known), width)]
+    top = max(MILD_SLOWDOWN, *(value for _, value in shown))
+    bars = "".join(_step_bar(place, len(shown), step, value, top) for place, (step, value) in enumerate(shown))
+    middle = float(np.median([value for _, value in known]))
+    said = f"median {speedup(middle)}, largest {speedup(max(value for _, value in known))}"
+    picture = f'<svg class="steps" width="100%" height="{STEP_BAR_HEIGHT}" role="img" aria-label="{said}">{bars}</svg>'
+    return f'<h3>By step <span class="dim">{said}, axis from 1x to {speedup(top)}</span></h3>{picture}'
+
+
+def _step_bar(place: int, number: int, step: str, value: float, top: float) -> str:
+    """Return the bar of one step; `place` of `number` bars, `top` is the slowdown that fills the height."""
+    height = STEP_BAR_HEIGHT * max(0.0, value - 1) / (top - 1)
+    box = f'x="{100 * place / number:.3f}%" width="{80 / number:.3f}%"'
+    edge = f'y="{STEP_BAR_HEIGHT - height:.1f}" height="{height:.1f}"'
+    return f'<rect class="b-straggler" {box} {edge}><title>step {text(step)}: {speedup(value)}</title></rect>'
 
 
 def _groups(heading: str, groups: Mapping[str, Any]) -> str:
@@ -344,13 +408,17 @@ def _groups(heading: str, groups: Mapping[str, Any]) -> str:
 
 
 def _group(name: str, value: float, excess: float) -> str:
+    """Return the table row of one group; the longest bar stands for `excess` above 1."""
     drawn = _rect("straggler", 0, 100 * max(0.0, value - 1) / excess if excess > 0 else 0, 9)
     bar = f'<svg width="100%" height="9" aria-hidden="true">{drawn}</svg>'
     return f'<tr><td>{text(name)}</td><td class="n">{speedup(value)}</td><td class="bar">{bar}</td></tr>'
 
 
 def heat_table(heat: HeatMap) -> str:
-    """Return a small heat map as a table with its figures in the cells."""
+    """Return a small heat map as a table with its figures in the cells.
+
+    Figures stay readable without colour, for screen readers and on paper.
+    """
     rows, columns = heat.names()
     known = heat.values[np.isfinite(heat.values)]
     most = max([MILD_SLOWDOWN, *known.tolist()])
@@ -363,6 +431,7 @@ def heat_table(heat: HeatMap) -> str:
 
 
 def _heat_cell(value: float, most: float) -> str:
+    """Return a table cell whose shade runs from 1 (pale) to `most`; a dash where nothing was recorded."""
     if not np.isfinite(value):
         return '<td class="dim">–</td>'
     part = max(0.0, value - 1) / (most - 1)
@@ -371,7 +440,10 @@ def _heat_cell(value: float, most: float) -> str:
 
 
 def facts_part(facts: Mapping[str, Any]) -> str:
-    """Return what is known of the run: host, versions, script; the caller has removed secrets."""
+    """Return what is known of the run: host, versions, script; the caller has removed secrets.
+
+    Empty values are left out.
+    """
     rows = "".join(
         f"<dt>{text(str(name).replace('_', ' '))}</dt><dd>{_fact(value)}</dd>"
         for name, value in facts.items()
@@ -381,6 +453,7 @@ def facts_part(facts: Mapping[str, Any]) -> str:
 
 
 def _fact(value: Any) -> str:
+    """Return a fact as text: mappings one entry per line, sequences joined by blanks."""
     if isinstance(value, Mapping):
         return "<br>".join(f"{text(k)} = {text(v)}" for k, v in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -389,7 +462,7 @@ def _fact(value: Any) -> str:
 
 
 def traceback_part(run: Json | None) -> str:
-    """Return the first failing rank's traceback."""
+    """Return the first failing rank's traceback, verbatim but for characters that cannot be printed."""
     ending = (run or {}).get("exit") or {}
     if not ending.get("traceback"):
         return ""

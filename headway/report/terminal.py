@@ -72,7 +72,11 @@ MOST_WORKERS = 5
 MINOR_BUCKET = 0.01
 """Share of the device time below which a bucket's sub-lines are left to the report."""
 
-BASIS_PHRASES: dict[str, str] = {"remainder": "by remainder", "sampled": "from sampled windows"}
+BASIS_PHRASES: dict[str, str] = {
+    "remainder": "by remainder",
+    "sampled": "from sampled windows",
+    "kernels": "from kernels",
+}
 """How a bucket was obtained -> how that is said; anything else is said as it stands."""
 
 
@@ -96,12 +100,14 @@ def render_why(why: Json, *, source: str = "", next_command: str = "", **screen:
 
 
 def _head(why: Json, source: str, width: int) -> Table:
+    """Return the first line: the verb; source, devices, steps and wall at the right edge."""
     steps = plural(why.get("steps"), "step") if why.get("steps") is not None else ""
     aside = joined([clean(source), plural(why.get("devices"), "device"), steps, seconds(why.get("wall_s"))])
     return title("headway why", aside, width=width)
 
 
 def _verdict(why: Json) -> list[RenderableType]:
+    """Return the sentence, and below it the fix with its predicted gain."""
     answer = verdict(why)
     parts: list[RenderableType] = [paragraph(answer.sentence, style="bold")]
     if answer.remedy:
@@ -163,8 +169,14 @@ def _footnotes(why: Json, ledger: dict[str, float]) -> list[RenderableType]:
     for bucket, how in (why.get("basis") or {}).items():
         if ledger.get(bucket) and how not in ("measured", "recorded", "", None):
             basis.setdefault(clean(how), []).append(bucket)
-    notes = [f"{' and '.join(buckets)} {BASIS_PHRASES.get(how, how)}" for how, buckets in basis.items()]
-    return ["", paragraph(joined(facts + notes), style="dim")]
+    notes = [f"{_listed(buckets)} {BASIS_PHRASES.get(how, how)}" for how, buckets in basis.items()]
+    said = [paragraph(clean(note), style="dim") for note in why.get("notes") or ()]
+    return ["", paragraph(joined(facts + notes), style="dim"), *said]
+
+
+def _listed(names: list[str]) -> str:
+    """Return names as a list in words: 'useful, comm and host'."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _causes(why: Json) -> list[RenderableType]:
@@ -183,6 +195,7 @@ def _causes(why: Json) -> list[RenderableType]:
 
 
 def _cause_head(place: int, cause: Json, total_s: float) -> Table:
+    """Return the line of a cause: place, name, device-seconds lost; predicted gain at the right."""
     lost = joined(
         [f"{device_seconds(cause.get('lost_device_s'))} lost", percent(share(cause.get("lost_device_s"), total_s))]
     )
@@ -195,6 +208,7 @@ def _cause_head(place: int, cause: Json, total_s: float) -> Table:
 
 
 def _cause_body(cause: Json) -> list[RenderableType]:
+    """Return where a cause was seen, the evidence and the fix, wrapped below one another."""
     rows = [("where", cause.get("where")), ("seen", cause.get("evidence")), ("fix", cause.get("fix"))]
     table = grid("left", "fold", indent=5)
     for label, text in rows:
@@ -204,7 +218,11 @@ def _cause_body(cause: Json) -> list[RenderableType]:
 
 
 def _straggler(report: Json) -> list[RenderableType]:
-    """Return the figures of the what-if analysis of an operation trace."""
+    """Return the figures of the what-if analysis of an operation trace.
+
+    One line of ratios, then the slowest workers, operations, DP ranks and
+    stages with their slowdowns (1.00x = costs nothing).
+    """
     facts = [
         f"{speedup(report.get('slowdown'))} slower than without stragglers",
         f"{percent(report.get('waste'))} of the time wasted",

@@ -34,6 +34,9 @@ from headway.trace.vocabulary import KIND
 MOST_SPANS = 12_000
 """Spans drawn; of more, the shortest are joined."""
 
+MOST_ROWS = 28
+"""Rows drawn when the caller names no ranks; of more ranks, evenly spread ones are."""
+
 DEEPEST = 6
 """Levels of nesting drawn per row."""
 
@@ -59,6 +62,9 @@ STEP = "step"
 REST_OF_STEP = "compute"
 """Time of a step on a CPU that no row of the training thread covers: the ledger books it as useful, by remainder."""
 
+ANNOTATION = len(BUCKETS)
+"""Bucket index of a mark: the profiler's own rows, ranges that a script named."""
+
 HIDDEN = ("process", "launcher", "window", "dropped", "region")
 """Bookkeeping that would cover the row it lies in."""
 
@@ -80,7 +86,7 @@ class TimelineRow:
     """[k] Level of nesting, 0 outermost."""
 
     bucket: NDArray[np.int64]
-    """[k] Index into `BUCKETS`."""
+    """[k] Index into `BUCKETS`; `ANNOTATION` for marks that are no use of time."""
 
     name_code: NDArray[np.int64]
     """[k] Index into the timeline's `names`."""
@@ -108,6 +114,12 @@ class Timeline:
     steps: tuple[tuple[int, int], ...] = ()
     """(step, start in ns from the window's start) of rank 0's step boundaries."""
 
+    ranks: tuple[int, ...] = ()
+    """Ranks drawn."""
+
+    all_ranks: int = 0
+    """Ranks that have spans in the window."""
+
     hidden: int = 0
     """Spans left out because even joined they were too many: the shortest."""
 
@@ -133,6 +145,8 @@ class Timeline:
             "used": [name for code, name in enumerate(BUCKETS) if any((row.bucket == code).any() for row in self.rows)],
             "rows": rows,
             "hidden": self.hidden,
+            "ranks": len(self.ranks),
+            "all_ranks": self.all_ranks,
             "steps": [list(step) for step in self.steps],
         }
 
@@ -143,11 +157,14 @@ def timeline(
     start_ns: int | None = None,
     end_ns: int | None = None,
     steps: Iterable[int] | None = None,
+    ranks: Iterable[int] | None = None,
     most_spans: int = MOST_SPANS,
 ) -> Timeline:
     """Return the spans of `trace` between `start_ns` and `end_ns`, or of these `steps`; the whole trace by default.
 
-    Raises `InputError` when the window ends before it starts.
+    `ranks` chooses whose rows are drawn; for an ideal timeline pass the
+    recorded one's `.ranks`. Raises `InputError` when the window ends before it
+    starts.
     """
     start, end = _window(trace, start_ns, end_ns, steps)
     if end < start:
@@ -155,6 +172,11 @@ def timeline(
     events = trace.events
     ends = events["start_ns"] + events["duration_ns"]
     drawn = (ends > start) & (events["start_ns"] < end) & (events["duration_ns"] > 0) & (events["depth"] < DEEPEST)
+    present = np.unique(events["rank"][drawn])
+    chosen = _spread(present, np.unique(np.stack([events["rank"], events["lane"]])[:, drawn], axis=1).shape[1])
+    chosen = chosen if ranks is None else np.array(sorted(set(ranks)), dtype=np.int64)
+    trace = trace.where(np.isin(events["rank"], chosen))
+    drawn, events = drawn[np.isin(events["rank"], chosen)], trace.events
     drawn &= ~trace.named(*HIDDEN, STEP) & ~((events["kind"] == KIND["MARK"]) & (events["name"] < 0))
     spans = _clipped(trace.where(drawn), start, end)
     if trace.meta.get("device_type", "cpu") == "cpu":
@@ -165,7 +187,17 @@ def timeline(
     row_of = _runs(np.stack([spans["rank"], place[order]]))
     spans, row_of, missing = _fitted(spans, row_of, most_spans, shortest=max(1, (end - start) // PIXELS))
     names = (*(clean(name) for name in trace.names), REST_OF_STEP)
-    return Timeline(start, end, _rows(spans, row_of, trace), names, _step_starts(trace, start, end), missing)
+    marks = _step_starts(trace, start, end)
+    drawn_ranks = tuple(np.intersect1d(chosen, present).tolist())
+    return Timeline(start, end, _rows(spans, row_of, trace), names, marks, drawn_ranks, len(present), missing)
+
+
+def _spread(ranks: NDArray[Any], rows: int) -> NDArray[np.int64]:
+    """Return all ranks when their `rows` fit, else evenly spread ones, the first and the last among them."""
+    if rows <= MOST_ROWS or len(ranks) < 3:
+        return np.asarray(ranks, dtype=np.int64)
+    number = max(2, MOST_ROWS * len(ranks) // rows)
+    return np.asarray(ranks[np.unique(np.linspace(0, len(ranks) - 1, number).round().astype(np.int64))], dtype=np.int64)
 
 
 def _window(trace: Trace, start_ns: int | None, end_ns: int | None, steps: Iterable[int] | None) -> tuple[int, int]:
@@ -194,6 +226,7 @@ def _buckets(trace: Trace) -> NDArray[np.int64]:
     """Return [n] bucket indices: by name where the ledger's table has it, else by kind."""
     unknown = BUCKETS.index("unknown")
     by_kind = np.full(256, unknown, dtype=np.int64)
+    by_kind[KIND["MARK"]] = ANNOTATION
     for kind, bucket in BUCKET_OF_KIND.items():
         by_kind[KIND[kind]] = BUCKETS.index(bucket)
     by_name = np.full(len(trace.names) + 1, -1, dtype=np.int64)

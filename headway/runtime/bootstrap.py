@@ -70,6 +70,8 @@ class Session:
 
     def finish(self) -> None:
         """Write what is still in memory, and note the end of the process."""
+        if self.probes.steps[0]:
+            self.probes.mark_cpu()
         if self.windows is not None:
             self.windows.finish()
         if self.probes.context is not None:

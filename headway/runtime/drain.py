@@ -3,7 +3,8 @@
 The launcher drains every ring a few times a second, so that nothing is
 overwritten. A full spool is sealed; beyond the budget the oldest sealed
 pieces go first, but for each process's first one, which holds its start-up.
-A ring whose process is gone is emptied: its header stays as JSON.
+A ring whose process is gone is emptied: its header stays as JSON. Deep windows
+have a budget of the same size; the oldest go first there too.
 
 >>> import tempfile
 >>> drainer = Drainer(Path(tempfile.mkdtemp()), attempt=0, budget_bytes=1 << 20)
@@ -29,6 +30,9 @@ DRAIN_S = 0.2
 """Seconds between drains: a ring of 16384 records holds that much at 80,000 records a second."""
 
 SEAL_BYTES = 4 << 20
+
+LOOK_EVERY = 25
+"""Drains between two looks at the size of the windows."""
 
 Listener = Callable[[RingHeader, NDArray[np.void]], None]
 
@@ -92,6 +96,7 @@ class Drainer:
         self._pattern = f"a{attempt}-r{'*' if rank is None else rank}-p*.ring"
         self._budget = budget_bytes
         self._seal_bytes = max(min(SEAL_BYTES, budget_bytes // 16), 64 * RECORD_DTYPE.itemsize)
+        self._drains = 0
         self._followed: dict[Path, _Ring] = {}
         self._retired: set[Path] = set()
         self._done = threading.Event()
@@ -137,6 +142,10 @@ class Drainer:
                 self._retired.add(path)
                 del self._followed[path]
 
+        self._drains += 1
+        if final or self._drains % LOOK_EVERY == 0:
+            prune_windows(self.rings.parent / "windows", self._budget)
+
     def _rotate(self) -> None:
         """Remove the oldest sealed pieces while all together exceed the budget."""
         pieces = sorted((p.stat().st_mtime_ns, p, p.stat().st_size) for p in self.rings.glob("*.sealed"))
@@ -164,3 +173,16 @@ class Drainer:
 
 def _gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
+
+
+def prune_windows(windows: Path, budget_bytes: int) -> None:
+    """Remove the oldest deep windows beyond the budget, all but each rank's newest."""
+    files = sorted((p.stat().st_mtime_ns, p.stat().st_size, p) for p in windows.glob("r*-w*.json"))
+    newest = {path.name.partition("-w")[0]: path.name.partition(".")[0] for _, _, path in files}
+    total = sum(size for _, size, _ in files)
+    for _, size, path in files:
+        if total <= budget_bytes:
+            return
+        if path.name.partition(".")[0] not in newest.values():
+            path.unlink(missing_ok=True)
+            total -= size

@@ -36,6 +36,9 @@ _CHAIN = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
+_ABORT_LINES = 4
+"""Lines that a C++ abort may leave behind the traceback of the exception it came from."""
+
 _OOM = re.compile(
     r"OutOfMemoryError|CUDA out of memory|HIP out of memory|^MemoryError\b|DefaultCPUAllocator: (?:can't|not enough)|"
     r"\[Errno 12\] Cannot allocate memory|CUDA_ERROR_OUT_OF_MEMORY",
@@ -116,11 +119,26 @@ def is_secondary(end: RankEnd) -> bool:
     """Say whether this rank failed only because another process went away, or because it was told to."""
     if end.code == 0 or end.told:
         return True
-    if end.code == -signal.SIGABRT and not _HANG.search(end.stderr):
-        return True
-    text = traceback_of(end.stderr) or (end.stderr if end.code < 0 else "")
-    last = text.strip().rsplit("\n", 1)[-1] if text.count("\n") < 200 else text[-4096:]
-    return bool(_PEER.search(last) or _PEER.search(_message(text))) and not _OOM.search(_message(text))
+    message = _message(_exception_of(end))
+    if end.code == -signal.SIGABRT and not message:
+        return not _HANG.search(end.stderr)
+    if end.code < 0 and not message:
+        return False
+    return bool(_PEER.search(message)) and not _OOM.search(message)
+
+
+def _exception_of(end: RankEnd) -> str:
+    """Return the traceback that ended this rank, '' when something else did.
+
+    Where a signal ended it, an earlier traceback in its log is none of this;
+    but gloo may abort the teardown that an exception began.
+    """
+    found = traceback_of(end.stderr) or ""
+    if end.code > 0 or not found:
+        return found
+    behind = end.stderr[end.stderr.rfind(HEADER) :].count("\n") - found[found.rfind(HEADER) :].count("\n")
+    aborted = end.code in (-signal.SIGABRT, -signal.SIGINT)
+    return found if aborted and behind <= _ABORT_LINES and _message(found).count("\n") < _ABORT_LINES else ""
 
 
 def _message(text: str) -> str:
@@ -148,16 +166,18 @@ def classify(end: RankEnd | None, *, preempted: bool = False) -> str:
         return "preempted"
     if end is None:
         return "ok"
-    text = _message(traceback_of(end.stderr) or "") or end.stderr[-4096:]
+    message = _message(_exception_of(end))
+    text = message or end.stderr[-4096:]
     if end.oom_killed or _OOM.search(text):
         return "oom"
     if _HANG.search(text) or (end.code == -signal.SIGABRT and _HANG.search(end.stderr)):
         return "hang"
     if end.code == -signal.SIGTERM:
         return "preempted"
-    if end.code == -signal.SIGINT or (end.code > 0 and not is_secondary(end) and not _INFRA.search(text)):
+    if end.code == -signal.SIGINT:
         return "user"
-    return "infra"
+    own = end.code > 0 or bool(message)
+    return "user" if own and not is_secondary(end) and not _INFRA.search(text) else "infra"
 
 
 def exit_status(code: int) -> int:

@@ -355,6 +355,8 @@ def report(
     code = exit_status(first.code) if first else 0
     traceback = traceback_of(first.stderr) if first else None
     recording.end(Exit(code, cls, first.rank if first else None, traceback))
+    for problem in recording.problems:
+        say(options, problem)
     if first is not None:
         show(_failure_text(first, cls, code, traceback, recording.path))
         sys.stderr.flush()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,9 @@ class Patch:
     needs: str = ""
     """'cuda': only where there is such a device. '' everywhere."""
 
+    copies: tuple[str, ...] = ()
+    """Modules that import the function by name; their copy is replaced too when they are there already."""
+
     optional: bool = False
     """Whether a version of torch without the target is no reason for a warning."""
 
@@ -64,6 +67,8 @@ class Patch:
         return self.target.partition(":")[0]
 
 
+_DIST = ("torch.distributed",)
+_DCP = ("torch.distributed.checkpoint",)
 _C10D = "torch.distributed.distributed_c10d:"
 _LOADER = "torch.utils.data.dataloader:"
 _DYNAMO = "torch._dynamo.callback:CompilationCallbackHandler."
@@ -86,19 +91,24 @@ PATCHES: dict[str, Patch] = {
     "input.transfer.cuda": Patch("torch._tensor:Tensor.cuda", probe_copy.to_device, needs="cuda"),
     "input.transfer.copy_": Patch("torch._tensor:Tensor.copy_", probe_copy.copy_in, needs="cuda"),
     # Communication.
-    "init_process_group": Patch(_C10D + "init_process_group", probe_comm.init_group),
-    "new_group": Patch(_C10D + "new_group", probe_comm.new_group),
+    "init_process_group": Patch(_C10D + "init_process_group", probe_comm.init_group, copies=_DIST),
+    "new_group": Patch(_C10D + "new_group", probe_comm.new_group, copies=_DIST),
     "Work.wait": Patch(_C10D + "Work.wait", probe_comm.work_wait),
-    **{name: Patch(_C10D + name, probe_comm.collective, optional=True) for name in probe_comm.COLLECTIVES_SEEN},
-    **{name: Patch(_C10D + name, probe_comm.point_to_point, optional=True) for name in probe_comm.POINT_TO_POINT},
+    **{name: Patch(_C10D + name, probe_comm.collective, copies=_DIST, optional=True)
+       for name in probe_comm.COLLECTIVES_SEEN},
+    **{name: Patch(_C10D + name, probe_comm.point_to_point, copies=_DIST, optional=True)
+       for name in probe_comm.POINT_TO_POINT},
     "comm.wait": Patch("torch.nn.parallel.distributed:DistributedDataParallel.__init__", probe_comm.ddp_init),
     # State.
-    "torch.save": Patch("torch.serialization:save", probe_state.save(1, "f")),
-    "torch.load": Patch("torch.serialization:load", probe_state.load),
-    "dcp.save": Patch("torch.distributed.checkpoint.state_dict_saver:save", probe_state.save(9, "checkpoint_id")),
-    "dcp.async_save": Patch("torch.distributed.checkpoint.state_dict_saver:async_save",
-                            probe_state.save(9, "checkpoint_id")),
-    "dcp.load": Patch("torch.distributed.checkpoint.state_dict_loader:load", probe_state.load),
+    "torch.save": Patch("torch.serialization:save", probe_state.save(1, "f"), copies=("torch",)),
+    "torch.load": Patch("torch.serialization:load", probe_state.load, copies=("torch",)),
+    "dcp.save": Patch(
+        "torch.distributed.checkpoint.state_dict_saver:save", probe_state.save(9, "checkpoint_id"), copies=_DCP
+    ),
+    "dcp.async_save": Patch(
+        "torch.distributed.checkpoint.state_dict_saver:async_save", probe_state.save(9, "checkpoint_id"), copies=_DCP
+    ),
+    "dcp.load": Patch("torch.distributed.checkpoint.state_dict_loader:load", probe_state.load, copies=_DCP),
     "safetensors.save_file": Patch("safetensors.torch:save_file", probe_state.save(1, "filename")),
     "safetensors.load_file": Patch("safetensors.torch:load_file", probe_state.load),
     "os.fsync": Patch("os:fsync", probe_state.fsync),
@@ -113,8 +123,10 @@ PATCHES: dict[str, Patch] = {
 """Name -> patch. The names are the keys of `patches` in RUN/tables, and what HEADWAY_BREAK takes."""
 
 
-def replace_attribute(target: str, wrapper: Callable[[Any], Any]) -> Undo:
+def replace_attribute(target: str, wrapper: Callable[[Any], Any], *, copies: Sequence[str] = ()) -> Undo:
     """Replace 'module:path' by `wrapper(original)` and return the undo; the module is imported if need be.
+
+    Modules named in `copies` that are imported and hold the same object under the same name get the replacement too.
 
     Raises `InputError` when there is no such attribute. Works for functions, methods and static methods.
     """
@@ -132,9 +144,16 @@ def replace_attribute(target: str, wrapper: Callable[[Any], Any]) -> Undo:
     own = vars(owner).get(name, _INHERITED)
     replacement = wrapper(original)
     setattr(owner, name, replacement)
+    holders = [sys.modules[copy] for copy in copies if copy in sys.modules]
+    holders = [holder for holder in holders if vars(holder).get(name) is original]
+    for holder in holders:
+        setattr(holder, name, replacement)
 
     def undo() -> None:
         """Put back what was there, unless somebody else has replaced it since."""
+        for holder in holders:
+            if vars(holder).get(name) is replacement:
+                setattr(holder, name, original)
         if vars(owner).get(name) is not replacement:
             return
         if own is _INHERITED:
@@ -181,7 +200,7 @@ def _install(name: str, patch: Patch, probes: Probes) -> Undo:
         patch.self_test(replacement, original)
         return replacement
 
-    return replace_attribute(patch.target, tested)
+    return replace_attribute(patch.target, tested, copies=patch.copies)
 
 
 def install_for(module: str, probes: Probes) -> list[Undo]:

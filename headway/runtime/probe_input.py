@@ -53,6 +53,7 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             iterators += 1
             group = groups.of(self)
             result.headway_ids = (group, corr)
+            result.headway_worker = -1
             workers = getattr(result, "_workers", ())
             emit(ITER, start, duration, group, corr, len(workers))
             for worker, process in enumerate(workers):
@@ -87,21 +88,22 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             batch = original(self)
         except StopIteration:
-            end_of_epoch(self, start)
+            record(self, start, now() - start, ended=True)
             raise
+        duration = now() - start
         try:
-            duration = now() - start
-            group, corr = getattr(self, "headway_ids", UNKNOWN)
-            worker = getattr(self, "headway_worker", -1) if self._num_workers else -1
-            emit(NEXT, start, duration, group, self._num_yielded - 1, worker, corr)
-        except Exception as cause:
-            probes.failed("DataLoader.__next__", cause)
+            group, corr = self.headway_ids
+            emit(NEXT, start, duration, group, self._num_yielded - 1, self.headway_worker, corr)
+        except Exception:
+            record(self, start, duration, ended=False)
         return batch
 
-    def end_of_epoch(self: Any, start: int) -> None:
+    def record(self: Any, start: int, duration: int, *, ended: bool) -> None:
+        """The same with what is known, for an iterator that did not come from `iter(loader)`, and at its end."""
         try:
             group, corr = getattr(self, "headway_ids", UNKNOWN)
-            emit(NEXT, start, now() - start, group, -1, -1, corr)
+            worker = getattr(self, "headway_worker", -1)
+            emit(NEXT, start, duration, group, -1 if ended else self._num_yielded - 1, -1 if ended else worker, corr)
         except Exception as cause:
             probes.failed("DataLoader.__next__", cause)
 
@@ -109,46 +111,62 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
 
 
 def fetcher_init(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `_BaseDatasetFetcher.__init__`: note whose fetcher it is, and put a clock before its collate."""
+    """Wrap `_BaseDatasetFetcher.__init__`: give it a meter, which knows whose fetcher it is."""
     lives = 0
     pid = os.getpid()
 
     @functools.wraps(original)
     def __init__(self: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> None:  # noqa: N807
-        """Initialise the fetcher with a collate that notes when it starts."""
+        """Initialise the fetcher, then note in which life of this process's dataset it is."""
         nonlocal lives, pid
-        meter = None
+        original(self, dataset, auto_collation, collate_fn, drop_last)
         try:
             if pid != os.getpid():
                 pid, lives = os.getpid(), 0
-            meter = Meter(probes, lives)
+            self.headway_meter = Meter(probes, lives)
             lives += 1
-            collate = meter.collate(collate_fn)
         except Exception as cause:
             probes.failed("fetcher", cause)
-            collate = collate_fn
-        original(self, dataset, auto_collation, collate, drop_last)
-        self.headway_meter = meter
 
     return __init__
 
 
 def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap the `fetch` of a fetcher: dataset and collate of one batch."""
-    fetching = probes.fetching
+    emit, fetching = probes.emit, probes.fetching
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
-        """Fetch the batch and record it, its CPU time and its run delay."""
-        meter = getattr(self, "headway_meter", None)
+        """Fetch the batch and record it; at times its CPU time and its run delay too."""
+        meter = self.__dict__.get("headway_meter")
         if meter is None:
             return original(self, possibly_batched_index)
-        meter.start()
         fetching[0] = True
         try:
+            if meter.due:
+                return measured(self, possibly_batched_index, meter)
+            begin = now()
             batch = original(self, possibly_batched_index)
+            duration = now() - begin
         finally:
             fetching[0] = False
+        try:
+            emit(LOAD, begin, duration, meter.life, meter.count, meter.worker, meter.bytes)
+            meter.count = count = meter.count + 1
+            meter.due = duration > LONG_LOAD_NS or not count % EVERY
+        except Exception as cause:
+            probes.failed("input.load", cause)
+        return batch
+
+    def measured(self: Any, index: Any, meter: Meter) -> Any:
+        """Fetch with a clock before the collate function, which is put back even when the dataset raises."""
+        collate_fn = self.collate_fn
+        self.collate_fn = meter.timed(collate_fn)
+        meter.start()
+        try:
+            batch = original(self, index)
+        finally:
+            self.collate_fn = collate_fn
         meter.stop(batch)
         return batch
 
@@ -156,68 +174,59 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
 
 class Meter:
-    """Measures the loads of one fetcher."""
+    """Measures the loads of one fetcher; `due` says whether the next one is measured with CPU time and run delay."""
 
-    __slots__ = ("at_collate", "at_start", "begin", "bytes", "count", "delay", "emit", "gc", "life", "long", "probes",
-                 "schedstat", "worker")  # fmt: skip
+    __slots__ = ("_collate", "_cpu", "_delay", "_gc", "_probes", "_schedstat", "_start", "bytes", "count", "due",
+                 "life", "worker")  # fmt: skip
 
     def __init__(self, probes: Probes, life: int) -> None:
         from torch.utils.data import get_worker_info
 
         info = get_worker_info()
-        self.probes, self.emit = probes, probes.emit
+        self._probes = probes
         self.worker = -1 if info is None else info.id
         self.life = -1 if info is None else life
         """In a worker: n-th life of its dataset. In the main process: -1, the enclosing input.next says the loader."""
         if info is not None:
             probes.recorder.set_worker(info.id)
-        self.schedstat = open_schedstat()
+        self._schedstat = open_schedstat()
         self.count = self.bytes = 0
-        self.long = True
-        self.begin = self.at_start = self.at_collate = self.delay = self.gc = -1
+        self.due = True
 
-    def collate(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `collate_fn` with a reading of the CPU clock in front, for the loads that are measured."""
+    def timed(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `collate_fn` with a reading of the CPU clock in front."""
 
         def collate(examples: Any) -> Any:
-            if self.at_start >= 0:
-                self.at_collate = cpu_now()
+            self._collate = cpu_now()
             return collate_fn(examples)
 
         return collate
 
     def start(self) -> None:
-        """Begin a load."""
-        if self.long or self.worker >= 0 or not self.count % EVERY:
-            self.at_collate, self.gc = -1, self.probes.gc_ns[0]
-            self.delay = read_delay(self.schedstat)
-            self.at_start = cpu_now()
-        else:
-            self.at_start = -1
-        self.begin = now()
+        """Begin a measured load."""
+        self._collate, self._gc = -1, self._probes.gc_ns[0]
+        self._delay = read_delay(self._schedstat)
+        self._cpu = cpu_now()
+        self._start = now()
 
     def stop(self, batch: Any) -> None:
-        """End a load and write its records."""
+        """End a measured load and write its two records."""
         try:
-            begin, duration = self.begin, now() - self.begin
-            if self.at_start < 0:
-                self.emit(LOAD, begin, duration, self.life, self.count, self.worker, self.bytes)
-            else:
-                self._stop_measured(batch, begin, duration, cpu_now())
-            self.long = duration > LONG_LOAD_NS
+            begin, duration, cpu = self._start, now() - self._start, cpu_now()
+            after = read_delay(self._schedstat)
+            # The clocks are read one after the other: cut so that the parts never exceed the whole.
+            spent = min(cpu - self._cpu, duration)
+            delay = min(after - self._delay, duration - spent) if after >= 0 <= self._delay else -1
+            collate = min(cpu - self._collate, spent) if self._collate >= 0 else 0
+            garbage = min(self._probes.gc_ns[0] - self._gc, spent)
+            self.bytes = batch_bytes(batch)
+            emit = self._probes.emit
+            emit(LOAD, begin, duration, self.life, self.count, self.worker, self.bytes)
+            emit(PARTS, begin, duration, spent, delay, collate, garbage)
             self.count += 1
+            self.due = self.worker >= 0 or duration > LONG_LOAD_NS or not self.count % EVERY
         except Exception as cause:
-            self.probes.failed("input.load", cause)
-
-    def _stop_measured(self, batch: Any, begin: int, duration: int, cpu: int) -> None:
-        after = read_delay(self.schedstat)
-        # The clocks are read one after the other: cut so that the parts never exceed the whole.
-        spent = min(cpu - self.at_start, duration)
-        delay = min(after - self.delay, duration - spent) if after >= 0 <= self.delay else -1
-        collate = min(cpu - self.at_collate, spent) if self.at_collate >= 0 else 0
-        self.bytes = batch_bytes(batch)
-        self.emit(LOAD, begin, duration, self.life, self.count, self.worker, self.bytes)
-        self.emit(PARTS, begin, duration, spent, delay, collate, self.probes.gc_ns[0] - self.gc)
+            self._probes.failed("input.load", cause)
 
 
 def open_schedstat() -> int:

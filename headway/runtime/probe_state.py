@@ -136,7 +136,7 @@ def describe(target: Any) -> tuple[str, int, int]:
         path = os.path.abspath(os.fsdecode(target))
         return path, -1, tree_bytes(path)
     name = getattr(target, "name", None)
-    path = os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes)) else ""
+    path = os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else ""
     descriptor = size = -1
     with contextlib.suppress(Exception):  # whatever a user's file object raises, it only leaves a fact out
         descriptor = target.fileno()

@@ -55,7 +55,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     import torch  # here, not above: the factories run in the middle of torch's own import
 
     emit, steps, due, wake, live = probes.emit, probes.steps, probes.due, probes.wake, probes.live
-    is_compiling, index_of = torch.compiler.is_compiling, probes.index_of
+    is_compiling, index_of, indices = torch.compiler.is_dynamo_compiling, probes.index_of, probes.indices
     stepping = probes.stepping
 
     @functools.wraps(inner)
@@ -70,8 +70,11 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         finally:
             stepping[0] = False
         try:
-            index = index_of(args[0])
-            emit(STEP, start, now() - start, index, 0)
+            duration = now() - start
+            index = indices.get(id(args[0]), -1)
+            if index < 0:
+                index = index_of(args[0])
+            emit(STEP, start, duration, index, 0)
             steps[0] = count = steps[0] + 1
             if count >= due[0]:
                 wake(index)

@@ -20,11 +20,14 @@ from typing import Any
 
 from headway.runtime.saves import Saves
 from headway.trace.ring import CHILD, MAIN, SPAWNED, Recorder
+from headway.trace.vocabulary import SPANS
 
 now = time.perf_counter_ns
 """The clock of every record: CLOCK_MONOTONIC, the same for all processes of a host."""
 
 NEVER = 1 << 62
+
+CPU = SPANS["host.cpu"].code
 
 
 @dataclass(slots=True)
@@ -82,7 +85,8 @@ class Probes:
     loaders: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Facts of each loader by group; written to RUN/loaders/r<rank>.json."""
 
-    _indices: dict[int, int] = field(default_factory=dict)
+    indices: dict[int, int] = field(default_factory=dict)
+    """`id` of a live optimizer -> its number, see `index_of`."""
 
     def __post_init__(self) -> None:
         self.emit = _broken_emit if "run" in os.environ.get("HEADWAY_BREAK", "").split(",") else self.recorder.emit
@@ -97,6 +101,7 @@ class Probes:
 
     def wake(self, optimizer: int) -> None:
         """Call the listeners: an optimizer step that one of them waits for has ended."""
+        self.mark_cpu()
         pause = NEVER
         for listener in tuple(self.listeners):
             try:
@@ -108,13 +113,17 @@ class Probes:
             self.write_tables()
         self.due[0] = self.steps[0] + pause
 
+    def mark_cpu(self) -> None:
+        """Note the CPU time of the calling thread: it tells a replay whether compute occupies a core of the host."""
+        self.emit(CPU, now(), 0, time.thread_time_ns())
+
     def index_of(self, optimizer: Any) -> int:
         """Return a small number for an optimizer, in order of first step; a dead one's `id` is not mistaken for it."""
-        index = self._indices.get(id(optimizer), -1)
+        index = self.indices.get(id(optimizer), -1)
         if index < 0:
-            index = self._indices[id(optimizer)] = len(self.tables["optimizers"])
+            index = self.indices[id(optimizer)] = len(self.tables["optimizers"])
             self.tables["optimizers"][str(index)] = type(optimizer).__name__
-            weakref.finalize(optimizer, self._indices.pop, id(optimizer), None).atexit = False
+            weakref.finalize(optimizer, self.indices.pop, id(optimizer), None).atexit = False
         return index
 
     @property

@@ -114,6 +114,8 @@ class Recording:
     """Realtime clock at `start_ns`."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     drainer: Drainer | None = None
+    problems: list[str] = field(default_factory=list)
+    """What went wrong with the recording, for the launcher to say."""
 
     def open(self) -> None:
         """Pair the clocks and write the first run.json: a run whose launcher is killed stays readable.
@@ -147,23 +149,34 @@ class Recording:
 
         self.attempt = attempt
         self.drainer = Drainer(
-            self.path, attempt=attempt, budget_bytes=self.max_run_bytes // 2, rank=self.rank_only, earlier=self.drainer
+            self.path, attempt=attempt, budget_bytes=self.max_run_bytes // 4, rank=self.rank_only, earlier=self.drainer
         )
         self.drainer.start()
         return self.drainer
 
     def end_attempt(self, rows: Sequence[RankRow]) -> None:
-        """Stop draining and write the events of the attempt that ended."""
+        """Stop draining and write the events of the attempt that ended.
+
+        A failure (a full disk) is kept in `problems`, and the rings stay: it must not hide how the job itself ended.
+        """
         from headway.runtime.finalise import finalise_attempt
 
         self.rows = [row for row in self.rows if row.attempt != self.attempt] + list(rows)
         if self.drainer is not None:
             self.drainer.stop()
-        finalise_attempt(self.path, self.attempt, rows={row.rank: asdict(row) for row in rows}, rank=self.rank_only)
+            if self.drainer.failure is not None:
+                self.problems.append(f"records were not drained to the end: {self.drainer.failure}")
+        try:
+            finalise_attempt(self.path, self.attempt, rows={row.rank: asdict(row) for row in rows}, rank=self.rank_only)
+        except Exception as cause:
+            self.problems.append(f"the events of attempt {self.attempt} could not be written: {cause!r}")
 
     def end(self, exit_: Exit) -> None:
-        """Write the final run.json."""
-        self.write(exit_=exit_, end_ns=time.perf_counter_ns())
+        """Write the final run.json; a failure is kept in `problems`."""
+        try:
+            self.write(exit_=exit_, end_ns=time.perf_counter_ns())
+        except OSError as cause:
+            self.problems.append(f"run.json could not be written: {cause}")
 
     def write(self, *, exit_: Exit | None = None, end_ns: int | None = None) -> None:
         """Write run.json, whole or not at all."""

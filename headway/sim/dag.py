@@ -21,11 +21,15 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import CycleError, HeadwayError, InputError
+
+if TYPE_CHECKING:
+    from headway.trace.trace import Trace
 
 SHOWN = 12
 """How many operations of a cycle a message spells out; `CycleError.operations` has them all."""
@@ -135,6 +139,15 @@ class Dag:
             compiled=Compiled(*parts),
             lane_order=lane_order,
         )
+
+    @classmethod
+    def from_trace(cls, trace: Trace, model: str = "auto") -> Dag:
+        """Infer the order of a profiler trace; `.coverage` and `.fidelity` say how well (`headway.sim.observed`).
+
+        `model` is 'auto', 'observed' or 'ddp'. Raises `InputError` for a trace without operations.
+        """
+        dag: Dag = importlib.import_module("headway.sim.observed").from_trace(trace, model)
+        return dag
 
     @property
     def num_lanes(self) -> int:

@@ -16,6 +16,7 @@ that can be written.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -29,10 +30,8 @@ from headway.core.errors import HeadwayError
 F = TypeVar("F", bound=Callable[..., object])
 Ints = NDArray[np.int64]
 Index = NDArray[np.int32]
+Op = int | np.int32
 Span = NDArray[np.int64] | NDArray[np.float64]
-
-NO_PRIORITY = np.empty(0)
-"""For heaps that are ordered by time alone."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,8 +43,16 @@ def _kernel(function: F) -> F:
     except RuntimeError as cause:
         if "cannot cache" not in str(cause):
             raise HeadwayError(f"numba refuses {function.__name__}: {cause}. Reinstall numba.") from cause
-        _log.warning("numba can keep no compiled code (%s). Set NUMBA_CACHE_DIR to a writable folder.", cause)
+        _warn()
         return cast(F, numba.njit(nogil=True)(function))
+
+
+@functools.cache
+def _warn() -> None:
+    """Say once per process that every process will compile anew."""
+    _log.warning(
+        "numba can keep no compiled code here: each process compiles. Set NUMBA_CACHE_DIR to a writable folder."
+    )
 
 
 @_kernel
@@ -279,19 +286,22 @@ def walk_back(order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, start: 
 
 
 @_kernel
-def before(a: int, b: int, mode: int, priority: NDArray[np.float64], when: Span) -> bool:
-    """Say whether op `a` comes first. Mode 0: priority, when, index; 1: when, priority, index; 2: priority, index."""
-    if mode == 1 and when[a] != when[b]:
+def before(a: Op, b: Op, mode: int, priority: NDArray[np.float64], when: Span) -> bool:
+    """Say whether op `a` comes first.
+
+    Mode 0: by priority, when, index; 1: when, priority, index; 2: priority, index; 3: when, index.
+    """
+    if (mode == 1 or mode == 3) and when[a] != when[b]:
         return bool(when[a] < when[b])
-    if priority.size > 0 and priority[a] != priority[b]:
+    if mode != 3 and priority.size > 0 and priority[a] != priority[b]:
         return bool(priority[a] < priority[b])
     if mode == 0 and when[a] != when[b]:
         return bool(when[a] < when[b])
-    return a < b
+    return bool(a < b)
 
 
 @_kernel
-def heap_push(heap: Index, size: int, op: int, mode: int, priority: NDArray[np.float64], when: Span) -> None:
+def heap_push(heap: Index, size: int, op: Op, mode: int, priority: NDArray[np.float64], when: Span) -> None:
     """Insert `op` into the binary heap heap[:size]."""
     at = size
     while at > 0:
@@ -320,14 +330,15 @@ def heap_pop(heap: Index, size: int, mode: int, priority: NDArray[np.float64], w
         heap[at] = heap[child]
         at = child
     heap[at] = op
-    return int(first)
+    return first  # type: ignore[no-any-return]  # int() would make it int64: one more heap_push to compile
 
 
 @_kernel
 def release(
     edges: tuple[Ints, Ints, Ints],
-    op: int,
+    op: Op,
     waits: Ints,
+    priority: NDArray[np.float64],
     when: Span,
     later: tuple[Index, int],
     settle: tuple[Index, int],
@@ -342,12 +353,12 @@ def release(
     stack, size = settle
     now = when[op]
     for e in range(indptr[op], indptr[op + 1]):
-        succ = indices[e]
+        succ = np.int32(indices[e])
         ready = now + lag[e] if lag.size > 0 else now
         when[succ] = max(when[succ], ready)
         waits[succ] -= 1
         if waits[succ] == 0 and when[succ] > now:
-            heap_push(heap, num_later, succ, 1, NO_PRIORITY, when)
+            heap_push(heap, num_later, succ, 3, priority, when)
             num_later += 1
         elif waits[succ] == 0:
             stack[size] = succ
@@ -369,17 +380,15 @@ def list_schedule(
     """Fill start[n] and end[n] (given as zeros) by work-conserving list scheduling.
 
     At each instant everything that ends or becomes ready is settled first;
-    then each lane with a free place takes its first waiting op. `waits[n]`
-    counts predecessors, `queues` = (lane[n], where each lane's queue begins
-    [num_lanes + 1], free places [num_lanes]); `waits` and the places are used up.
+    then each lane with a free place takes its first waiting op. `waits[n]` counts predecessors,
+    `queues` = (lane[n], queue_ptr[num_lanes + 1], free places[num_lanes]); counts and places are used up.
     """
     lane, queue_ptr, free = queues
     n = lane.size
     queue = np.empty(n, np.int32)
     queued = np.zeros(free.size, np.int64)
-    # Lanes to look at in the next dispatch.
     touched = np.zeros(free.size, np.bool_)
-    lanes = np.empty(free.size, np.int32)
+    lanes = np.empty(free.size, np.int32)  # those touched: the next dispatch looks at them
     num_touched = 0
     # 0: becomes ready next; 1: its lane has given it a place; 2: ends next.
     state = np.zeros(n, np.int8)
@@ -387,9 +396,11 @@ def list_schedule(
     later = np.empty(n, np.int32)
     num_later = 0
     settle = np.empty(n, np.int32)
-    roots = np.flatnonzero(waits == 0)
-    size = roots.size
-    settle[:size] = roots
+    size = 0
+    for op in range(n):
+        if waits[op] == 0:
+            settle[size] = op
+            size += 1
     now = duration[0] - duration[0]
     while True:
         while size > 0:
@@ -404,7 +415,7 @@ def list_schedule(
                 start[op] = now
                 end[op] = now + duration[op]
                 if end[op] > now:
-                    heap_push(later, num_later, op, 1, NO_PRIORITY, end)
+                    heap_push(later, num_later, op, 3, priority, end)
                     num_later += 1
                     continue
             if on >= 0 and not touched[on]:
@@ -415,7 +426,7 @@ def list_schedule(
                 continue
             if on >= 0:
                 free[on] += 1
-            num_later, size = release(edges, op, waits, end, (later, num_later), (settle, size))
+            num_later, size = release(edges, op, waits, priority, end, (later, num_later), (settle, size))
         for t in range(num_touched):
             on = lanes[t]
             touched[on] = False
@@ -433,6 +444,6 @@ def list_schedule(
             return
         now = end[later[0]]
         while num_later > 0 and end[later[0]] == now:
-            settle[size] = heap_pop(later, num_later, 1, NO_PRIORITY, end)
+            settle[size] = heap_pop(later, num_later, 3, priority, end)
             num_later -= 1
             size += 1

@@ -157,6 +157,7 @@ class Program:
             for batches, lane in zip(recording.batches, recording.lanes, strict=True)
         )
         share = facts.get("compute_cpu_fraction")
+        busy = recording.busy if share is None else np.full(len(models), float(share))
         steady = np.array([lane.step_end_ns[warm] for lane in recording.lanes])
         kept = np.array([lane.step_end_ns[-1] for lane in recording.lanes]) - steady
         whole = recording.last_end_ns - steady
@@ -164,8 +165,8 @@ class Program:
             recording=recording,
             models=models,
             cores=max(1, int(facts.get("cores") or 1)),
-            busy=np.broadcast_to(np.asarray(1.0 if share is None else share, np.float64), (len(models),)).copy(),
-            busy_known=share is not None,
+            busy=np.nan_to_num(busy, nan=1.0),
+            busy_known=bool(np.isfinite(busy).all()),
             starved=1.0,
             shared=storage_is_shared(recording),
             service=own_service(recording.batches) if any(b.group.size for b in recording.batches) else 1.0,
@@ -201,7 +202,7 @@ class Program:
         self._check(scenario, max_discrepancy)
         base, after = self.steps_ns(Scenario(), seed), self.steps_ns(scenario, seed)
         step_s = self.measured_s * float(after.mean() / base.mean())
-        speedup = self.measured_s / max(step_s, 1e-12)
+        speedup = float(base.mean() / max(after.mean(), 1e-9))
         wanted = interval and scenario != Scenario()
         bounds = self._interval(scenario, base, after, seed) if wanted else (speedup, speedup)
         return Prediction(self.measured_s, step_s, bounds, tuple(map(str, given)), " ".join(self._notes(scenario)))
@@ -317,7 +318,8 @@ class Program:
                 low, high = min(low, low * shift), max(high, high * shift)
         changed = min(1.0, abs(float(base.mean() / after.mean()) - 1))
         gap = abs(self.fidelity - 1) * changed
-        return float(low * (1 - gap)), float(high * (1 + gap))
+        point = float(base.mean() / max(after.mean(), 1e-9))
+        return min(point, float(low * (1 - gap))), max(point, float(high * (1 + gap)))
 
     def _assumes_handoff(self, scenario: Scenario) -> bool:
         """Say whether the edits bring workers to a run that had none."""

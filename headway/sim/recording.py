@@ -155,6 +155,9 @@ class Recording:
     cut_factor: NDArray[np.float64]
     """[ranks, LABELS] Time per step over all recorded steps / over the kept ones; 1 when all are kept."""
 
+    busy: NDArray[np.float64]
+    """[ranks] Share of compute during which the training thread occupied a core; NaN where that was not recorded."""
+
     last_end_ns: NDArray[np.int64]
     """[ranks] End of the last step that the run completed."""
 
@@ -177,7 +180,8 @@ class Recording:
         cut = np.array([_mean_ns(rows, recorded) / np.maximum(_mean_ns(rows, kept), 1e-9) for rows in own])
         seen = np.array([_mean_ns(rows, kept) > 0 for rows in own])
         last = np.array([_step_ends(rows, recorded)[-1] for rows in own], dtype=np.int64)
-        return cls(lanes, batches, _meetings(own, lanes), kept, recorded, np.where(seen, cut, 1.0), last)
+        busy = np.array([_busy(*part) for part in zip(own, lanes, batches, strict=True)])
+        return cls(lanes, batches, _meetings(own, lanes), kept, recorded, np.where(seen, cut, 1.0), busy, last)
 
 
 def _own_rows(trace: Trace, rank: int) -> Trace:
@@ -372,6 +376,36 @@ def _parts(rows: Trace, loads: NDArray[np.int64]) -> NDArray[np.int64]:
     share = total / total.sum() if total.sum() else np.array([0.0, 0.0, 1.0, 0.0])
     split[bare] = (duration[bare, None] * share).astype(np.int64)
     return split
+
+
+def _busy(rows: Trace, lane: Lane, batches: Batches) -> float:
+    """Return the share of compute that the training thread spent on a core, from its CPU time at 'host.cpu' marks.
+
+    Loads in the main process and collections are known to be CPU time and are
+    taken out. The median over the intervals between marks is not moved by the
+    few that hold a checkpoint or a profiler window.
+    """
+    marks = np.flatnonzero(rows.named("host.cpu"))
+    at, cpu_ns = rows.events["start_ns"][marks], rows.events["corr"][marks]
+    inside = (at >= lane.step_end_ns[0]) & (at <= lane.step_end_ns[-1] + np.diff(lane.step_end_ns).mean())
+    at, cpu_ns = at[inside], cpu_ns[inside]
+    if at.size < 2:
+        return float("nan")
+    end_ns = lane.start_ns + lane.duration_ns
+    compute = np.isin(lane.label, [LABEL["compute"], LABEL["optimizer.step"]])
+    inline = batches.workers[batches.iterator] == 0
+    own_ns = np.interp(at, *_running(end_ns, np.where(compute, lane.duration_ns, 0)))
+    other = np.where(lane.label == LABEL["host.gc"], lane.duration_ns, 0)
+    np.add.at(other, batches.segment[inline], batches.part_ns[inline, 2:].sum(axis=1))
+    known_ns = np.interp(at, *_running(end_ns, other))
+    wall = np.diff(own_ns)
+    share = (np.diff(cpu_ns) - np.diff(known_ns))[wall > 0] / wall[wall > 0]
+    return float(np.clip(np.median(share), 0.0, 1.0)) if share.size else float("nan")
+
+
+def _running(end_ns: NDArray[np.int64], amount: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return instants and the amount so far, for interpolation."""
+    return end_ns.astype(np.float64), np.cumsum(amount).astype(np.float64)
 
 
 def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[Meeting, ...]:

@@ -44,9 +44,9 @@ SCHEMA = "headway.chrome/1"
 ARGUMENTS = ("step", "microbatch", "stage", "layer", "depth", "group", "seq", "peer", "bytes", "flops", "corr")
 """Columns that are written as arguments, where they are known."""
 
-_NO_RANK = 1_000_000
-_IDEAL = 2_000_000
-"""Process ids: a rank is its own; rows without rank, and the ideal timeline, stand above."""
+ROOM = 1_000_000
+"""Process ids: a rank is its own. Rows without rank stand at the first multiple of this above all ranks, the ideal
+timeline at twice that; both numbers are in the file."""
 
 
 def write(
@@ -84,10 +84,10 @@ def parse(data: bytes, where: str) -> Trace:
     facts = document.facts
     if facts.schema != SCHEMA:
         raise FormatError(f"{where} has the schema {facts.schema!r}; this version reads {SCHEMA!r}. Export it again.")
-    rows = [event for event in document.events if event.phase == "X" and event.pid < _IDEAL]
+    rows = [event for event in document.events if event.phase == "X" and event.pid < facts.ideal_pid]
     names: dict[str, int] = {}
     columns: dict[str, Any] = {
-        "rank": [event.pid if event.pid < _NO_RANK else -1 for event in rows],
+        "rank": [event.pid if event.pid < facts.rankless_pid else -1 for event in rows],
         "kind": [KIND.get(event.kind, KIND["MARK"]) for event in rows],
         "name": [names.setdefault(event.name, len(names)) if event.name else -1 for event in rows],
         "lane": [event.tid for event in rows],
@@ -142,6 +142,8 @@ class _Facts(msgspec.Struct):
     """The tables, under `otherData`."""
 
     schema: str = ""
+    rankless_pid: int = ROOM
+    ideal_pid: int = 2 * ROOM
     lanes: list[str] = []
     groups: dict[str, Any] = {}
     ranks: dict[str, Any] = {}
@@ -170,42 +172,53 @@ def _window(trace: Trace, window_ns: tuple[int, int]) -> Trace:
 def _texts(trace: Trace, ideal: Trace | None) -> Iterator[bytes]:
     """Yield the file, a piece at a time."""
     base_ns = trace.span_ns[0]
+    rankless = _rankless_pid(trace, ideal)
+    facts = {"schema": SCHEMA, "rankless_pid": rankless, "ideal_pid": 2 * rankless}
     try:
-        head = json.dumps({"schema": SCHEMA, **plain_tables(trace)}, allow_nan=False)
+        head = json.dumps({**facts, **plain_tables(trace)}, allow_nan=False)
     except ValueError as cause:
         raise InputError(f"a table of the trace holds a number JSON lacks: {cause}. Write None instead.") from cause
     yield f'{{"otherData":{head},"displayTimeUnit":"ns","baseTimeNanoseconds":{base_ns},"traceEvents":['.encode()
     first = True
-    for line in _lines(trace, ideal, base_ns):
+    for line in _lines(trace, ideal, rankless):
         yield ("\n" if first else ",\n").encode() + line.encode()
         first = False
     yield b"\n]}\n"
 
 
-def _lines(trace: Trace, ideal: Trace | None, base_ns: int) -> Iterator[str]:
+def _rankless_pid(trace: Trace, ideal: Trace | None) -> int:
+    """Return the process id of rows without a rank."""
+    highest = max(int(each.events["rank"].max(initial=0)) for each in (trace, ideal or trace))
+    return (highest // ROOM + 1) * ROOM
+
+
+def _lines(trace: Trace, ideal: Trace | None, rankless: int) -> Iterator[str]:
     """Yield every entry as JSON."""
-    yield from _titles(trace, 0, "")
-    yield from _rows(trace, base_ns, 0)
-    yield from _arrow_lines(trace, base_ns)
+    base_ns = trace.span_ns[0]
+    pids = _pids(trace, rankless)
+    yield from _titles(trace, pids, "")
+    yield from _rows(trace, pids, base_ns)
+    yield from _arrow_lines(trace, pids, base_ns)
     if ideal is not None:
-        yield from _titles(ideal, _IDEAL, ", ideal")
-        yield from _rows(ideal, ideal.span_ns[0], _IDEAL)
+        pids = _pids(ideal, rankless) + 2 * rankless
+        yield from _titles(ideal, pids, ", ideal")
+        yield from _rows(ideal, pids, ideal.span_ns[0])
 
 
-def _pids(trace: Trace, above: int) -> NDArray[np.int64]:
+def _pids(trace: Trace, rankless: int) -> NDArray[np.int64]:
     """[n] Process id of each row."""
     rank = trace.events["rank"].astype(np.int64)
-    return np.where(rank >= 0, rank, _NO_RANK - 1) + above
+    return np.where(rank >= 0, rank, rankless)
 
 
-def _titles(trace: Trace, above: int, suffix: str) -> Iterator[str]:
-    """Yield names and order of the track groups and tracks."""
-    pids, lanes = _pids(trace, above), trace.events["lane"].astype(np.int64)
-    for pid in np.unique(pids).tolist():
-        rank = pid - above if pid - above < _NO_RANK - 1 else -1
+def _titles(trace: Trace, pids: NDArray[np.int64], suffix: str) -> Iterator[str]:
+    """Yield names and order of the track groups and tracks; an ideal one stands right under the real one."""
+    lanes = trace.events["lane"]
+    for pid, row in zip(*(found.tolist() for found in np.unique(pids, return_index=True)), strict=True):
+        rank = int(trace.events["rank"][row])
         title = f"rank {rank}{suffix}" if rank >= 0 else f"launcher{suffix}"
         yield _title("process_name", pid, 0, "name", title)
-        yield _title("process_sort_index", pid, 0, "sort_index", 2 * rank + (above > 0))
+        yield _title("process_sort_index", pid, 0, "sort_index", 2 * rank + bool(suffix))
         for lane in np.unique(lanes[pids == pid]).tolist():
             yield _title("thread_name", pid, lane, "name", trace.lanes[lane])
             yield _title("thread_sort_index", pid, lane, "sort_index", lane)
@@ -216,13 +229,13 @@ def _title(name: str, pid: int, tid: int, key: str, value: object) -> str:
     return json.dumps({"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {key: value}})
 
 
-def _rows(trace: Trace, base_ns: int, above: int) -> Iterator[str]:
+def _rows(trace: Trace, pids: NDArray[np.int64], base_ns: int) -> Iterator[str]:
     """Yield the events."""
     names = [*(json.dumps(name) for name in trace.names), '""']  # Code -1, no name, is the last.
     kinds = [json.dumps(kind) for kind in KINDS]
     extra = _arguments(trace)
     columns = (
-        _pids(trace, above), trace.events["lane"], trace.events["kind"], trace.events["name"],
+        pids, trace.events["lane"], trace.events["kind"], trace.events["name"],
         trace.events["start_ns"] - base_ns, trace.events["duration_ns"],
     )  # fmt: skip
     for row, (pid, lane, kind, name, start, duration) in enumerate(
@@ -245,9 +258,9 @@ def _arguments(trace: Trace) -> list[str]:
     return [",".join(parts) for parts in texts]
 
 
-def _arrow_lines(trace: Trace, base_ns: int) -> Iterator[str]:
+def _arrow_lines(trace: Trace, pids: NDArray[np.int64], base_ns: int) -> Iterator[str]:
     """Yield both ends of every arrow."""
-    pids, lanes = _pids(trace, 0), trace.events["lane"]
+    lanes = trace.events["lane"]
     for number, arrow in enumerate(arrows(trace)):
         ends: Iterable[tuple[str, int, int]] = (
             ("s", arrow.source, arrow.leave_ns),

@@ -176,7 +176,7 @@ def _is_straggler(content: Content) -> bool:
 def _is_chrome(content: Content) -> bool:
     opening = content.opening
     if opening.startswith(b"["):
-        return opening[1:].lstrip().startswith(b"{") and b'"ph"' in opening
+        return opening[1:].lstrip().startswith(b"{") and content.holds(b'"ph"')
     return opening.startswith(b"{") and content.holds(b'"traceEvents"')
 
 

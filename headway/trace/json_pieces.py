@@ -96,7 +96,11 @@ class Document(msgspec.Struct):
 _DOCUMENT = msgspec.json.Decoder(Document)
 _LIST = msgspec.json.Decoder(list[Event])
 _ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
-_CUT = re.compile(rb'\}\s*,(?=\s*\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|id|s)"\s*:)')
+_CUTS = (
+    re.compile(rb'\}\s*,(?=\s*\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|id|s)"\s*:)'),
+    re.compile(rb'\}\s*,(?=\s*\{\s*"\w[\w .-]{0,40}"\s*:)'),
+)
+"""Between two events: the next one begins with a key of the format; failing that, with any key."""
 
 
 def each_batch(
@@ -159,13 +163,17 @@ def _head(pieces: Iterator[bytes]) -> tuple[bytes | None, bytes]:
 
 def _last_cut(text: bytes) -> int:
     """Return the position behind the last comma between two events, 0 when there is none."""
-    reach = 4096
-    while True:
-        begin = max(len(text) - reach, 0)
-        cuts = [found.end() for found in _CUT.finditer(text, begin)]
-        if cuts or not begin:
-            return cuts[-1] if cuts else 0
-        reach *= 4
+    for pattern in _CUTS:
+        reach = 4096
+        while True:
+            begin = max(len(text) - reach, 0)
+            cuts = [found.end() for found in pattern.finditer(text, begin)]
+            if cuts:
+                return cuts[-1]
+            if not begin:
+                break
+            reach *= 4
+    return 0
 
 
 def _at_once(text: bytes, where: str) -> Document:

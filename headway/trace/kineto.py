@@ -100,7 +100,8 @@ class _Rows:
         self.n = len(events.label)
         facts = events.facts.distributed
         self.facts: dict[str, Any] = facts if isinstance(facts, dict) else {}
-        self.rank = _whole(self.facts.get("rank"), 0)
+        rank = _whole(self.facts.get("rank"), 0)
+        self.rank = rank if 0 <= rank <= np.iinfo(np.int32).max else 0
         self.category = [CATEGORIES.get(category) for category, _ in events.labels]
         self.on_device = np.array([entry is not None and entry.place == DEVICE for entry in self.category], dtype=bool)
         self.lane_table, self.lane = self._lanes()
@@ -132,7 +133,7 @@ class _Rows:
                 "ranks": parse_ranks(entry.get("ranks")),
             }
             for entry in entries
-            if isinstance(entry, dict)
+            if isinstance(entry, dict) and entry.get("pg_name") not in (None, "")
         }
 
     def start_ns(self, where: str) -> NDArray[np.int64]:
@@ -238,6 +239,9 @@ class _Rows:
         for row in silent[columns["bytes"][silent] == 0].tolist():
             if row in events.kept:
                 columns["bytes"][row] = _input_bytes(events.kept[row])
+        if len(self.groups) == len(self._known_groups()) == 1:  # The job has one group: it is that one.
+            columns["group"][moving & (columns["group"] < 0)] = next(iter(self.groups))
+        columns["peer"][np.abs(columns["peer"]) > np.iinfo(np.int32).max] = -1  # A stream given as an address.
         return columns
 
     def _fill_copies(self, size: NDArray[np.int64], launch: NDArray[np.int64]) -> None:

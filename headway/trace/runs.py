@@ -23,6 +23,7 @@ import numpy as np
 from headway.core.errors import FormatError, InputError
 from headway.trace import parquet
 from headway.trace.assemble import trace_of_rings
+from headway.trace.clocks import refined
 from headway.trace.trace import Trace, concat
 
 SCHEMA = "headway.run-folder/1"
@@ -46,6 +47,9 @@ class Run:
     clock_offset_ns: dict[int, int] = field(default_factory=dict)
     """Rank -> what to add to its times to put them on the first host's clock; empty when all share one."""
 
+    parts: tuple[Run, ...] = ()
+    """After `merge`: each host's part."""
+
     @classmethod
     def open(cls, path: str | Path) -> Run:
         """Read a run folder.
@@ -66,15 +70,24 @@ class Run:
 
     def attempts(self) -> list[Trace]:
         """Return the events of every attempt, oldest first."""
-        return [_with_facts(_load(self.path, number), self.meta) for number in _attempts(self.path)]
+        folders = self._folders()
+        numbers = sorted({number for folder in folders for number in _attempts(folder)})
+        return [
+            _with_facts(concat([_load(folder, number) for folder in folders if number in _attempts(folder)]), self.meta)
+            for number in numbers
+        ]
 
     def windows(self) -> list[Path]:
         """Return the Kineto files of the deep windows, by rank and number."""
-        files = (self.path / "windows").glob("r*-w*.json")
+        files = (file for folder in self._folders() for file in (folder / "windows").glob("r*-w*.json"))
         return sorted(
             (p for p in files if re.fullmatch(r"r\d+-w\d+\.json", p.name)),
             key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)],
         )
+
+    def _folders(self) -> list[Path]:
+        """Return the folders that hold the run: one, or one per host."""
+        return list(dict.fromkeys(part.path for part in self.parts)) or [self.path]
 
 
 def is_run(path: str | Path) -> bool:
@@ -91,9 +104,10 @@ def is_run(path: str | Path) -> bool:
 def merge(runs: Sequence[Run]) -> Run:
     """Join the parts that several hosts recorded of one run; the first one's clock counts.
 
-    Each host paired its monotonic clock with the realtime clock at the start,
-    so offsets are as good as the hosts' realtime clocks (NTP: about 1 ms);
-    `clock_offset_ns` keeps them apart from the events, whose times stay raw.
+    Each host paired its monotonic clock with the realtime clock at the start;
+    the offsets that follow are held to what matched collectives prove
+    (`headway.trace.clocks`). `clock_offset_ns` keeps them apart from the
+    events, whose times stay raw.
     Raises `InputError` when there is no part or two parts record one rank.
     """
     if not runs:
@@ -101,25 +115,31 @@ def merge(runs: Sequence[Run]) -> Run:
     if len(runs) == 1:
         return runs[0]
     offsets: dict[int, int] = {}
-    reference = _realtime_minus_clock(runs[0].meta)
-    for run in runs:
+    shifts = [_shift(runs[0], run) for run in runs]
+    for run, shift in zip(runs, shifts, strict=True):
         for rank in _ranks_of(run):
             if rank in offsets:
                 raise InputError(f"rank {rank} is in two of the folders. Name each host's part of one run once.")
-            offsets[rank] = _realtime_minus_clock(run.meta) - reference
+            offsets[rank] = shift
     return replace(
         runs[0],
-        meta=_merged_facts([run.meta for run in runs], offsets),
+        meta=_merged_facts([run.meta for run in runs], shifts, offsets),
         trace=concat([run.trace for run in runs]),
         clock_offset_ns=offsets,
+        parts=tuple(runs),
     )
 
 
-def _merged_facts(parts: Sequence[dict[str, Any]], offsets: dict[int, int]) -> dict[str, Any]:
+def _shift(first: Run, run: Run) -> int:
+    """Return what to add to the times of `run` to put them on the clock of `first`."""
+    if run is first:
+        return 0
+    return refined(_realtime_minus_clock(run.meta) - _realtime_minus_clock(first.meta), first.trace, run.trace)
+
+
+def _merged_facts(parts: Sequence[dict[str, Any]], shifts: Sequence[int], offsets: dict[int, int]) -> dict[str, Any]:
     """Return one run.json for all parts: sums, joined ranks, the worst exit first; times on the first clock."""
     first = parts[0]
-    reference = _realtime_minus_clock(first)
-    shifts = [_realtime_minus_clock(part) - reference for part in parts]
     ends = [part["end_ns"] + shift for part, shift in zip(parts, shifts, strict=True) if part.get("end_ns")]
     failed = [part["exit"] for part in parts if part.get("exit") and part["exit"]["code"]]
     own = [exit_ for exit_ in failed if exit_["class"] != "infra"]
@@ -129,12 +149,21 @@ def _merged_facts(parts: Sequence[dict[str, Any]], offsets: dict[int, int]) -> d
         "start_ns": min(part["start_ns"] + shift for part, shift in zip(parts, shifts, strict=True)),
         "end_ns": max(ends) if len(ends) == len(parts) else None,
         "nproc": sum(part.get("nproc", 0) for part in parts),
-        "ranks": sorted((row for part in parts for row in part.get("ranks", [])), key=lambda row: row["rank"]),
+        "ranks": sorted(
+            (_shifted(row, shift) for part, shift in zip(parts, shifts, strict=True) for row in part.get("ranks", [])),
+            key=lambda row: row["rank"],
+        ),
         "exit": (own or failed or [first.get("exit")])[0],
         "dropped": sum(part.get("dropped") or 0 for part in parts),
         "loaders": {key: value for part in reversed(parts) for key, value in part.get("loaders", {}).items()},
         "clock_offset_ns": {str(rank): offset for rank, offset in offsets.items()},
     }
+
+
+def _shifted(row: dict[str, Any], shift: int) -> dict[str, Any]:
+    """Return a rank's row with its moments on the first host's clock."""
+    moments = {key: row[key] + shift for key in ("start_ns", "end_ns") if row.get(key) is not None}
+    return {**row, **moments}
 
 
 def _realtime_minus_clock(meta: dict[str, Any]) -> int:

@@ -226,7 +226,7 @@ def read(path: str | Path) -> Trace:
     columns: dict[str, ArrayLike] = {ours: integers[theirs] for theirs, (ours, _) in INTEGER_COLUMNS.items()}
     columns["start_ns"] = _nanoseconds(table, "start_ts", path)
     columns["duration_ns"] = _nanoseconds(table, "duration", path)
-    optype = table["optype"].combine_chunks()
+    optype = table.select(["optype"]).unify_dictionaries()["optype"].combine_chunks()
     if not pa.types.is_dictionary(optype.type):
         optype = optype.dictionary_encode()
     return _trace(

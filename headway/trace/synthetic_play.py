@@ -323,7 +323,7 @@ class Play:
             spent = self.draw.closing["separate-grads-all-reduce"][:, :, rank]
             end = ready.max(axis=1, keepdims=True) + spent + self.zero
             self._record("separate-grads-all-reduce", rank, ready, end)
-            return end
+            return np.asarray(end)
         for layer in range(self.job.vpp):
             spent = self.draw.reduction[:, :, layer * self.job.pp + rank]
             end = ready.max(axis=1, keepdims=True) + spent + self.zero

@@ -81,6 +81,7 @@ SPANS: dict[str, Span] = {
     "host.logging": Span(81, "HOST", ("corr",), "handlers of the logging module; corr = level"),
     "host.compile": Span(82, "HOST", (), "torch.compile at work"),
     "host.import": Span(83, "HOST", (), "import of torch"),
+    "host.cpu": Span(84, "MARK", ("corr",), "instant, now and then at a step: corr = CPU ns of the training thread"),
 }  # fmt: skip
 """Every name the recorder writes -> its code, kind and columns."""
 

@@ -29,5 +29,5 @@ def compare(before: Path, after: Path, /, *, threshold: float = 0.05, json: bool
     """
     comparison = compare_ledgers(Ledger.of(run_at(before)), Ledger.of(run_at(after)), threshold)
     answer = comparison.to_json()
-    emit(answer, lambda screen: render_compare(answer, **screen), as_json=json)
+    emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -109,7 +108,7 @@ def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | N
     window = timeline(trace, steps=chosen)
     ideal = None
     if explanation.straggler is not None:
-        ideal = timeline(ideal_trace(trace, explanation.straggler), steps=chosen)
+        ideal = timeline(ideal_trace(trace, explanation.straggler), steps=chosen, ranks=window.ranks)
     return window, ideal
 
 
@@ -133,7 +132,7 @@ def facts_of(meta: dict[str, Any], trace: Trace) -> dict[str, Any]:
     facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script", [])))} if meta else {}
     wanted = ("host", "device_type", "cores", "world_size", "headway_version", "bytes_per_step", "dropped", "run_id")
     facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
-    facts |= {f"loader {name}": jsonlib.dumps(row) for name, row in (meta.get("loaders") or {}).items()}
+    facts |= {f"loader {name}": row for name, row in (meta.get("loaders") or {}).items()}
     if not meta:
         facts |= {key: trace.meta[key] for key in ("source", "device_type", "world_size") if key in trace.meta}
     return facts

@@ -70,6 +70,4 @@ def applied_rows(
 
 def verdict_line(explanation: Explanation) -> str:
     """Return the last line of a run: the verdict in one sentence, and what to type next."""
-    found = verdict(explanation.to_json())
-    gain = f" {found.remedy} wins {found.gain} (predicted)." if found.remedy and found.gain else ""
-    return f"{found.sentence}{gain} Next: headway why {explanation.source}"
+    return f"{verdict(explanation.to_json()).line()} Next: headway why {explanation.source}"

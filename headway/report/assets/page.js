@@ -93,6 +93,15 @@
     event.preventDefault();
   });
 
+  const roundDown = (x) => { const power = 10 ** Math.floor(Math.log10(x)); return Math.floor(x / power) * power; };
+
+  // A value between two gaps has no line to show it: it becomes a point.
+  const lonely = (values, colour) => {
+    const alone = [];
+    values.forEach((x, i) => { if (x !== null && (values[i - 1] ?? null) === null && (values[i + 1] ?? null) === null) alone.push(i); });
+    return { show: alone.length > 0, filter: () => alone, size: 6, stroke: colour, fill: colour };
+  };
+
   const spanOf = (chart, group) => {
     const a = chart.first + group * chart.width, b = Math.min(chart.first + chart.steps, a + chart.width) - 1;
     return a === b ? "step " + count(a) : "steps " + count(a) + "–" + count(b);
@@ -121,9 +130,10 @@
       const edge = { stroke: twice ? band : "transparent", width: 1, points: { show: false } };
       const series = [{}, edge, edge];
       const columns = [xs, spread(high), spread(low)];
-      series.push({ stroke: chosen === null ? accent : paint("--quiet"), width: chosen === null ? 1.25 : 1, points: { show: points < 3, size: 6, fill: accent } });
+      const main = chosen === null ? accent : paint("--quiet"), second = paint("--b-straggler");
       columns.push(spread(middle));
-      if (chosen !== null) { series.push({ stroke: paint("--b-straggler"), width: 1.25, points: { show: points < 3 } }); columns.push(lines[chosen]); }
+      series.push({ stroke: main, width: chosen === null ? 1.25 : 1, points: lonely(columns[3], main) });
+      if (chosen !== null) { columns.push(lines[chosen]); series.push({ stroke: second, width: 1.25, points: lonely(lines[chosen], second) }); }
       const readout = (i) => {
         const g = group(i), where = spanOf(source, g);
         if (chosen !== null) return `${where}: rank ${source.ranks[chosen]} ${seconds(lines[chosen][i])}, median ${seconds(middle[g])}`;
@@ -133,7 +143,7 @@
       chart = makeChart("steps", figure, {
         scales: {
           x: { time: false, range: points === 1 ? [xs[0] - 1, xs[0] + 1] : undefined },
-          y: logarithmic.checked ? { distr: 3 } : { range: (u, a, b) => [0, (b > 0 ? b : flat[1] || 1) * 1.06] },
+          y: logarithmic.checked ? { distr: 3, range: (u, a, b) => [roundDown(a * 0.85), b * 1.2] } : { range: (u, a, b) => [0, (b > 0 ? b : flat[1] || 1) * 1.06] },
         },
         axes: [stepAxis(), axis({ size: 66, values: (u, splits) => axisSeconds(splits) })],
         series, bands: many ? [{ series: [1, 2], fill: band }] : [],
@@ -205,7 +215,7 @@
       ctx.font = "12px " + font;
       margin = Math.min(width * 0.3, 12 + Math.max(...panels.flatMap((p) => p.rows.map((r) => ctx.measureText(r.name).width)), 30));
       const scale = (width - margin) / (to - from), x = (t) => margin + (t - from) * scale;
-      const colours = data.buckets.map(bucketPaint), quiet = paint("--quiet"), rule = paint("--rule"), ink = paint("--ink");
+      const colours = [...data.buckets.map(bucketPaint), paint("--mark")], quiet = paint("--quiet"), rule = paint("--rule"), ink = paint("--ink");
       const dark = colours.map(isDark);
       boxes = [];
       let y = 0;
@@ -288,7 +298,7 @@
       head.textContent = number > 1 ? `${count(number)} short spans, first ${name}` : name;
       const rest = document.createElement("div");
       rest.className = "dim";
-      rest.textContent = `${seconds(row.duration[i] / 1e9)} from ${seconds(row.start[i] / 1e9)} · ${row.name} · ${data.buckets[row.bucket[i]]}`;
+      rest.textContent = `${seconds(row.duration[i] / 1e9)} from ${seconds(row.start[i] / 1e9)} · ${row.name} · ${data.buckets[row.bucket[i]] ?? "annotation"}`;
       tip.append(head, rest);
     };
     canvas.addEventListener("mousemove", (event) => {
@@ -349,7 +359,7 @@
       ctx.setTransform(ratio, 0, 0, ratio, 0, 0); ctx.clearRect(0, 0, width, height);
       ctx.font = "12px " + paint("--sans");
       const label = (name) => `${source.row_title} ${name}`;
-      margin = 12 + Math.max(...source.rows.map((name) => ctx.measureText(label(name)).width));
+      margin = 12 + Math.max(...source.rows.map((name) => ctx.measureText(label(name.split("–")[0])).width));
       cellWidth = (width - margin) / columns;
       const from = paint("--heat-0"), to = paint("--heat-1");
       const shades = Array.from({ length: 65 }, (_, i) => `color-mix(in oklab, ${to} ${i / 0.64}%, ${from})`);
@@ -362,8 +372,8 @@
         ctx.fillRect(left, r * cellHeight, Math.max(1, right - left - (cellWidth > 6 ? gap : 0)), cellHeight - gap);
       }
       ctx.fillStyle = paint("--quiet"); ctx.textAlign = "right"; ctx.textBaseline = "middle";
-      const everyRow = Math.ceil(14 / cellHeight);
-      for (let r = 0; r < rows; r += everyRow) ctx.fillText(label(source.rows[r]), margin - 8, (r + 0.5) * cellHeight);
+      const everyRow = cellHeight >= 14 ? 1 : Math.ceil(28 / cellHeight);
+      for (let r = 0; r < rows; r += everyRow) ctx.fillText(label(source.rows[r].split("–")[0]), margin - 8, Math.max(7, (r + 0.5) * cellHeight));
       ctx.textAlign = "left"; ctx.textBaseline = "top";
       const everyColumn = Math.max(1, Math.ceil(90 / cellWidth));
       for (let c = 0; c < columns; c += everyColumn)

@@ -1,0 +1,122 @@
+"""What always-on recording costs the training thread, against TraceML 0.5.0 on the same loop.
+
+Claim: main-thread CPU added per step of a single-process 64x64 MLP loop with
+a DataLoader is at most 20 us, and at most 0.3x of what TraceML (`traceml run`,
+in the environment of benchmarks/peers/traceml.txt) adds. Bare, headway and
+TraceML runs are interleaved; all end with the same loss, or the run fails.
+Deep windows are off here: they have a budget of their own.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.peers.env import python_of
+
+ROOT = Path(__file__).resolve().parent.parent
+ROUNDS = 4
+LIMIT_US = 20.0
+LIMIT_RATIO = 0.3
+
+JOB = """
+import contextlib, json, os, sys, time
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+WARM, CHUNKS, CHUNK = 400, 24, 100
+
+def main():
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(32000, 64), torch.randn(32000, 64))
+    loader = DataLoader(data, batch_size=8, shuffle=True)
+    if os.environ["TOOL"] == "traceml":
+        import traceml_ai
+        traceml_ai.init()
+        step_of = lambda: traceml_ai.trace_step(model)
+    else:
+        step_of = None
+    steps, costs, mark = 0, [], 0
+    while len(costs) < CHUNKS:
+        for x, y in loader:
+            if step_of is None:
+                optimizer.zero_grad()
+                loss = (model(x) - y).square().mean()
+                loss.backward()
+                optimizer.step()
+            else:
+                with step_of():
+                    optimizer.zero_grad()
+                    loss = (model(x) - y).square().mean()
+                    loss.backward()
+                    optimizer.step()
+            steps += 1
+            if steps >= WARM and steps % CHUNK == 0:
+                now = time.thread_time_ns()
+                if mark:
+                    costs.append((now - mark) / CHUNK / 1000)
+                mark = now
+                if len(costs) == CHUNKS:
+                    break
+    with open(os.environ["ANSWER"], "w") as file:
+        json.dump({"costs_us": costs, "loss": loss.item().hex()}, file)
+
+main()
+"""
+
+
+def measure(tool: str, folder: Path) -> dict[str, object]:
+    """Run the job once under `tool` ('bare', 'headway' or 'traceml'); returns its answer."""
+    script, answer = folder / "job.py", folder / "answer.json"
+    script.write_text(JOB)
+    answer.unlink(missing_ok=True)
+    env = {**os.environ, "TOOL": tool, "ANSWER": str(answer), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script)]
+    if tool == "headway":
+        paths = [str(ROOT / "headway" / "runtime" / "inject"), str(ROOT)]
+        env |= {"HEADWAY_RUN": tempfile.mkdtemp(dir=folder), "HEADWAY_WINDOWS": "0", "PYTHONPATH": ":".join(paths)}
+    if tool == "traceml":
+        traceml = python_of("traceml").parent / "traceml"
+        env["PATH"] = f"{traceml.parent}:{env['PATH']}"
+        name = Path(tempfile.mkdtemp(dir=folder)).name
+        command = [str(traceml), "run", str(script), "--mode", "summary", "--logs-dir", str(folder), "--run-name",
+                   f"t{name}", "--aggregator-port", "29731"]  # fmt: skip
+    result = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    if not answer.exists():
+        raise SystemExit(f"the job gave no answer under {tool}:\n{result.stdout[-800:]}{result.stderr[-1500:]}")
+    return json.loads(answer.read_text())
+
+
+def main() -> None:
+    """Run the rounds and print one JSON line."""
+    losses, costs = set(), {"bare": [], "headway": [], "traceml": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(ROUNDS):
+            for tool, found in costs.items():
+                answer = measure(tool, Path(folder))
+                losses.add(answer["loss"])
+                # The lower quartile of chunks: what the code costs when nobody else disturbs the core.
+                found.append(statistics.quantiles(answer["costs_us"], n=4)[0])
+    assert len(losses) == 1, f"losses differ: {losses}"
+    pairs = [(ours - bare, theirs - bare) for bare, ours, theirs in zip(*costs.values(), strict=True)]
+    added_us = statistics.median(ours for ours, _ in pairs)
+    peer_us = statistics.median(theirs for _, theirs in pairs)
+    ratios = sorted(ours / theirs for ours, theirs in pairs)
+    line = {
+        "bench": "recording_overhead", "bare_us": round(statistics.median(costs["bare"]), 1),
+        "added_us": round(added_us, 1), "added_us_range": [round(f([p[0] for p in pairs]), 1) for f in (min, max)],
+        "peer": "traceml-ai 0.5.0", "peer_added_us": round(peer_us, 1), "ratio": round(statistics.median(ratios), 3),
+        "ratio_range": [round(ratios[0], 3), round(ratios[-1], 3)], "claim": f"<={LIMIT_US} us and <={LIMIT_RATIO}",
+        "ok": added_us <= LIMIT_US and statistics.median(ratios) <= LIMIT_RATIO,
+    }  # fmt: skip
+    print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()

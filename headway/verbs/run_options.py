@@ -1,0 +1,89 @@
+"""The options of `headway run`: torchrun's names where torchrun has them, then headway's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from headway.core.errors import InputError
+from headway.core.units import parse_bytes
+from headway.runtime.launch import LaunchOptions
+
+
+def _help(text: str) -> Parameter:
+    return Parameter(help=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What `headway run` takes before the `--`."""
+
+    nproc_per_node: Annotated[str, _help("Ranks on this host: a number, auto, cpu or gpu.")] = "1"
+    nnodes: Annotated[str, _help("Hosts: a number or MIN:MAX.")] = "1"
+    node_rank: Annotated[int, _help("Index of this host, for the static rendezvous.")] = 0
+    rdzv_backend: Annotated[str, _help("Rendezvous of several hosts, as torchrun's.")] = "static"
+    rdzv_endpoint: Annotated[str, _help("HOST:PORT of the rendezvous.")] = ""
+    rdzv_id: Annotated[str, _help("Name of the job at the rendezvous.")] = "none"
+    rdzv_conf: Annotated[str, _help("KEY=VALUE pairs with commas between them.")] = ""
+    standalone: Annotated[bool, _help("Accepted for torchrun's sake: one host needs no rendezvous.")] = False
+    max_restarts: Annotated[int, _help("Attempts after the first one.")] = 0
+    monitor_interval: Annotated[float, _help("Seconds between looks at the ranks of several hosts.")] = 0.1
+    master_addr: Annotated[str, _help("Address of rank 0's store.")] = "127.0.0.1"
+    master_port: Annotated[int | None, _help("Its port; a free one by default.")] = None
+    local_addr: Annotated[str | None, _help("Address of this host.")] = None
+    role: Annotated[str, _help("Role of the ranks.")] = "default"
+    log_dir: Annotated[Path | None, _help("Where the ranks' output is kept; RUN/logs by default.")] = None
+    module: Annotated[bool, Parameter(alias="-m", help="The script is a module, as in python -m.")] = False
+    no_python: Annotated[bool, _help("The script is a program of its own.")] = False
+    out: Annotated[Path | None, _help("The run folder; headway-runs/SCRIPT-N by default.")] = None
+    apply: Annotated[Path | None, _help("A plan file, or the run folder whose plan to apply.")] = None
+    baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
+    no_launch: Annotated[bool, _help("Join an existing torchrun, srun or accelerate line: be this rank.")] = False
+    windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01
+    grace_s: Annotated[float, _help("Seconds between SIGTERM and SIGKILL.")] = 30.0
+    max_run_bytes: Annotated[str, _help("Most bytes the run folder may take.")] = "512MB"
+    quiet: Annotated[bool, _help("No status line, no verdict; a failure's traceback still comes.")] = False
+    json: Annotated[bool, _help("Print one JSON object (headway.run/1); the script's stdout goes to stderr.")] = False
+
+    @property
+    def plan_path(self) -> Path | None:
+        """The plan file that --apply means: the file itself, or the plan of a run folder. Raises `InputError`."""
+        if self.apply is None or not self.apply.is_dir():
+            return self.apply
+        inside = self.apply / "plan.json"
+        if not inside.is_file():
+            raise InputError(f"{self.apply} holds no plan.json. Write one with: headway plan {self.apply}")
+        return inside
+
+    def launch_options(self, remedies: dict[str, str], baseline: Path | None) -> LaunchOptions:
+        """Return what the launcher takes. Raises `InputError` for values that cannot be."""
+        ranks = int(self.nproc_per_node) if self.nproc_per_node.isdigit() else self.nproc_per_node
+        same = (
+            "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role",
+            "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module", "no_python", "out",
+            "no_launch", "windows", "grace_s", "quiet", "json",
+        )  # fmt: skip
+        return LaunchOptions(
+            nproc_per_node=ranks,
+            rdzv_conf=rendezvous_settings(self.rdzv_conf),
+            apply=self.plan_path,
+            baseline=str(baseline) if baseline else None,
+            remedies=remedies,
+            max_run_bytes=parse_bytes(self.max_run_bytes),
+            **{name: getattr(self, name) for name in same},
+        )
+
+
+def rendezvous_settings(text: str) -> dict[str, str]:
+    """Parse torchrun's --rdzv-conf, 'key=value,key=value'; raises `InputError`.
+
+    >>> rendezvous_settings("timeout=30,read_timeout=5")
+    {'timeout': '30', 'read_timeout': '5'}
+    """
+    pairs = [part.split("=", 1) for part in text.split(",") if part]
+    if any(len(pair) != 2 for pair in pairs):
+        raise InputError(f"--rdzv-conf is {text!r}. Write key=value pairs with commas between them.")
+    return {key.strip(): value.strip() for key, value in pairs}

@@ -1,0 +1,123 @@
+"""What the data room proposes, and why it sometimes does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headway.data.advise import propose, worker_counts
+from headway.plan.proposal import Proposal, Refusal
+from headway.plan.setup import Setup
+from headway.sim.program import Program
+from tests.runs_made import MS, Made, RunMaker
+
+
+def made_of(**changes: Any) -> Made:
+    usual: dict[str, Any] = {"ranks": 1, "steps": 120, "epoch_steps": 30, "cores": 2, "compute_ns": 5 * MS}
+    return RunMaker(**{**usual, **changes}).make()
+
+
+def advice(made: Made, memory_bytes: int = 10**9, **loader: Any) -> dict[str, Proposal | Refusal]:
+    meta = {**made.meta, "loaders": {"0": {**made.meta["loaders"]["0"], **loader}}, "compute_cpu_fraction": 0.0}
+    program = Program.from_trace(made.trace, meta)
+    return {row.name: row for row in propose(None, program, Setup.from_facts(meta, memory_bytes=memory_bytes))}
+
+
+def test_loads_that_sleep_get_more_workers_than_there_are_cores() -> None:
+    row = advice(made_of(fetch_ns=30 * MS))["data.workers"]
+
+    assert isinstance(row, Proposal)
+    assert row.parameters["num_workers"] in (6, 8)
+    assert row.parameters["persistent_workers"]
+    assert row.predicted_speedup > 3
+
+
+def test_loads_that_compute_get_few_more_workers_than_cores() -> None:
+    """A third one keeps both cores busy while another hands over its batch; a fourth wins nothing."""
+    row = advice(made_of(prep_ns=30 * MS))["data.workers"]
+
+    assert isinstance(row, Proposal)
+    assert row.parameters["num_workers"] in (2, 3)
+
+
+def test_of_settings_that_are_as_good_the_smallest_is_proposed() -> None:
+    row = advice(made_of(fetch_ns=3 * MS))["data.workers"]
+
+    assert isinstance(row, Proposal)
+    assert row.parameters["num_workers"] == 1
+
+
+def test_persistence_is_proposed_only_where_iterators_are_made_again() -> None:
+    row = advice(made_of(fetch_ns=10 * MS, epoch_steps=120))["data.workers"]
+
+    assert isinstance(row, Proposal)
+    assert row.edits == (f"workers={row.parameters['num_workers']}",)
+
+
+def test_the_cache_is_as_large_as_the_data_or_the_memory() -> None:
+    made = made_of(fetch_ns=20 * MS)
+    whole, half = advice(made)["data.cache"], advice(made, memory_bytes=4 * 10**6)["data.cache"]
+
+    assert isinstance(whole, Proposal)
+    assert isinstance(half, Proposal)
+    assert whole.edits[:2] == ("cache_fraction=1", "cache_cold=1")
+    assert half.parameters["bytes"] == int(0.8 * 4 * 10**6)
+    assert 1 < half.predicted_speedup < whole.predicted_speedup
+
+
+def test_examples_that_ranks_are_dealt_anew_come_back_less_often() -> None:
+    made = made_of(fetch_ns=20 * MS, ranks=2)
+    own, dealt = advice(made)["data.cache"], advice(made, sampler="DistributedSampler")["data.cache"]
+
+    assert isinstance(own, Proposal)
+    assert isinstance(dealt, Proposal)
+    assert "cache_shards=2" in dealt.edits
+    assert dealt.predicted_speedup < own.predicted_speedup
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ({"reason_untunable": "an IterableDataset: more workers would repeat its data"}, "IterableDataset"),
+        ({"sampler": "MySampler"}, "MySampler: a sampler of the script's own"),
+    ],
+)
+def test_a_loader_that_must_stay_as_it_is_is_refused_with_the_reason(loader: dict[str, Any], reason: str) -> None:
+    rows = advice(made_of(fetch_ns=20 * MS), **loader)
+
+    assert all(isinstance(row, Refusal) and reason in row.reason for row in rows.values())
+
+
+def test_data_that_is_read_once_is_not_cached() -> None:
+    row = advice(made_of(fetch_ns=20 * MS, epoch_steps=120))["data.cache"]
+
+    assert isinstance(row, Refusal)
+    assert "from the second pass on" in row.reason
+
+
+def test_examples_of_unknown_size_are_not_cached() -> None:
+    row = advice(made_of(fetch_ns=20 * MS, batch_bytes=0))["data.cache"]
+
+    assert isinstance(row, Refusal)
+    assert "not known" in row.reason
+
+
+def test_without_memory_there_is_no_cache() -> None:
+    row = advice(made_of(fetch_ns=20 * MS), memory_bytes=0)["data.cache"]
+
+    assert isinstance(row, Refusal)
+    assert "no memory is free" in row.reason
+
+
+def test_a_run_without_a_loader_gets_no_advice() -> None:
+    made = made_of()
+    bare = replace(made, trace=made.trace.where(~made.trace.named("input.next", "input.iter", "input.load")))
+
+    assert "no DataLoader" in advice(bare)["data.workers"].reason
+
+
+def test_counts_of_workers_are_dense_where_one_more_matters() -> None:
+    assert worker_counts(0) == []
+    assert worker_counts(5) == [1, 2, 3, 4]

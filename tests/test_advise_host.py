@@ -1,0 +1,57 @@
+"""What the host room proposes, and what it finds too small to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.host.advise import COLLECT_EVERY, propose
+from headway.plan.proposal import Proposal, Refusal
+from headway.plan.setup import Setup
+from headway.sim.program import Program
+from tests.runs_made import MS, RunMaker
+
+
+def advice(**changes: Any) -> dict[str, Proposal | Refusal]:
+    made = RunMaker(**{"ranks": 2, "steps": 60, "cores": 8, **changes}).make()
+    program = Program.from_trace(made.trace, made.meta)
+    return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
+
+
+def test_a_quiet_job_is_left_alone() -> None:
+    rows = advice()
+
+    assert set(rows) == {"host.logging", "host.gc", "checkpoint.interval", "straggler.remove"}
+    assert all(isinstance(row, Refusal) and "too little" in row.reason for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "applies", "speedup"),
+    [
+        ({"logging_ns": 2 * MS}, "host.logging", True, 8.6 / 6.6),
+        ({"gc_ns": lambda rank, step: 8 * MS if step % 4 == 0 else 0}, "host.gc", True, 8.6 / 6.62),
+        ({"save_ns": lambda rank, step: 40 * MS if step % 10 == 5 else 0}, "checkpoint.interval", False, 10.6 / 7.6),
+        ({"compute_ns": lambda rank, step: (5 + 3 * rank) * MS}, "straggler.remove", False, 9.6 / 6.6),
+    ],
+)
+def test_a_cause_that_costs_is_proposed_with_its_gain(
+    changes: dict[str, Any], name: str, applies: bool, speedup: float
+) -> None:
+    row = advice(**changes)[name]
+
+    assert isinstance(row, Proposal)
+    assert row.applies == applies
+    assert row.predicted_speedup == pytest.approx(speedup, rel=0.03)
+    assert row.interval[0] * (1 - 1e-9) <= row.predicted_speedup <= row.interval[1] * (1 + 1e-9)
+
+
+def test_collections_are_no_rarer_than_they_need_to_be() -> None:
+    row = advice(steps=240, gc_ns=lambda rank, step: 8 * MS if step % 4 == 0 else 0)["host.gc"]
+
+    assert isinstance(row, Proposal)
+    assert row.parameters["every_steps"] in COLLECT_EVERY[:2]
+
+
+def test_one_rank_has_no_straggler() -> None:
+    assert "straggler.remove" not in advice(ranks=1)

@@ -1,0 +1,127 @@
+"""The ranks as processes: settled blame, forwarded signals, nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.runtime.agent import Group, RankSpec, Signals
+
+
+def group_of(*scripts: str) -> Group:
+    """Return a started group of Python one-liners, one per rank, writing to our own streams."""
+    specs = [
+        RankSpec(rank, rank, (sys.executable, "-S", "-c", f"import os, signal, sys, time\n{text}"), dict(os.environ))
+        for rank, text in enumerate(scripts)
+    ]
+    group = Group(specs)
+    group.start(lambda spec: (1, 2))
+    return group
+
+
+@settings(max_examples=5)
+@given(codes=st.lists(st.integers(0, 255), min_size=1, max_size=3))
+def test_the_first_failure_ends_the_others_and_successes_end_by_themselves(codes):
+    group = group_of(*[f"sys.exit({code})" for code in codes])
+    with Signals() as signals:
+        group.wait(signals, grace_s=1.0)
+
+    assert not group.running
+    assert group.failed == any(codes)
+    for rank, code in zip(group.ranks, codes, strict=True):
+        assert rank.code == code or (rank.told and rank.code == -signal.SIGTERM)
+        assert rank.start_ns < rank.end_ns
+
+
+def test_a_rank_that_blames_its_connection_gives_the_guilty_one_time_to_show():
+    group = group_of("sys.exit(1)", "time.sleep(0.3); sys.exit(2)", "time.sleep(60)")
+    with Signals() as signals:
+        group.wait(signals, grace_s=1.0, is_secondary=lambda rank: rank.code == 1)
+
+    assert [rank.code for rank in group.ranks] == [1, 2, -signal.SIGTERM]
+    assert [rank.told for rank in group.ranks] == [False, False, True]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace():
+    group = group_of(
+        "signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)", "time.sleep(0.5); sys.exit(3)"
+    )
+    with Signals() as signals:
+        group.wait(signals, grace_s=0.2)
+
+    assert [rank.code for rank in group.ranks] in ([-signal.SIGKILL, 3], [-signal.SIGTERM, 3])
+
+
+def test_user_signals_are_handed_on_and_stop_nothing():
+    group = group_of("signal.signal(10, lambda *_: sys.exit(0)); os.kill(os.getppid(), 10); time.sleep(60)")
+    with Signals() as signals:
+        group.wait(signals, grace_s=1.0)
+
+    assert group.ranks[0].code == 0
+    assert not signals.stop
+
+
+@pytest.mark.parametrize(("number", "preempted"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
+def test_a_stop_signal_is_forwarded_as_it_came(number, preempted):
+    group = group_of(
+        f"signal.signal({int(number)}, lambda *_: sys.exit(5)); os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+    )
+    with Signals() as signals:
+        group.wait(signals, grace_s=30.0)
+
+    assert group.ranks[0].code == 5
+    assert signals.preempted is preempted
+
+
+def test_the_previous_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals():
+        assert signal.getsignal(signal.SIGTERM) != before
+
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_outside_the_main_thread_signals_stay_the_callers():
+    seen: list[bool] = []
+
+    def other() -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        with Signals():
+            seen.append(signal.getsignal(signal.SIGTERM) == before)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+
+    assert seen == [True]
+
+
+def test_a_program_that_does_not_exist_ends_the_ranks_that_had_started():
+    specs = [
+        RankSpec(0, 0, (sys.executable, "-c", "import time; time.sleep(60)"), dict(os.environ)),
+        RankSpec(1, 1, ("/no/such/program",), dict(os.environ)),
+    ]
+    group = Group(specs)
+    with pytest.raises(FileNotFoundError):
+        group.start(lambda spec: (1, 2))
+
+    assert group.ranks[0].code == -signal.SIGKILL
+
+
+def test_what_a_clean_rank_leaves_running_is_left_alone(tmp_path):
+    pid = str(tmp_path / "pid")
+    group = group_of(
+        f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({pid!r}, 'w').write(str(p.pid))",
+    )
+    with Signals() as signals:
+        group.wait(signals, grace_s=1.0)
+    child = int((tmp_path / "pid").read_text())
+
+    os.kill(child, 0)
+    os.kill(child, signal.SIGKILL)

@@ -1,0 +1,102 @@
+"""Runs of several attempts: what a failure costs, and what is done again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.ledger.attempts import kept_steps
+from headway.ledger.ledger import Ledger
+from tests.runs_made import MS, RunMaker, cut_short, joined
+
+SAVING = RunMaker(ranks=2, steps=20, save_ns=lambda rank, step: 6 * MS * (step in (5, 12)))
+
+
+def failed_at(maker: RunMaker, step: int, **second):
+    """Return two attempts: the first dies as its step `step` begins, the second runs to the end."""
+    made = maker.make()
+    rows = made.trace.where(made.trace.named("step")).events
+    at = int(rows["start_ns"][rows["step"] == step].max()) + MS
+    first = cut_short(made, at)
+    again = replace(maker, start_ns=at, attempt=1, **second).make()
+    return first, again, joined(first, again)
+
+
+@given(st.lists(st.none() | st.integers(0, 30), max_size=4), st.integers(0, 20), st.booleans())
+def test_kept_steps_are_those_before_the_oldest_last_save(saved, num_steps, resumed):
+    kept = kept_steps(saved, num_steps=num_steps, resumed=resumed)
+
+    known = [step for step in saved if step is not None]
+    assert 0 <= kept <= num_steps
+    assert kept == (min([*known, num_steps]) if known and resumed else 0)
+
+
+@pytest.mark.parametrize(("step", "kept"), [(8, 5), (15, 12), (4, 0)])
+def test_compute_after_the_last_save_is_rework_when_the_next_attempt_loads_it(step, kept):
+    first, again, run = failed_at(SAVING, step, load_ns=9 * MS, steps=20 - kept)
+
+    ledger = Ledger.of(run)
+
+    step_ns = SAVING.compute_ns + SAVING.optimizer_ns
+    lost = (step - kept) * 2
+    assert ledger.steps == 20
+    assert ledger.sub_ns["rework.steps"] == lost * step_ns
+    assert ledger.ledger_ns["useful"] == 2 * (kept + 20 - kept) * step_ns
+    assert sum(ledger.ledger_ns.values()) == 2 * ledger.wall_ns
+    assert ledger.wall_ns == again.meta["end_ns"] - first.meta["start_ns"]
+
+
+def test_everything_is_rework_when_the_next_attempt_starts_from_nothing():
+    _, again, run = failed_at(SAVING, 15)
+
+    ledger = Ledger.of(run)
+
+    assert ledger.steps == 20
+    assert ledger.ledger_ns["useful"] == again.truth_ns["useful"]
+
+
+def test_a_later_attempts_start_up_is_restart_and_the_first_ones_is_not():
+    first, again, run = failed_at(SAVING, 8, load_ns=9 * MS)
+
+    ledger = Ledger.of(run)
+
+    truth = {sub: ns for sub, ns in again.sub_truth_ns.items() if sub.startswith("restart")}
+    found = {sub: ns for sub, ns in ledger.sub_ns.items() if sub.startswith("restart") and sub != "restart.down"}
+    assert found == truth
+    assert ledger.ledger_ns["startup"] == first.truth_ns["startup"]
+    assert ledger.ledger_ns["unknown"] == 0
+
+
+def test_the_unfinished_step_of_a_failed_attempt_is_rework_or_the_way_to_the_next():
+    first, _, run = failed_at(SAVING, 8, load_ns=9 * MS)
+
+    ledger = Ledger.of(run)
+
+    # Each rank was 1 ms into step 8, of which next(loader) was recorded.
+    assert ledger.sub_ns["restart.down"] + ledger.sub_ns.get("rework.partial", 0) == 2 * (MS - MS // 10)
+    assert first.meta["exit"]["code"] == 137
+
+
+def test_a_rank_that_is_absent_from_an_attempt_was_idle():
+    first, _, run = failed_at(SAVING, 8)
+    smaller = replace(run, earlier=(first.trace.select(ranks=[0]),))
+
+    ledger = Ledger.of(smaller)
+
+    assert ledger.sub_ns["idle.absent"] == int(np.diff(np.array([first.meta["start_ns"], first.meta["end_ns"]]))[0])
+    assert sum(ledger.ledger_ns.values()) == 2 * ledger.wall_ns
+
+
+def test_more_failures_lose_more():
+    goodputs = []
+    for step in (19, 14, 9):
+        _, _, run = failed_at(SAVING, step)
+        goodputs.append((Ledger.of(run).goodput, Ledger.of(run).ledger_ns["rework"]))
+    whole = Ledger.of(SAVING.make())
+
+    assert all(goodput < whole.goodput for goodput, _ in goodputs)
+    assert [rework for _, rework in goodputs] == sorted((rework for _, rework in goodputs), reverse=True)

@@ -1,0 +1,79 @@
+"""The documents show what the tool prints: every console block of README and tour is run again and compared.
+
+`make golden` writes the blocks anew. The recorded run in tests/golden/run is a real one (`headway demo`), so that the
+answers do not depend on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.catalog import REMEDIES
+from headway.cli import VERBS
+from tests.paths import GOLDEN, ROOT
+
+BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
+WRITE = bool(os.environ.get("HEADWAY_WRITE_GOLDEN"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A working directory that holds the recorded runs under the names the documents use."""
+    shutil.copytree(GOLDEN / "runs", tmp_path / "headway-runs")
+    return tmp_path
+
+
+def answer(command: str, folder: Path) -> str:
+    """Run one console line, `headway ...`, and return what it prints."""
+    name, *arguments = shlex.split(command)
+    assert name == "headway", f"the documents run only headway, not {name}"
+    environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "TERM")}
+    process = subprocess.run(
+        [sys.executable, "-m", "headway.cli", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert process.returncode in (0, 3), process.stderr
+    return "\n".join(line.rstrip() for line in process.stdout.strip("\n").splitlines())
+
+
+def replayed(block: str, folder: Path) -> str:
+    """Return the block with every command's output as it is now."""
+    commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+    return "\n".join(f"$ {command}\n{answer(command, folder)}\n" for command in commands)
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/tour.md"])
+def test_console_blocks_show_what_the_tool_prints(document, folder):
+    text = (ROOT / document).read_text()
+    current = BLOCK.sub(lambda match: f"```console\n{replayed(match[1], folder)}```", text)
+    if WRITE:
+        (ROOT / document).write_text(current)
+
+    assert BLOCK.search(text), f"{document} shows nothing"
+    assert WRITE or current == text
+
+
+@pytest.mark.parametrize("document", sorted(p.relative_to(ROOT) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]))
+def test_links_between_documents_lead_somewhere(document):
+    text = (ROOT / document).read_text()
+    targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
+
+    assert not [target for target in targets if not ((ROOT / document).parent / target).exists()]
+
+
+def test_the_readme_names_every_verb_and_remedy():
+    text = (ROOT / "README.md").read_text()
+
+    assert not [name for name in [*VERBS, *REMEDIES] if name not in text]

@@ -1,0 +1,94 @@
+"""The compiled kernels: few, cached, and clear about what they lack."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import numba
+import numpy as np
+import pytest
+
+from headway.core.errors import HeadwayError
+from headway.sim import kernels
+from headway.sim.greedy import ORDERS
+
+KERNELS = {name: value for name, value in vars(kernels).items() if hasattr(value, "py_func")}
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of Python in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def test_there_are_at_most_twelve_and_all_of_them_are_cached_and_release_the_gil() -> None:
+    assert 8 <= len(KERNELS) <= 12
+    assert all(kernel.targetoptions.get("nogil") for kernel in KERNELS.values())
+    assert all(type(kernel._cache).__name__ == "FunctionCache" for kernel in KERNELS.values())
+
+
+@pytest.mark.parametrize("mode", [*ORDERS.values(), 3])
+def test_the_heap_returns_ops_in_order_whatever_the_order_is(mode: int) -> None:
+    rng = np.random.default_rng(mode)
+    priority, when = rng.integers(0, 4, 300).astype(float), rng.integers(0, 9, 300)
+    keys = {
+        0: lambda op: (priority[op], when[op], op),
+        1: lambda op: (when[op], priority[op], op),
+        2: lambda op: (priority[op], op),
+        3: lambda op: (when[op], op),
+    }
+    heap = np.empty(300, np.int32)
+    for size, op in enumerate(rng.permutation(300).astype(np.int32)):
+        kernels.heap_push(heap, size, op, mode, priority, when)
+    out = [int(kernels.heap_pop(heap, size, mode, priority, when)) for size in range(300, 0, -1)]
+
+    assert out == sorted(range(300), key=keys[mode])
+
+
+def test_compiled_code_goes_where_numba_cache_dir_says(tmp_path) -> None:
+    code = "import numpy as np; from headway.sim.kernels import csr; x = np.zeros(1, np.int64); csr(1, x, x, x)"
+    done = run(code, NUMBA_CACHE_DIR=str(tmp_path))
+
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("*csr*.nbc"))
+
+
+def test_without_a_writable_folder_the_kernels_compile_anyway_and_one_warning_says_what_to_set(
+    monkeypatch, caplog
+) -> None:
+    real = numba.njit
+
+    def njit(**options):
+        if options.get("cache"):
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return real(**options)
+
+    monkeypatch.setattr(numba, "njit", njit)
+    kernels._warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        twice = [kernels._kernel(lambda x: x + 1), kernels._kernel(lambda x: x + 2)]
+
+    assert [f(1) for f in twice] == [2, 3]
+    assert [record.message.split(". ")[-1] for record in caplog.records] == [
+        "Set NUMBA_CACHE_DIR to a writable folder."
+    ]
+
+
+def test_another_refusal_of_numba_is_reported(monkeypatch) -> None:
+    def njit(**options):
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(numba, "njit", njit)
+    with pytest.raises(HeadwayError, match=r"numba refuses .*: out of luck. Reinstall numba"):
+        kernels._kernel(lambda x: x)
+
+
+def test_a_missing_numba_is_named_with_what_to_do() -> None:
+    done = run("import sys; sys.modules['numba'] = None; import headway.sim as s; s.Dag.from_edges(1, [], [])")
+
+    assert done.returncode == 1
+    assert "numba is missing; replays need it. Install headway with its dependencies." in done.stderr

@@ -1,0 +1,253 @@
+"""The order inferred from profiler traces: exact with delays, right about what waits for what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import BarMissedError, InputError, UnknownNameError
+from headway.sim.dag import Dag
+from headway.sim.observed import MODELS, observe
+from headway.sim.observed_edges import EDGE_CLASSES, FINDERS
+from headway.sim.replay import replay
+from headway.trace.trace import Trace
+from headway.trace.vocabulary import KIND
+from tests.paths import shared
+
+FILES = (
+    "nccl_data", "trace_diff_control", "ns_resolution", "sampled_rank-0", "sampled_rank-1", "cuda_event_sync",
+    "cpu_only", "rocm_mi250",
+)  # fmt: skip
+LANES = ("main", "thread 2", "stream 7", "stream 8", "annotation 7")
+
+
+def trace_of(*rows: tuple[str, str, str, int, int], ranks: list[int] | None = None, **columns: list[int]) -> Trace:
+    """Return a trace of (name, kind, lane, start, duration) rows."""
+    names = sorted({row[0] for row in rows})
+    return Trace.from_columns(
+        {
+            "name": [names.index(row[0]) for row in rows],
+            "kind": [KIND[row[1]] for row in rows],
+            "lane": [LANES.index(row[2]) for row in rows],
+            "start_ns": [row[3] for row in rows],
+            "duration_ns": [row[4] for row in rows],
+            "rank": [0] * len(rows) if ranks is None else ranks,
+            **columns,
+        },
+        names=names,
+        lanes=LANES,
+    )
+
+
+def step() -> Trace:
+    """Return a made window: two launches, a blocking synchronisation, work after it."""
+    return trace_of(
+        ("prepare", "HOST", "main", 0, 10),
+        ("cudaLaunchKernel", "HOST", "main", 12, 6),
+        ("mm", "COMPUTE", "stream 7", 20, 100),
+        ("cudaLaunchKernel", "HOST", "main", 20, 6),
+        ("add", "COMPUTE", "stream 7", 121, 30),
+        ("cudaDeviceSynchronize", "SYNC", "main", 30, 125),
+        ("log", "HOST", "main", 160, 10),
+        corr=[-1, 1, 1, 2, 2, 3, -1],
+    )
+
+
+# Laws
+
+
+rows_of_hosts = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 50), st.integers(0, 20), st.booleans()), min_size=1, max_size=25
+)
+
+
+@given(rows_of_hosts)
+def test_with_delays_the_replay_is_the_trace_whatever_it_holds(rows: list[tuple[int, int, int, bool]]) -> None:
+    """Overlaps, gaps, zero durations, orphan kernels: every start is reproduced."""
+    made = [("work", "COLL" if coll else "COMPUTE", LANES[lane], start, size) for lane, start, size, coll in rows]
+    seen = observe(trace_of(*made), delays="all")
+
+    assert replay(seen.dag, seen.duration_ns).start_ns.tolist() == seen.start_ns.tolist()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_with_delays_the_replay_of_a_published_trace_is_exact(name: str) -> None:
+    seen = observe(Trace.open(shared(f"kineto/{name}.json.gz")), delays="all")
+
+    assert np.array_equal(replay(seen.dag, seen.duration_ns).start_ns, seen.start_ns)
+    assert seen.dag.fidelity == 1.0
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_without_unexplained_delays_a_published_trace_still_replays_within_five_percent(name: str) -> None:
+    dag = Dag.from_trace(Trace.open(shared(f"kineto/{name}.json.gz")))
+
+    assert dag.fidelity == pytest.approx(1.0, abs=0.05)
+    assert dag.coverage is not None
+    assert 0.7 < dag.coverage <= 1.0
+
+
+@pytest.mark.parametrize("name", EDGE_CLASSES)
+def test_each_class_can_be_switched_off(name: str) -> None:
+    others = [other for other in EDGE_CLASSES if other != name]
+
+    assert observe(step(), classes=others).edges[name] == 0
+    assert name in FINDERS
+
+
+# What waits for what
+
+
+def test_a_kernel_waits_for_its_launch_and_a_synchronising_call_for_the_kernel() -> None:
+    seen = observe(step())
+
+    assert (seen.edges["launch"], seen.edges["sync"]) == (2, 1)
+    assert seen.dag.fidelity == pytest.approx(1.0, abs=0.02)
+    # Twice the speed of the device: 65 ns of kernels less, all of them awaited.
+    end_ns = replay(seen.dag, seen.durations(["accelerator=2x"])).end_ns.max()
+    assert seen.start_ns.max() + 10 - end_ns == pytest.approx(65, abs=2)
+
+
+def test_without_the_wait_of_the_host_faster_kernels_would_win_nothing() -> None:
+    seen = observe(step(), classes=["program", "launch"])
+
+    assert replay(seen.dag, seen.durations(["accelerator=2x"])).end_ns.max() == 170
+
+
+def test_parents_are_no_operations() -> None:
+    seen = observe(
+        trace_of(
+            ("aten::linear", "COMPUTE", "main", 0, 100),
+            ("aten::mm", "COMPUTE", "main", 10, 50),
+            ("aten::add", "COMPUTE", "main", 70, 20),
+        )
+    )
+
+    assert [seen.trace.name_of(row) for row in seen.row.tolist() if row >= 0] == ["aten::mm", "aten::add"]
+
+
+def collective(starts: list[int], end: int, **columns: list[int]) -> Trace:
+    """Return an all-reduce over ranks, each computing until it comes."""
+    rows, ranks = [], []
+    for rank, start in enumerate(starts):
+        rows += [("mm", "COMPUTE", "stream 7", 0, start), ("ncclAllReduce", "COLL", "stream 7", start, end - start)]
+        ranks += [rank, rank]
+    return trace_of(*rows, ranks=ranks, **columns)
+
+
+def test_a_collective_begins_when_the_last_rank_has_come() -> None:
+    seen = observe(collective([50, 90], 100))
+
+    assert seen.edges["collective"] == 2
+    assert seen.duration_ns[[2, 4]].tolist() == [10, 10]
+    faster = replay(seen.dag, np.where(seen.duration_ns == 90, 50, seen.duration_ns)).end_ns.max()
+    assert faster == 60
+
+
+def test_collectives_of_other_sizes_are_not_taken_for_one() -> None:
+    with pytest.raises(InputError, match=r"collective 0 of group -1 has sizes \[4, 8\].*windows of the same steps"):
+        observe(collective([50, 90], 100, bytes=[0, 4, 0, 8]))
+
+
+def test_a_receive_waits_for_its_send() -> None:
+    rows = [("mm", "COMPUTE", "stream 7", 0, 80), ("send", "SEND", "stream 7", 80, 10)]
+    seen = observe(trace_of(*rows, ("recv", "RECV", "stream 7", 5, 90), ranks=[0, 0, 1], peer=[-1, 1, 0]))
+
+    assert seen.edges["p2p"] == 2
+    assert replay(seen.dag, seen.durations(["op:mm=0.5x"])).end_ns.max() == 55
+
+
+def test_a_receive_without_its_send_is_named() -> None:
+    rows = [("send", "SEND", "stream 7", 80, 10), ("send", "SEND", "stream 7", 95, 10)]
+    with pytest.raises(InputError, match=r"rank 0 sends 2 times to rank 1, which receives 1 times"):
+        observe(trace_of(*rows, ("recv", "RECV", "stream 7", 5, 90), ranks=[0, 0, 1], peer=[1, 1, 0]))
+
+
+def test_a_stream_waits_for_another_after_a_stream_wait_event() -> None:
+    seen = observe(
+        trace_of(
+            ("cudaLaunchKernel", "HOST", "main", 0, 2),
+            ("mm", "COMPUTE", "stream 7", 3, 50),
+            ("cudaStreamWaitEvent", "HOST", "main", 4, 1),
+            ("cudaLaunchKernel", "HOST", "main", 6, 2),
+            ("ncclAllReduce", "COLL", "stream 8", 54, 20),
+            corr=[1, 1, -1, 2, 2],
+        )
+    )
+
+    assert seen.edges["event"] == 1
+    assert replay(seen.dag, seen.durations(["op:mm=0x"])).end_ns.max() < 50
+
+
+def test_the_thread_that_asked_for_backward_goes_on_after_it() -> None:
+    arrow = (1 << 41) + 5
+    seen = observe(
+        trace_of(
+            ("forward", "COMPUTE", "main", 0, 10),
+            ("backward", "COMPUTE", "thread 2", 12, 60),
+            ("optimizer", "OPTIM", "main", 75, 5),
+            corr=[arrow, arrow, -1],
+        )
+    )
+
+    assert seen.edges["backward"] >= 2
+    assert replay(seen.dag, seen.durations(["op:backward=0.5x"])).end_ns.max() == 50
+
+
+def test_gloo_collectives_follow_their_enqueueing_and_hold_the_finaliser() -> None:
+    seen = observe(
+        trace_of(
+            ("c10d::allreduce_", "HOST", "main", 0, 5),
+            ("gloo:all_reduce", "COLL", "thread 2", 6, 40),
+            ("copy_bucket_to_grad", "COMPUTE", "main", 47, 3),
+        )
+    )
+
+    assert (seen.edges["enqueue"], seen.edges["sync"]) == (1, 1)
+    assert replay(seen.dag, seen.durations(["comm=0.5x"])).end_ns.max() == 30
+
+
+# Bad input
+
+
+def test_an_empty_trace_is_refused() -> None:
+    with pytest.raises(InputError, match=r"no operation to order"):
+        observe(trace_of())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_gives_a_dag_or_says_why_not(model: str) -> None:
+    assert Dag.from_trace(collective([5, 9], 12), model).n > 0
+
+
+def test_ddp_needs_collectives() -> None:
+    with pytest.raises(InputError, match=r"no collective.*Use model='observed'"):
+        Dag.from_trace(step(), "ddp")
+
+
+def test_unknown_names_are_answered_with_the_valid_ones() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown model 'observd'. Did you mean 'observed'"):
+        Dag.from_trace(step(), "observd")
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'launch'"):
+        observe(step(), classes=["lunch"])
+    with pytest.raises(UnknownNameError, match=r"Choose one of: all, host, none"):
+        observe(step(), delays="some")
+
+
+def test_a_window_refuses_edits_that_it_cannot_answer() -> None:
+    with pytest.raises(InputError, match=r"Ask the rest of a run"):
+        observe(step()).durations(["workers=2"])
+    with pytest.raises(InputError, match=r"no operation of the window matches 'gemm'"):
+        observe(step()).durations(["op:gemm=2x"])
+
+
+def test_a_window_that_does_not_replay_refuses_what_ifs() -> None:
+    seen = observe(step(), delays="none")
+    broken = replace(seen, dag=replace(seen.dag, fidelity=1.2))
+
+    with pytest.raises(BarMissedError, match=r"misses the trace by 20.0%"):
+        broken.durations(["comm=none"])

@@ -1,0 +1,206 @@
+"""The planner: compositions are replayed, limits hold, and where nothing is to be won nothing is chosen."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.catalog import ADVISERS, REMEDIES
+from headway.core.errors import BarMissedError, InputError
+from headway.core.planfile import read_plan
+from headway.plan.planner import Plan, compose, resolve
+from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
+from headway.plan.setup import Setup
+from headway.sim.program import Program
+from tests.runs_made import MS, RunMaker
+
+JOB: dict[str, Any] = {
+    "ranks": 2, "steps": 120, "epoch_steps": 30, "cores": 8, "fetch_ns": 20 * MS, "prep_ns": 2 * MS,
+    "compute_ns": 8 * MS, "logging_ns": 2 * MS, "save_ns": lambda rank, step: 60 * MS if step % 20 == 0 else 0,
+}  # fmt: skip
+
+CONTROLS: dict[str, dict[str, Any]] = {
+    "light input": {"fetch_ns": 0, "prep_ns": MS // 5},
+    "enough workers": {"fetch_ns": 6 * MS, "prep_ns": MS, "num_workers": 3, "persistent": True, "iter_ns": MS},
+    "compute only": {"fetch_ns": 0, "prep_ns": MS // 20, "compute_ns": 30 * MS},
+    "links": {"fetch_ns": 0, "prep_ns": MS // 5, "comm_ns": 8 * MS},
+    "cached already": {"fetch_ns": 0, "prep_ns": MS // 10, "epoch_steps": 120, "gc_ns": MS // 20},
+}
+"""Jobs that no remedy of this room makes faster."""
+
+
+def program_of(**changes: Any) -> tuple[Program, Setup]:
+    made = RunMaker(**{**JOB, **changes}).make()
+    return Program.from_trace(made.trace, made.meta), Setup.from_facts(made.meta, memory_bytes=10**9)
+
+
+def plan_of(**changes: Any) -> Plan:
+    program, setup = program_of(**changes)
+    return Plan.of(None, program, setup, ADVISERS)
+
+
+def proposal(name: str, *edits: str, speedup: float = 1.5, **more: Any) -> Proposal:
+    fields: dict[str, Any] = {"predicted_speedup": speedup, "interval": (speedup * 0.98, speedup * 1.02), **more}
+    return Proposal(name, "test", edits, applies=fields.pop("applies", True), **fields)
+
+
+# Laws
+
+
+subsets = st.sets(
+    st.sampled_from(["input.fetch=none", "checkpoint=none", "logging=buffered", "input.prep=none", "comm=none"]),
+    min_size=1,
+)
+
+
+@given(subsets)
+def test_the_chosen_set_is_at_least_as_fast_as_each_of_its_members(edits: set[str]) -> None:
+    program, setup = PROGRAM
+    rows = [proposal(edit, edit, speedup=program.predict([edit], interval=False).speedup) for edit in sorted(edits)]
+    plan = compose(rows, program, setup)
+
+    best = max([row.predicted_speedup for row in rows if row.clear], default=1.0)
+    assert plan.predicted_speedup >= best / MIN_SPEEDUP
+    assert set(plan.chosen) <= {row.name for row in rows if row.clear}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_job_with_nothing_to_win_gets_no_plan(name: str) -> None:
+    changes: dict[str, Any] = {"logging_ns": 0, "save_ns": 0, **CONTROLS[name]}
+    plan = plan_of(**changes)
+
+    assert plan.chosen == ()
+    assert plan.predicted_speedup == 1.0
+
+
+def test_a_composition_is_replayed_not_multiplied() -> None:
+    """Workers and a cache fight the same loss: together they win little more than the better one."""
+    plan = plan_of()
+
+    alone = {row.name: row.predicted_speedup for row in plan.proposals}
+    assert alone["data.workers"] > 2
+    assert alone["data.cache"] > 1.3
+    assert plan.predicted_speedup < 0.8 * alone["data.workers"] * alone["data.cache"]
+    assert plan.interval[0] * (1 - 1e-9) <= plan.predicted_speedup <= plan.interval[1] * (1 + 1e-9)
+
+
+def test_proposals_are_ranked_by_device_hours() -> None:
+    gains = [row.predicted_speedup for row in plan_of().proposals]
+
+    assert gains == sorted(gains, reverse=True)
+
+
+def test_a_member_that_adds_less_than_two_percent_is_left_out() -> None:
+    program, setup = PROGRAM
+    rows = [proposal("big", "input.fetch=none"), proposal("idle", "input.prep=1x")]
+
+    assert compose(rows, program, setup).chosen == ("big",)
+
+
+def test_what_excludes_each_other_is_not_chosen_together() -> None:
+    program, setup = PROGRAM
+    rows = [
+        proposal("a", "input.fetch=none"),
+        proposal("b", "checkpoint=none", conflicts=("a",)),
+        proposal("c", "input.fetch=0.5x"),
+    ]
+
+    assert compose(rows, program, setup).chosen == ("a",)
+
+
+def test_memory_is_a_limit_for_one_and_for_all_together() -> None:
+    program, setup = PROGRAM
+    free = setup.limits.memory_per_rank_bytes(setup)
+    rows = [
+        proposal("a", "input.fetch=none", memory_bytes=free * 2 // 3),
+        proposal("b", "checkpoint=none", memory_bytes=free // 2),
+        proposal("c", "input.prep=none", memory_bytes=2 * free),
+    ]
+    plan = compose(rows, program, setup)
+
+    assert plan.chosen == ("a",)
+    assert [row.name for row in plan.refused] == ["c"]
+    assert "are free" in plan.refused[0].reason
+
+
+def test_what_is_only_predicted_is_never_chosen() -> None:
+    program, setup = PROGRAM
+
+    assert compose([proposal("a", "input=none", applies=False)], program, setup).chosen == ()
+
+
+def test_a_change_of_random_draws_needs_to_be_granted() -> None:
+    program, setup = PROGRAM
+    rows = [proposal("a", "input.fetch=none", allow="result-equivalent")]
+    granted = Setup.from_facts({"world_size": 2}, memory_bytes=10**9, allow=("result-equivalent",))
+
+    assert "grant --allow result-equivalent" in compose(rows, program, setup).refused[0].reason
+    assert compose(rows, program, granted).chosen == ("a",)
+
+
+def test_every_remedy_that_is_said_to_apply_is_in_the_catalogue() -> None:
+    for row in plan_of().proposals:
+        assert (row.name in REMEDIES) == row.applies
+
+
+# Files and JSON
+
+
+def test_the_plan_file_holds_the_chosen_remedies_with_their_parameters(tmp_path: Path) -> None:
+    plan = plan_of()
+    plan.save(tmp_path / "plan.json")
+
+    remedies = read_plan(tmp_path / "plan.json").remedies
+    assert {remedy.name for remedy in remedies} == set(plan.chosen)
+    assert next(r for r in remedies if r.name == "data.workers").parameters["num_workers"] >= 1
+
+
+def test_the_json_has_the_promised_keys() -> None:
+    content = json.loads(json.dumps(plan_of().to_json()))
+
+    assert content["schema"] == "headway.plan/1"
+    assert {"proposals", "chosen", "predicted_speedup"} <= content.keys()
+    wanted = {"name", "room", "predicted_speedup", "interval", "applies", "cost", "risk"}
+    assert all(wanted <= row.keys() for row in content["proposals"])
+
+
+# Bad input
+
+
+def test_an_adviser_is_named_by_module_and_function() -> None:
+    with pytest.raises(InputError, match=r"Write module:function"):
+        resolve("headway.data.advise")
+
+
+def test_a_function_can_be_an_adviser() -> None:
+    def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
+        yield Refusal("x", "test", "because")
+
+    program, setup = PROGRAM
+    assert Plan.of(None, program, setup, {"test": propose}).refused[0].reason == "because"
+
+
+def test_an_interval_the_wrong_way_round_is_refused() -> None:
+    with pytest.raises(InputError, match=r"give \(low, high\)"):
+        proposal("a", "input=none", interval=(2.0, 1.0))
+
+
+def test_a_run_that_does_not_replay_gets_no_plan() -> None:
+    made = RunMaker(**JOB).make()
+    events = dict(made.trace.events)
+    events["duration_ns"] = events["duration_ns"].copy()
+    events["duration_ns"][made.trace.named("input.fetch")] *= 3
+    program = Program.from_trace(replace(made.trace, events=events), made.meta)
+    with pytest.raises(BarMissedError, match=r"Record a longer or a quieter run"):
+        Plan.of(None, program, Setup.from_facts(made.meta), ADVISERS)
+
+
+PROGRAM = program_of()
+"""One program for the tests that only compose."""

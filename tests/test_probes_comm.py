@@ -1,0 +1,149 @@
+"""Communication probes on two real ranks: matched by group and number, and never changing a result."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headway.trace.vocabulary import COLLECTIVES
+from tests.recorded import rows, run_script
+
+TRAIN = """
+    import contextlib, os, torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo", init_method=os.environ["STORE"])
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
+    ddp = DistributedDataParallel(model, OPTIONS)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(6):
+        for micro in range(MICRO):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + rank))
+            with ddp.no_sync() if micro < MICRO - 1 else contextlib.nullcontext():
+                loss = ddp(x).square().mean()
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item().hex())
+    dist.destroy_process_group()
+"""
+
+CASES = {
+    "plain": ("", 1, 6),
+    "static_graph": ("static_graph=True", 1, 5),
+    "unused": ("find_unused_parameters=True", 1, 6),
+    "accumulation": ("", 2, 6),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ddp_gives_the_same_losses_and_one_exposed_wait_per_step_on_each_rank(case, tmp_path):
+    options, micro, waits = CASES[case]
+    source = TRAIN.replace("OPTIONS", options).replace("MICRO", str(micro))
+    recorded = run_script(source, tmp_path, ranks=2)
+    plain = run_script(source, tmp_path, ranks=2, recorded=False)
+    assert recorded == plain
+
+    found = [rows(tmp_path / "run", rank=rank) for rank in (0, 1)]
+    numbers = [[(row["a"], row["b"]) for row in each["comm.wait"]] for each in found]
+    assert numbers[0] == numbers[1] == [(0, seq) for seq in range(6 - waits, 6)]
+    for each in found:
+        steps = each["optimizer.step"][6 - waits :]
+        ends = [row["start_ns"] + row["duration_ns"] for row in each["comm.wait"]]
+        assert all(end <= step["start_ns"] for end, step in zip(ends, steps, strict=True))
+        assert all(row["c"] == 3 * (32 * 32 + 32) * 4 for row in each["comm.wait"])
+
+
+def test_the_exposed_wait_ends_after_ddps_own_finaliser(tmp_path):
+    """A slow peer: the wait of the fast rank is as long as the peer is late, and the late one's is not."""
+    source = TRAIN.replace("OPTIONS", "").replace("MICRO", "1")
+    source = source.replace("loss.backward()", "time.sleep(0.05 * rank); loss.backward()").replace(
+        "import contextlib", "import time, contextlib"
+    )
+    run_script(source, tmp_path, ranks=2)
+    waits = [[row["duration_ns"] for row in rows(tmp_path / "run", rank=rank)["comm.wait"]] for rank in (0, 1)]
+
+    assert sorted(waits[0])[3] >= 30_000_000
+    assert sorted(waits[1])[3] < sorted(waits[0])[3] / 2
+
+
+def test_every_kind_of_call_is_recorded_once_with_group_number_and_size(tmp_path):
+    run_script(
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo", init_method=os.environ["STORE"])
+        rank, tensor = dist.get_rank(), torch.ones(256)
+        dist.all_reduce(tensor)
+        dist.all_gather([torch.ones(256), torch.ones(256)], tensor)
+        dist.broadcast(tensor, 0)
+        dist.barrier()
+        work = dist.all_reduce(tensor, async_op=True)
+        work.wait()
+        objects = [None, None]
+        dist.all_gather_object(objects, {"rank": rank})
+        assert [o["rank"] for o in objects] == [0, 1]
+        pair = dist.new_group([0, 1])
+        dist.all_reduce(tensor, group=pair)
+        if rank == 0:
+            dist.send(tensor, 1)
+            dist.isend(tensor, 1).wait()
+        else:
+            dist.recv(tensor, 0)
+            assert dist.recv(tensor) == 0
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+        ranks=2,
+    )
+    found = [rows(tmp_path / "run", rank=rank) for rank in (0, 1)]
+    calls = [
+        [(COLLECTIVES[row["d"]], row["a"], row["b"], row["c"]) for row in each["comm.collective"]] for each in found
+    ]
+
+    assert calls[0] == calls[1]
+    assert calls[0] == [
+        ("all_reduce", 0, 0, 1024),
+        ("all_gather", 0, 1, 2048),
+        ("broadcast", 0, 2, 1024),
+        ("barrier", 0, 3, 0),
+        ("all_reduce", 0, 4, 1024),
+        ("all_gather_object", 0, 5, 0),
+        ("all_reduce", calls[0][-1][1], 0, 1024),
+    ]
+    assert [(row["b"], row["c"], row["d"]) for row in found[0]["comm.send"]] == [(0, 1024, 1), (1, 1024, 1)]
+    assert [(row["b"], row["c"], row["d"]) for row in found[1]["comm.recv"]] == [(0, 1024, 0), (1, 1024, 0)]
+    groups = json.loads((tmp_path / "run" / "tables" / "r1.json").read_text())["groups"]
+    assert groups["0"]["ranks"] == [0, 1]
+    assert len(found[0]["comm.init"]) == 2
+
+
+def test_fsdp2_gives_the_same_losses_and_its_waits_are_seen(tmp_path):
+    source = """
+        import os, torch, torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group("gloo", init_method=os.environ["STORE"])
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(4):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item().hex())
+        dist.destroy_process_group()
+    """
+    recorded = run_script(source, tmp_path, ranks=2)
+    plain = run_script(source, tmp_path, ranks=2, recorded=False)
+    names = [COLLECTIVES[row["d"]] for row in rows(tmp_path / "run", rank=0)["comm.collective"]]
+
+    assert recorded == plain
+    assert sum("all_gather" in name for name in names) >= 4 * 3
+    assert sum("reduce_scatter" in name for name in names) >= 4 * 3

@@ -1,0 +1,38 @@
+"""What a plan has to respect."""
+
+from __future__ import annotations
+
+import pytest
+
+from headway.core.errors import InputError
+from headway.plan.setup import LEAST_WORKERS, MEMORY_FRACTION, Limits, Setup
+
+
+def test_a_setup_comes_from_what_the_run_says() -> None:
+    facts = {"world_size": 8, "nproc": 4, "cores": 32, "device_type": "NVIDIA H100", "memory_available_bytes": 1000}
+    setup = Setup.from_facts(facts)
+
+    assert (setup.world_size, setup.ranks_per_host, setup.accelerated) == (8, 4, True)
+    assert setup.limits.max_workers == 64
+    assert setup.limits.memory_per_rank_bytes(setup) == int(1000 * MEMORY_FRACTION) // 4
+
+
+def test_a_host_of_few_cores_may_still_try_workers_that_sleep() -> None:
+    assert Setup.from_facts({"cores": 1}).limits.max_workers == LEAST_WORKERS
+
+
+def test_memory_that_the_run_did_not_record_is_asked_of_this_host() -> None:
+    assert Setup.from_facts({}).limits.memory_bytes > 0
+
+
+def test_arguments_win_over_the_run() -> None:
+    setup = Setup.from_facts({"memory_available_bytes": 5}, memory_bytes=7, max_workers=3, allow=("result-equivalent",))
+
+    assert setup.limits == Limits(7, 3, ("result-equivalent",))
+
+
+def test_bad_counts_are_refused() -> None:
+    with pytest.raises(InputError, match=r"cores is 0; it must be at least 1"):
+        Setup(1, 1, 0, "cpu", Limits(0, 0))
+    with pytest.raises(InputError, match=r"limits are -1 bytes.*pass numbers from 0"):
+        Limits(-1, 0)

@@ -1,0 +1,178 @@
+"""Deep windows: within their budget, on the same steps on all ranks, out of the way of the script and its profiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.runtime.windows import BUDGET, STEPS, Schedule, announced_step, budget_from, quiet_stderr
+from tests.recorded import recording, rows, run_script
+
+TRAIN = """
+    import os, time, torch
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(OPTIMIZERS)]
+    for step in range(STEPS):
+        loss = model(torch.ones(8, 64)).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        print(loss.item().hex())
+"""
+
+
+def windows_of(folder, rank=0):
+    """Return the (row, Kineto JSON, facts) of each window of a rank."""
+    tables = json.loads((folder / "tables" / f"r{rank}.json").read_text())
+    found = rows(folder, rank=rank).get("window", [])
+    return [
+        (
+            row,
+            json.loads((folder / "windows" / f"r{rank}-w{row['a']}.json").read_text()),
+            tables["windows"][str(row["a"])],
+        )
+        for row in found
+    ]
+
+
+@given(now=st.integers(0, 10**6), cycle=st.integers(1, 5), ahead=st.integers(1, 50))
+def test_an_announced_step_is_ahead_and_ends_a_cycle(now, cycle, ahead):
+    step = announced_step(now=now, cycle=cycle, ahead=ahead)
+
+    assert step % cycle == 0
+    assert now + (ahead - 1) * cycle < step <= now + (ahead + 1) * cycle
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_window_holds_three_steps_and_joins_the_clock_of_the_recording(optimizers, tmp_path):
+    source = TRAIN.replace("OPTIMIZERS", str(optimizers)).replace("STEPS", "400")
+    (recorded,) = run_script(source, tmp_path, HEADWAY_WINDOWS="1")
+    (plain,) = run_script(source, tmp_path, recorded=False)
+    windows = windows_of(tmp_path / "run")
+    steps = rows(tmp_path / "run")["optimizer.step"]
+
+    assert recorded == plain
+    assert windows
+    assert "USDT" not in (tmp_path / "stderr").read_text()
+    row, kineto, facts = windows[0]
+    inside = [
+        step
+        for step in steps
+        if row["start_ns"] <= step["start_ns"] and step["start_ns"] < row["start_ns"] + row["duration_ns"]
+    ]
+    assert [step["a"] for step in inside] == list(range(optimizers)) * STEPS
+    spans = [event for event in kineto["traceEvents"] if event.get("name", "").startswith("Optimizer.step#")]
+    assert len(spans) == STEPS * optimizers
+    offset_ns = facts["clock_ns"] - facts["realtime_ns"]
+    base_ns = int(kineto.get("baseTimeNanoseconds", 0))
+    for span, step in zip(spans, inside, strict=True):
+        start_ns = round(span["ts"] * 1000) + base_ns + offset_ns
+        assert abs(start_ns - step["start_ns"]) < 2_000_000
+
+
+def test_a_budget_of_nothing_opens_no_window(tmp_path):
+    run_script(TRAIN.replace("OPTIMIZERS", "1").replace("STEPS", "300"), tmp_path, HEADWAY_WINDOWS="0")
+
+    assert "window" not in rows(tmp_path / "run")
+
+
+def test_windows_stay_within_their_budget(tmp_path):
+    source = (
+        TRAIN.replace("OPTIMIZERS", "1")
+        .replace("STEPS", "1500")
+        .replace("optimizer.step()", "time.sleep(0.002); optimizer.step()")
+    )
+    run_script(source, tmp_path, HEADWAY_WINDOWS="0.05")
+    windows = windows_of(tmp_path / "run")
+    steps = rows(tmp_path / "run")["optimizer.step"]
+    trained_ns = steps[-1]["start_ns"] - steps[0]["start_ns"]
+
+    assert windows
+    assert sum(facts["cost_ns"] for _, _, facts in windows) <= 0.1 * trained_ns
+
+
+@pytest.mark.slow
+def test_ranks_open_their_windows_at_the_same_steps_and_dump_the_flight_recorder(tmp_path):
+    source = """
+        import os, torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        dist.init_process_group("gloo", init_method=os.environ["STORE"])
+        model = DistributedDataParallel(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(600):
+            model(torch.ones(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        dist.destroy_process_group()
+    """
+    run_script(source, tmp_path, ranks=2, HEADWAY_WINDOWS="0.2")
+    places = []
+    for rank in (0, 1):
+        steps = [row["start_ns"] for row in rows(tmp_path / "run", rank=rank)["optimizer.step"]]
+        starts = [row["start_ns"] for row, _, _ in windows_of(tmp_path / "run", rank)]
+        places.append([sum(step < start for step in steps) for start in starts])
+    flight = json.loads((tmp_path / "run" / "windows" / "r0-w0.flight.json").read_text())
+
+    assert places[0]
+    assert set(places[1]) & set(places[0])
+    assert flight["entries"][0]["profiling_name"].startswith("gloo:")
+    assert "USDT" not in (tmp_path / "stderr").read_text()
+
+
+def test_a_script_with_its_own_profiler_gets_its_profile_and_no_window_afterwards(tmp_path):
+    source = """
+        import torch
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+        def train(steps):
+            for step in range(steps):
+                model(torch.ones(8, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(45)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            train(100)
+        train(200)
+        print(sum(event.count for event in profile.key_averages() if event.key.startswith("Optimizer.step#")))
+    """
+    (out,) = run_script(source, tmp_path, HEADWAY_WINDOWS="1")
+    tables = json.loads((tmp_path / "run" / "tables" / "r0.json").read_text())
+
+    assert out.split() == ["100"]
+    assert tables["windows_stopped"] == "the script runs a profiler"
+    assert all(row["a"] <= 1 for row in rows(tmp_path / "run").get("window", []))
+
+
+def test_stderr_of_others_passes_the_filter(capfd):
+    with quiet_stderr():
+        os.write(2, b"USDT: noise\nkept\n")
+        sys.stderr.write("mine\n")
+        sys.stderr.flush()
+
+    assert capfd.readouterr().err == "kept\nmine\n"
+
+
+@pytest.mark.parametrize(("text", "budget"), [("", BUDGET), ("0.5", 0.5), ("many", BUDGET), ("7", BUDGET), ("0", 0.0)])
+def test_a_budget_that_is_no_fraction_is_the_default(text, budget):
+    assert budget_from({"HEADWAY_WINDOWS": text}) == budget
+
+
+def test_followers_read_what_the_leader_announced(tmp_path):
+    with recording(tmp_path / "run") as session:
+        leader, follower = Schedule(session.probes), Schedule(session.probes)
+        assert follower.read() == -1
+        leader.write(1234)
+
+    assert follower.read() == 1234
+    assert leader.leads
+    assert torch.__version__
