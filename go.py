@@ -93,7 +93,8 @@ def install(python: Path, extras: tuple[str, ...]) -> None:
 def check() -> int:
     """Run every static check, the cheapest first; return 1 if one fails."""
     tools = VENV / "bin"
-    return int(any([subprocess.run([str(tools / name), *rest], cwd=ROOT).returncode for name, *rest in CHECKS]))
+    failed = [name for name, *rest in CHECKS if subprocess.run([str(tools / name), *rest], cwd=ROOT).returncode]
+    return int(bool(failed))
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ def test_a_view_cannot_be_written():
 
 @pytest.mark.parametrize(("slots", "capacity"), [(0, 10), (3, 0)])
 def test_an_arena_that_holds_nothing_is_refused(slots, capacity):
-    with pytest.raises(InputError, match="holds nothing.*at least 1"):
+    with pytest.raises(InputError, match=r"holds nothing.*at least 1"):
         Arena(slots, capacity)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import CycleError, InputError
-from headway.ledger.dependencies import infer
+from headway.ledger.dependencies import blocks, infer
 from headway.ledger.operation_table import arrange
 from headway.ledger.straggler import analyse
 from headway.ledger.whatif_groups import WhatIf
@@ -81,6 +81,21 @@ def test_the_replay_of_a_made_up_job_takes_as_long_as_the_job_took(job, seed):
     whatif = whatif_of(made.trace)
 
     assert whatif.step_s(whatif.observed_s) == pytest.approx(made.step_ns / 1e9, rel=1e-12)
+
+
+@given(job=shapes, seed=st.integers(0, 99))
+@settings(max_examples=25)
+def test_a_job_whose_receives_block_is_recognised_and_replayed_exactly(job, seed):
+    made = generate(replace(job, blocking=True), seed=seed)
+    table = arrange(made.trace)
+    whatif = WhatIf.of(table, infer(table, blocking=blocks(table)))
+
+    assert blocks(table) == (job.pp > 1)
+    assert whatif.step_s(whatif.observed_s) == pytest.approx(made.step_ns / 1e9, rel=1e-12)
+
+
+def test_a_job_whose_receives_do_not_block_is_recognised():
+    assert not blocks(arrange(generate(Job(dp=2, pp=4), seed=1).trace))
 
 
 @given(job=shapes, seed=st.integers(0, 99))

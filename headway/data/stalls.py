@@ -169,17 +169,19 @@ class Rates:
         return {"compute": self.compute, "prep": self.prep_per_core * cores, "fetch": self.fetch(cached)}
 
 
-def attribute(program: Program) -> StallReport:
+def attribute(program: Program, edits: Sequence[str] = (), *, fixes: bool = True) -> StallReport:
     """Split the step of a recorded run by replay, and predict what each knob would win.
 
-    Raises `InputError` when the run read no data, `BarMissedError` when the
-    replay does not match the run.
+    With `edits` the report is of the run as they would have it. Raises
+    `InputError` when the run read no data or an edit is wrong,
+    `BarMissedError` when the replay does not match the run.
     """
     _check_loads(program)
-    base = program.predict()
-    phases = [["input.fetch=none"], ["input.fetch=none", "input.prep=none"], ["input=none"]]
-    step_s = [base.step_s, *(program.predict(edits, interval=False).step_s for edits in phases)]
-    return _report(step_s, _steps_per_epoch(program), fix=_fixes(program, base), note=base.note)
+    base = program.predict(edits)
+    phases = (["input.fetch=none"], ["input.fetch=none", "input.prep=none"], ["input=none"])
+    step_s = [base.step_s, *(program.predict([*edits, *phase], interval=False).step_s for phase in phases)]
+    fix = _fixes(program, edits, base) if fixes else ()
+    return _report(step_s, _steps_per_epoch(program), fix=fix, note=base.note)
 
 
 def from_phases(
@@ -311,7 +313,7 @@ def _report(
     )
 
 
-def _fixes(program: Program, base: Prediction) -> tuple[tuple[str, float], ...]:
+def _fixes(program: Program, edits: Sequence[str], base: Prediction) -> tuple[tuple[str, float], ...]:
     """Return the smallest setting of each knob that comes within 1 % of the knob's best, with what it wins."""
     knobs = (
         [f"workers={count}" for count in FIX_WORKERS],
@@ -319,9 +321,12 @@ def _fixes(program: Program, base: Prediction) -> tuple[tuple[str, float], ...]:
         [f"cores={2 * program.cores}"],
         ["storage=2x"],
     )
+    taken = {edit.partition("=")[0] for edit in edits}
     fixes = []
     for settings in knobs:
-        step_s = {edit: program.predict([edit], interval=False).step_s for edit in settings}
+        if settings[0].partition("=")[0] in taken:
+            continue
+        step_s = {edit: program.predict([*edits, edit], interval=False).step_s for edit in settings}
         edit = next(edit for edit in settings if step_s[edit] <= 1.01 * min(step_s.values()))
         gain_s = base.step_s - step_s[edit]
         if gain_s > NOISE * base.step_s:

@@ -273,7 +273,9 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
     if size and count:
         evidence += f", for {format_bytes(size / count)} each"
     if kernels.count:
-        evidence = f"{kernels.count} communication kernels ran {_each(kernels.total_ns / NS_PER_S, kernels.count)}; for "
+        evidence = (
+            f"{kernels.count} communication kernels ran {_each(kernels.total_ns / NS_PER_S, kernels.count)}; for "
+        )
         evidence += f"{format_seconds(own)} in all nothing computed beside them"
     fix = "overlap more or send less: DDP bucket size (--set bucket_mb=25), gradients in bf16, faster links"
     return [Cause("comm.exposed", _many(ledger.devices, "rank"), own, evidence, fix)]
@@ -349,9 +351,10 @@ def _host_logging(ledger: Ledger) -> list[Cause]:
 def _host_launch(ledger: Ledger) -> list[Cause]:
     """Devices that waited for the host to launch the next kernel."""
     own = _sub_s(ledger, "host.launch", "host.copy")
-    evidence = (
-        f"devices idled {ledger.fraction('host.launch'):.0%} of the time inside steps: no kernel had been launched"
-    )
+    kernels = _span(ledger, "kernel.compute")
+    evidence = f"devices idled {ledger.fraction('host.launch'):.0%} of the time because no kernel had been launched"
+    if kernels.count:
+        evidence += f"; {kernels.count} kernels took {_each(kernels.total_ns / NS_PER_S, kernels.count)}"
     fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
     return [Cause("host.launch", _many(ledger.devices, "device"), own, evidence, fix)]
 

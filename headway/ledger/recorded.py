@@ -24,6 +24,7 @@ from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.rows import NAME_ID, NAMES
 from headway.ledger.sampled import Windows, apply_windows, of_rank, window_shares
 from headway.ledger.sweep import Ints
+from headway.ledger.timeline import trained_until
 from headway.trace.trace import Trace, concat
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
@@ -185,13 +186,13 @@ def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
 
 
 def _span_facts(book: RunBook) -> dict[str, SpanFacts]:
-    """Total every recorded name on the training threads, from the first step on; collections up to the last one."""
+    """Total every recorded name on the training threads, from the first step to the end of training."""
     facts: dict[str, SpanFacts] = {}
     for attempt in book.attempts:
         for one in attempt.books:
             rows = one.rows
             main = (rows.worker == -1) & (rows.name >= 0) & (rows.start_ns >= one.life.first_ns)
-            main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < one.life.last_ns)
+            main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, one.life))
             for code in np.unique(rows.name[main]).tolist():
                 picked = main & (rows.name == code)
                 duration = (rows.end_ns - rows.start_ns)[picked]

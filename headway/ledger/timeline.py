@@ -132,8 +132,8 @@ def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> Ope
     owner = owner_of[pieces.row]
     name = np.where(owner >= 0, rows.name[owner], -1)
     column, place = _place(pieces, life)
-    # Collections after the last step are the interpreter going down: part of what follows the steps, as before them.
-    over = (name == NAME_ID["host.gc"]) & (column == len(life.step_start) + 1)
+    # Collections with nothing else behind them are the interpreter going down: part of what follows the steps.
+    over = (name == NAME_ID["host.gc"]) & (pieces.start_ns >= trained_until(rows, life))
     sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], place)
     sub = np.where(owner == GAP, SUB_CODE["checkpoint.persist"], sub)
     if restarted:
@@ -145,6 +145,12 @@ def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> Ope
     _book_input(sheet, rows, pieces, owner, column)
     found = np.flatnonzero(comm_piece)
     return OpenWaits(owner[found], pieces.start_ns[found], pieces.end_ns[found], column[found])
+
+
+def trained_until(rows: Rows, life: Life) -> int:
+    """Return the end of the last step, or of the last record after it that is no collection."""
+    others = rows.of(*(name for name in BUCKET_OF if name != "host.gc"))
+    return max(life.last_ns, int(rows.end_ns[others].max()) if len(others) else 0)
 
 
 def _place(pieces: Pieces, life: Life) -> tuple[Ints, Ints]:

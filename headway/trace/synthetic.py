@@ -252,6 +252,7 @@ def _draw_job(rng: np.random.Generator) -> Job:
         num_microbatches=int(rng.choice([8, 16])),
         num_steps=8,
         overlap_dp=bool(rng.random() < 0.5),
+        blocking=bool(rng.random() < 0.3),
         noise=float(rng.uniform(0.005, 0.03)),
     )
 

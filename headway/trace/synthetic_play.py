@@ -1,7 +1,7 @@
 """The walk through a pipeline schedule behind `headway.trace.synthetic`: integer ns, all steps and DP ranks at once.
 
 Use it only through `synthetic.play`. A receive is posted when the compute
-before its own in that direction is over, a send when its compute is over; a
+before its own in that direction is over (in any, when it blocks), a send when its compute is over; a
 transfer ends for both its transfer time after the later of the two. Sends,
 and receives, of a direction follow each other. Collectives over the DP ranks
 end for all of them at once.
@@ -48,6 +48,9 @@ class Job:
 
     overlap_dp: bool = False
     """Gradients are reduced as soon as a stage's last backward is over, not at the end of the step."""
+
+    blocking: bool = False
+    """A receive is posted only when the rank computes nothing; else as soon as the one before it is used up."""
 
     forward_s: float = 0.1
     """Forward of one micro-batch through one stage; a backward takes twice that."""
@@ -251,6 +254,8 @@ class Play:
 
     def _posted(self, rank: int, index: int, direction: str) -> Ints:
         """Return when the receive of an action is posted."""
+        if self.job.blocking:
+            return self.cursor[rank]
         if (rank, direction) in self.last:
             return self.last[rank, direction]
         if direction == "backward" and index >= 2:
