@@ -25,6 +25,13 @@ REMEDIES: dict[str, str] = {
 }
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
 
+MEASUREMENTS: dict[str, str] = {
+    "measure.cold": "headway.data.runtime.phases:cold",
+    "measure.warm": "headway.data.runtime.phases:warm",
+    "measure.synthetic": "headway.data.runtime.phases:synthetic",
+}
+"""Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
+
 CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "data.workers": ("input.fetch", "input.prep"),
     "data.cache": ("input.fetch", "input.prep"),

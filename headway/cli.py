@@ -113,7 +113,7 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
     if "script" in ignored:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
-        print("headway: only `run` takes a script behind `--`. Drop the `--`.", file=sys.stderr)
+        print("headway: only `run` takes a script behind `--`, and `data stalls`. Drop the `--`.", file=sys.stderr)
         return 2
     return int(command(*bound.args, **bound.kwargs) or 0)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headway.trace.assemble import build, by_rank
 from headway.trace.ring import MAIN, Recorder
+from headway.trace.spool import stems
+from headway.trace.trace import Trace
 from headway.trace.vocabulary import SPANS
 
 
@@ -30,3 +33,14 @@ class Process:
             self.write("input.next", wait_ns, 0, step, -1, 0)
             self.now_ns += step_ns - wait_ns - 100_000
             self.write("optimizer.step", 100_000, 0, 0)
+
+
+def built(run: Path, rank: int = 0) -> Trace:
+    """Return the trace of one rank without writing it."""
+    return build(by_rank(stems(run / "rings"))[rank], rank=rank, attempt=0, run=run)
+
+
+def rows(trace: Trace, name: str) -> list[tuple[int, int]]:
+    """Return (start, duration) of the rows of one name."""
+    mask = trace.named(name)
+    return list(zip(trace.events["start_ns"][mask].tolist(), trace.events["duration_ns"][mask].tolist(), strict=True))

@@ -85,9 +85,27 @@ def test_examples_that_ranks_are_dealt_anew_come_back_less_often() -> None:
     ],
 )
 def test_a_loader_that_must_stay_as_it_is_is_refused_with_the_reason(loader: dict[str, Any], reason: str) -> None:
-    rows = advice(made_of(fetch_ns=20 * MS), **loader)
+    row = advice(made_of(fetch_ns=20 * MS), **loader)["data.workers"]
 
-    assert all(isinstance(row, Refusal) and reason in row.reason for row in rows.values())
+    assert isinstance(row, Refusal)
+    assert reason in row.reason
+
+
+def test_examples_without_an_index_are_not_cached_but_a_sampler_of_ones_own_is_no_hindrance() -> None:
+    made = made_of(fetch_ns=20 * MS)
+
+    assert isinstance(advice(made, reason_untunable="an IterableDataset")["data.cache"], Refusal)
+    assert isinstance(advice(made, sampler="MySampler")["data.cache"], Proposal)
+
+
+def test_a_loader_that_must_not_be_read_ahead_keeps_its_workers_in_a_what_if_too() -> None:
+    made = made_of(fetch_ns=20 * MS)
+    fact = {**made.meta["loaders"]["0"], "sampler": "MySampler"}
+    program = Program.from_trace(made.trace, {**made.meta, "loaders": {"0": fact}})
+
+    prediction = program.predict(["workers=4"])
+    assert prediction.speedup == 1.0
+    assert "Loader 0 must not be read ahead" in prediction.note
 
 
 def test_data_that_is_read_once_is_not_cached() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from headway.core.errors import InputError
 from headway.runtime.attached import launch_line_id, place_of
 from headway.trace.runs import Run
 from tests.paths import ROOT
-from tests.test_launch import DDP, script
+from tests.test_launch import DDP, script, wait_for
 
 ONE_RANK = """
 import sys
@@ -85,3 +86,33 @@ def test_under_torchrun_two_ranks_share_one_run_folder(tmp_path):
     assert run.meta["exit"]["class"] == "ok"
     assert [int(run.trace.select(ranks=[r]).named("optimizer.step").sum()) for r in (0, 1)] == [5, 5]
     assert not list(Path(tmp_path / "run" / "rings").glob("*.spool"))
+
+
+def test_a_fault_on_another_rank_explains_why_this_one_was_stopped(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            raise KeyError("rank 1 has no shard; token=hf_AbCdEfGhIjKlMnOpQrStUvWxYz0123456789")
+        time.sleep(600)
+        """,
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_RANK, str(tmp_path / "run"), job], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                 "HEADWAY": "off"},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    _, said = ranks[1].communicate(timeout=60)
+    wait_for((tmp_path / "run" / "logs" / "r0.out").exists)
+    ranks[0].send_signal(signal.SIGTERM)  # as torchrun does to the others
+    ranks[0].communicate(timeout=60)
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+
+    assert ranks[0].returncode == 143
+    assert "KeyError" in said
+    assert (facts["exit"]["class"], facts["exit"]["first_rank"]) == ("user", 1)
+    assert "hf_AbCd" not in "".join(p.read_text() for p in (tmp_path / "run").glob("*/*.json"))

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.ledger.attempts import kept_steps
+from headway.ledger.causes import find_causes
 from headway.ledger.ledger import Ledger
-from tests.runs_made import MS, RunMaker, cut_short, joined
+from headway.trace.trace import Trace
+from tests.runs_made import MS, NAMES, Made, RunMaker, cut_short, joined
 
 SAVING = RunMaker(ranks=2, steps=20, save_ns=lambda rank, step: 6 * MS * (step in (5, 12)))
 
@@ -100,3 +102,51 @@ def test_more_failures_lose_more():
 
     assert all(goodput < whole.goodput for goodput, _ in goodputs)
     assert [rework for _, rework in goodputs] == sorted((rework for _, rework in goodputs), reverse=True)
+
+
+row = st.fixed_dictionaries(
+    {
+        "rank": st.integers(0, 2),
+        "name": st.integers(0, len(NAMES) - 1),
+        "lane": st.integers(0, 2),
+        "start_ns": st.integers(-50, 200),
+        "duration_ns": st.integers(0, 80),
+        "group": st.integers(-1, 1),
+        "seq": st.integers(-1, 2),
+        "peer": st.integers(-1, 2),
+        "corr": st.integers(-1, 1),
+    }
+)
+
+
+@st.composite
+def anything(draw):
+    """Rows without rhyme or reason: any names, anywhere, on any lane."""
+    rows = draw(st.lists(row, min_size=1, max_size=20))
+    columns = {key: [entry[key] for entry in rows] for key in rows[0]}
+    return Trace.from_columns(columns, names=NAMES, lanes=("main", "loader/0", "thread/x"))
+
+
+@given(
+    st.lists(anything(), min_size=1, max_size=3),
+    st.sampled_from([{}, {"start_ns": 1}, {"start_ns": 1, "end_ns": 150}, {"end_ns": 500}]),
+    st.lists(
+        st.fixed_dictionaries({"rank": st.integers(0, 3), "exit_code": st.sampled_from([None, 0, 1, -9])}), max_size=2
+    ),
+    st.randoms(),
+)
+@settings(max_examples=150)
+def test_whatever_was_recorded_every_nanosecond_is_booked_once_and_row_order_is_nothing(traces, times, ranks, random):
+    meta = {**times, "ranks": ranks}
+    order = list(range(len(traces[-1])))
+    random.shuffle(order)
+
+    run = Made(traces[-1], meta, {}, {}, {}, earlier=tuple(traces[:-1]))
+    ledger = Ledger.of(run)
+    again = Ledger.of(replace(run, trace=traces[-1].where(np.array(order))))
+
+    assert sum(ledger.ledger_ns.values()) == ledger.devices * ledger.wall_ns
+    assert all(ns >= 0 for ns in ledger.sub_ns.values())
+    assert again.sub_ns == ledger.sub_ns
+    assert again.by_rank_ns == ledger.by_rank_ns
+    assert find_causes(ledger) == find_causes(again)

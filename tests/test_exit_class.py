@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.runtime.exit_class import (
+    ADVICE,
     CLASSES,
     HEADER,
     OomWatch,
     RankEnd,
+    advice,
     classify,
     exit_status,
     first_failure,
@@ -149,6 +151,17 @@ def test_the_rank_prefix_that_torch_writes_is_taken_off():
 
     assert traceback_of(text).splitlines()[-1] == "ValueError: x"
     assert traceback_of("no traceback here") is None
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_class_says_whether_to_start_again(cls):
+    assert advice(RankEnd(0, 1), cls) == ADVICE[cls]
+
+
+def test_a_known_cause_has_its_own_fix():
+    words = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error. insufficient shared memory (shm)"
+
+    assert "--shm-size" in advice(RankEnd(0, 1, stderr=words), "infra")
 
 
 def test_memory_counters_that_rise_are_evidence(tmp_path):

@@ -358,6 +358,7 @@ def test_run_folders_are_numbered_and_a_used_one_is_refused(tmp_path, monkeypatc
         ({"max_restarts": -1}, ["JOB"], "at least 0"),
         ({"windows": 1.5}, ["JOB"], "fraction"),
         ({"module": True, "no_python": True}, ["JOB"], "exclude each other"),
+        ({"no_python": True}, ["no-such-program"], "cannot be run"),
         ({"apply": Path("no-plan.json")}, ["JOB"], "is not a file"),
         (
             {"nnodes": 2, "rdzv_backend": "c10d", "rdzv_endpoint": "no-such-host.invalid:1"},
@@ -381,6 +382,32 @@ def test_numbers_of_ranks_and_hosts():
     assert num_processes("cpu") == len(os.sched_getaffinity(0))
     assert [parse_hosts(text) for text in ("1", 2, "1:4")] == [(1, 1), (2, 2), (1, 4)]
     check_host("localhost", "a host")
+
+
+def test_the_run_folder_keeps_its_bound_and_counts_what_it_gave_up(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import os, random, time
+        from headway.trace.ring import Recorder
+        recorder = Recorder(os.environ["HEADWAY_RUN"] + "/rings")
+        print("x" * 100_000)
+        for index in range(100_000):
+            recorder.emit(20, index * 1000, random.getrandbits(20), 0, index, 0, random.getrandbits(40))
+            if index % 4000 == 0:
+                time.sleep(0.25)  # the drain keeps up with 80,000 records a second
+        """,
+    )
+    bound = 1_000_000
+    done = run(tmp_path / "run", [job], max_run_bytes=bound)
+    opened = Run.open(tmp_path / "run")
+    size = sum(path.stat().st_size for path in (tmp_path / "run").rglob("*") if path.is_file())
+    kept = int(opened.trace.named("input.next").sum())
+
+    assert done.returncode == 0, done.stderr
+    assert size <= bound
+    assert 0 < kept < 100_000
+    assert kept + opened.meta["dropped"] == 100_000
 
 
 DDP = """
@@ -418,6 +445,7 @@ def test_two_ranks_train_and_their_run_opens(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_of_four_ranks_the_one_that_gave_up_is_blamed_and_as_soon_as_torchrun_says_anything(tmp_path):
     # The same comparison over several rounds, with its figures, is benchmarks/failure_report.py.
     job = script(tmp_path, DDP)
@@ -440,3 +468,83 @@ def test_of_four_ranks_the_one_that_gave_up_is_blamed_and_as_soon_as_torchrun_sa
     assert not peer.stderr.rstrip().endswith("RuntimeError: rank 1 gives up")
     assert ours_s < max(2.0, 2 * theirs_s)
     assert Run.open(tmp_path / "run").trace.named("optimizer.step").any()
+
+
+RESTART = """
+import os, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.ones(1)
+dist.all_reduce(value)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(value)
+print("sum", int(value))
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_gloo_ranks_of_a_second_attempt_meet_in_a_store_of_their_own(tmp_path):
+    # With torchrun's shared store this fails in four of six tries: the dead rank's address is still in it.
+    done = run(tmp_path / "run", [script(tmp_path, RESTART)], {"HEADWAY": ""}, nproc_per_node=2, max_restarts=1)
+    rows = json.loads((tmp_path / "run" / "run.json").read_text())["ranks"]
+
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.rpartition(":")[2] for line in done.stdout.splitlines()) == ["sum 4", "sum 4"]
+    assert [row["exit_code"] for row in rows if row["rank"] == 1] == [-9, 0]
+    assert len(Run.open(tmp_path / "run").attempts()) == 2
+
+
+SPAWN = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def train(rank, store):
+    dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    dist.barrier()
+
+if __name__ == "__main__":
+    mp.spawn(train, (sys.argv[1],), nprocs=2)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_the_script_spawns_itself_are_ranks_of_the_run(tmp_path):
+    done = run(tmp_path / "run", [script(tmp_path, SPAWN), str(tmp_path / "store")], {"HEADWAY": ""})
+    opened = Run.open(tmp_path / "run")
+
+    assert done.returncode == 0, done.stderr
+    assert [row["rank"] for row in opened.meta["ranks"]] == [0, 1]
+    assert opened.meta["world_size"] == 2
+    assert [int(opened.trace.select(ranks=[r]).named("optimizer.step").sum()) for r in (0, 1)] == [3, 3]
+
+
+@pytest.mark.slow
+def test_a_run_whose_launcher_was_killed_opens_with_the_steps_that_were_made(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import sys, time, torch
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for step in range(10**9):
+            weight.sum().backward()
+            optimizer.step()
+            if step == 50:
+                open(sys.argv[1], "w").close()
+            time.sleep(0.001)
+        """,
+    )
+    process = start(tmp_path / "run", [job, str(tmp_path / "trained")], {"HEADWAY": ""})
+    wait_for((tmp_path / "trained").exists)
+    process.kill()
+    process.communicate(timeout=60)
+    opened = Run.open(tmp_path / "run")
+
+    assert opened.trace.meta["num_steps"] >= 50
+    assert opened.meta["end_ns"] is None
+    assert opened.meta["exit"] is None

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
+from headway.core.errors import InputError, UnknownNameError
 from headway.ledger.buckets import BUCKETS, bucket_of_sub
 from headway.ledger.ledger import Ledger
 from headway.trace.runs import Run, merge
@@ -384,6 +384,16 @@ def test_json_has_every_key_of_the_contract_and_integers_where_it_says_so():
 def test_what_cannot_be_accounted_for_is_refused(source: Any, message: str):
     with pytest.raises(InputError, match=message):
         Ledger.of(source)
+
+
+def test_a_share_is_asked_for_by_a_name_of_the_tables():
+    ledger = Ledger.of(RunMaker(steps=4, fetch_ns=MS).make())
+
+    assert ledger.fraction("input") == ledger.ledger_ns["input"] / ledger.total_ns
+    assert ledger.fraction("input.fetch") == ledger.sub_ns["input.fetch"] / ledger.total_ns
+    assert ledger.fraction("host.gc") == 0.0
+    with pytest.raises(UnknownNameError, match=r"unknown bucket or sub-line 'input.fech'. Did you mean 'input.fetch'"):
+        ledger.fraction("input.fech")
 
 
 def test_a_run_without_steps_is_start_up():

@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError, UnknownNameError
 from headway.sim.dag import Dag
+from headway.sim.greedy import greedy
 from headway.sim.observed import MODELS, observe
 from headway.sim.observed_edges import EDGE_CLASSES, FINDERS
+from headway.sim.program import Program
 from headway.sim.replay import replay
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
 from tests.paths import shared
+from tests.runs_made import RunMaker
 
 FILES = (
     "nccl_data", "trace_diff_control", "ns_resolution", "sampled_rank-0", "sampled_rank-1", "cuda_event_sync",
@@ -220,8 +223,22 @@ def test_an_empty_trace_is_refused() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_model_gives_a_dag_or_says_why_not(model: str) -> None:
-    assert Dag.from_trace(collective([5, 9], 12), model).n > 0
+def test_every_model_gives_a_dag_of_what_it_is_for(model: str) -> None:
+    trace = RunMaker(ranks=2, steps=20).make().trace if model == "recorded" else collective([5, 9], 12)
+    dag = Dag.from_trace(trace, model)
+
+    assert dag.n > 0
+    assert dag.fidelity == pytest.approx(1.0)
+
+
+def test_a_run_of_headways_own_is_recognised_and_runs_greedily() -> None:
+    made = RunMaker(ranks=2, steps=20, num_workers=2, cores=64).make()
+    program = Program.from_trace(made.trace, made.meta)
+    unrolled = program.unrolled()
+
+    assert Dag.from_trace(made.trace).n == unrolled.dag.n
+    end_ns = greedy(unrolled.dag, unrolled.duration_ns, capacity=unrolled.capacity).end_ns.max()
+    assert end_ns == pytest.approx(program.measured_s * 1e9 * 20, rel=0.1)
 
 
 def test_ddp_needs_collectives() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 
 import torch
@@ -27,6 +28,17 @@ def test_every_collection_is_recorded_with_its_generation(tmp_path):
 
     assert [row["a"] for row in mine] == [0, 2]
     assert sum(row["duration_ns"] for row in mine) == spent
+
+
+def test_a_forked_child_gets_no_ring_for_its_collections_alone(tmp_path):
+    with recording(tmp_path):
+        pid = os.fork()
+        if pid == 0:
+            gc.collect()
+            os._exit(0)
+        os.waitpid(pid, 0)
+
+    assert len(list((tmp_path / "rings").iterdir())) == 1
 
 
 def test_a_slow_handler_is_recorded_and_a_level_that_is_off_is_not(tmp_path):

@@ -53,6 +53,33 @@ def test_two_optimizers_alternate_by_number(tmp_path):
     assert [row["a"] for row in rows(tmp_path)["optimizer.step"]] == [0, 1] * 3
 
 
+def test_a_gan_has_the_same_losses_bit_for_bit(tmp_path):
+    def run():
+        torch.manual_seed(0)
+        generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        g_step, c_step = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+        losses = []
+        for step in range(9):
+            c_loss = critic(generator(torch.randn(2, 4)).detach()).mean() - critic(torch.randn(2, 4)).mean()
+            c_step.zero_grad()
+            c_loss.backward()
+            c_step.step()
+            if step % 3 == 2:
+                g_loss = -critic(generator(torch.randn(2, 4))).mean()
+                g_step.zero_grad()
+                g_loss.backward()
+                g_step.step()
+                losses.append((c_loss.item(), g_loss.item()))
+        return losses
+
+    plain = run()
+    with recording(tmp_path):
+        recorded = run()
+
+    assert recorded == plain
+    assert [row["a"] for row in rows(tmp_path)["optimizer.step"]] == [0, 0, 0, 1] * 3
+
+
 def test_an_optimizer_that_steps_another_one_is_one_step(tmp_path):
     class Outer(torch.optim.SGD):
         def step(self, closure=None):
@@ -162,6 +189,7 @@ def test_compiled_code_keeps_its_graphs_and_its_result(tmp_path):
 
     assert recorded == plain
     assert sum(row["duration_ns"] for row in rows(tmp_path)["host.compile"]) > 0
+    assert len(rows(tmp_path)["optimizer.step"]) == 3
 
 
 def test_a_session_that_ended_leaves_optimizers_working_and_unrecorded(tmp_path):

@@ -283,6 +283,15 @@ def test_dealt_examples_come_back_with_odds_of_one_in_the_number_of_ranks() -> N
     assert program.measured_s - dealt == pytest.approx(0.010 * (0.5 + 0.75) / 3, rel=0.05)
 
 
+def test_a_rank_whose_loads_are_slow_is_a_straggler() -> None:
+    slow = job(compute_ns=5 * MS, fetch_ns=lambda rank, step: (4 + 6 * rank) * MS, prep_ns=MS, save_ns=0).make()
+    even = job(compute_ns=5 * MS, fetch_ns=4 * MS, prep_ns=MS, save_ns=0).make()
+
+    assert program_of(slow).predict(["straggler=none"]).step_s == pytest.approx(program_of(even).measured_s, rel=0.01)
+    half = program_of(slow).predict(["straggler=0.5x"]).step_s
+    assert half == pytest.approx((program_of(slow).measured_s + program_of(even).measured_s) / 2, rel=0.01)
+
+
 def test_a_sudden_slow_step_of_one_rank_is_a_straggler_too() -> None:
     made = job(compute_ns=lambda rank, step: 25 * MS if rank == 1 and step % 10 == 5 else 5 * MS).make()
     pace = straggler_pace(Recording.from_trace(made.trace, max_steps=120), 0.0)
@@ -307,6 +316,18 @@ def test_marks_of_cpu_time_tell_whether_compute_occupies_a_core(share: float) ->
 
     assert program.busy_known
     assert program.busy[0] == pytest.approx(share, abs=0.01)
+
+
+def test_assumed_costs_grow_with_the_pressure_on_the_host() -> None:
+    """Loads that wait for a core although the job leaves one free show that others use it."""
+    made = job(ranks=1, prep_ns=MS, cpu_wait_ns=2 * MS).make()
+    program = Program.from_trace(made.trace, made.meta)
+
+    assert program.pressure == pytest.approx(3.0)
+    assert program.costs.receive_ns == 3 * Costs().receive_ns
+    assert "3.0 times as long" in program.predict(["workers=2"]).note
+    assert Program.from_trace(made.trace, {**made.meta, "cores": 1}).pressure == 3.0
+    assert Program.from_trace(made.trace, made.meta, costs=QUIET).costs == QUIET
 
 
 def test_garbage_is_collected_together_at_the_asked_steps() -> None:

@@ -97,6 +97,26 @@ def test_an_input_wait_during_which_the_device_computes_is_useful(tmp_path):
     assert ledger.ledger_ns["useful"] == 10 * 6 * MS
 
 
+def test_a_window_is_placed_by_its_own_pair_of_clocks(tmp_path):
+    """The realtime clock was set back by an hour during the run; the window's own pair knows."""
+    maker = RunMaker(ranks=1, steps=10, fetch_ns=8 * MS, transfer_ns=0, iter_ns=0, compute_ns=2 * MS, optimizer_ns=0)
+    made = maker.make()
+    (tmp_path / "windows").mkdir()
+    (tmp_path / "tables").mkdir()
+    spans = [("kernel", "gemm", 0, 4 * MS), ("kernel", "gemm", 8 * MS, 2 * MS)]
+    file = write_window(made, tmp_path / "windows", 0, 0, 5, spans)
+    text = json.loads(file.read_text())
+    text["baseTimeNanoseconds"] -= 3600 * 10**9
+    file.write_text(json.dumps(text))
+    begin = steps_of(made, 0)[5][0]
+    clocks = {"clock_ns": begin, "realtime_ns": text["baseTimeNanoseconds"]}
+    (tmp_path / "tables" / "r0.json").write_text(json.dumps({"windows": {"0": clocks}}))
+
+    ledger = Ledger.of(on_device(made, (file,)))
+
+    assert ledger.ledger_ns["input"] == 10 * 4 * MS
+
+
 def test_kernels_copies_and_gaps_are_told_apart(tmp_path):
     made = RunMaker(ranks=1, steps=4, compute_ns=10 * MS, optimizer_ns=0, transfer_ns=0, iter_ns=0).make()
     spans = [("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 0, MS), ("kernel", "gemm", MS, 5 * MS),

@@ -18,12 +18,8 @@ import numpy as np
 from headway.core.units import format_bytes
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
+from headway.sim.loader_model import untunable
 from headway.sim.program import Program
-
-SAFE_SAMPLERS = (
-    "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
-)  # fmt: skip
-"""Samplers whose order depends on nothing that training changes: reading them ahead is safe."""
 
 WORKER_BYTES = 64 * 2**20
 """Memory of a forked worker beside what it shares with its rank."""
@@ -46,13 +42,11 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         yield Refusal("data.workers", "data", "no DataLoader was used during the recorded steps")
         return
     facts = {group: setup.loaders.get(str(group), {}) for group in groups}
-    reason = _untunable(facts)
-    if reason:
-        yield Refusal("data.workers", "data", reason)
-        yield Refusal("data.cache", "data", reason)
-        return
-    yield workers(program, setup, facts)
-    yield cache(program, setup, facts)
+    tunable = {group: fact for group, fact in facts.items() if not untunable(fact)}
+    indexed = {group: fact for group, fact in facts.items() if not fact.get("reason_untunable")}
+    why = "; ".join(f"loader {group}: {untunable(fact)}" for group, fact in facts.items() if untunable(fact))
+    yield workers(program, setup, tunable) if tunable else Refusal("data.workers", "data", why)
+    yield cache(program, setup, indexed) if indexed else Refusal("data.cache", "data", why)
 
 
 def worker_counts(most: int) -> list[int]:
@@ -63,7 +57,7 @@ def worker_counts(most: int) -> list[int]:
 def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
     """Search workers, prefetch and persistence by replay; propose the smallest setting close to the best."""
     recorded = max(int(batches.workers.max(initial=0)) for batches in program.recording.batches)
-    epochs = max(int(batches.epoch.max(initial=0)) for batches in program.recording.batches) + 1
+    epochs = _epochs(program, facts)
     # Persistence is only worth an edit where iterators are created again, and then it costs nothing.
     keep = ("persistent=true",) if epochs > 1 and not all(fact.get("persistent") for fact in facts.values()) else ()
     counts = worker_counts(setup.limits.max_workers)
@@ -102,8 +96,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
 
 def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
     """Propose to keep as many decoded examples as the memory allows, if the run reads them more than once."""
-    epochs = max(int(batches.epoch.max(initial=0)) for batches in program.recording.batches) + 1
-    if epochs < 2:
+    if _epochs(program, facts) < 2:
         return Refusal("data.cache", "data", "the run passes over its data once: a cache pays from the second pass on")
     sizes = [_example_bytes(program, group, fact) for group, fact in facts.items()]
     counts = [int(fact.get("dataset_size") or 0) for fact in facts.values()]
@@ -138,15 +131,15 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]
     )
 
 
-def _untunable(facts: Mapping[int, Mapping[str, Any]]) -> str:
-    """Say why the loaders must stay as they are, '' if they need not."""
-    for group, fact in facts.items():
-        if fact.get("reason_untunable"):
-            return f"loader {group} is {fact['reason_untunable']}"
-        sampler = fact.get("sampler")
-        if sampler is not None and sampler not in SAFE_SAMPLERS:
-            return f"loader {group} uses {sampler}: a sampler of the script's own must not be read ahead"
-    return ""
+def _epochs(program: Program, facts: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the passes over the most read of these loaders."""
+    epochs = [
+        int(epoch)
+        for batches in program.recording.batches
+        for group, epoch in zip(batches.group, batches.epoch, strict=True)
+        if int(group) in facts
+    ]
+    return max(epochs, default=0) + 1
 
 
 def _batch_bytes(program: Program) -> int:

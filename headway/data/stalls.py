@@ -18,7 +18,7 @@ uneven batches. Times are float seconds per step, rates examples per second.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,10 @@ WARMUP_STEPS = 5
 """Steps of each measured phase that do not count."""
 
 STALL_FRACTION = 0.05
-"""A pipeline that stalls for less of the step is not the bottleneck."""
+"""A pipeline whose fetch and prep stall for less of the step is not the bottleneck."""
+
+TRANSFER_FRACTION = 0.25
+"""Handing batches over always costs something; it is the bottleneck from this share of the step on."""
 
 NOISE = 0.01
 """Phases may come out in the wrong order by this share of the step; more is flagged."""
@@ -298,19 +301,24 @@ def _report(
         "prep": ordered[1] - ordered[2],
         "transfer": ordered[2] - ordered[3],
     }
-    worst = max(stalls, key=lambda name: stalls[name])
-    total = sum(stalls.values())
     return StallReport(
         compute_s=ordered[3],
         fetch_s=stalls["fetch"],
         prep_s=stalls["prep"],
         transfer_s=stalls["transfer"],
         steps_per_epoch=steps_per_epoch,
-        bottleneck=worst if total > STALL_FRACTION * ordered[0] else "compute",
+        bottleneck=_bottleneck(stalls, ordered[0]),
         fix=fix,
         flags=tuple(flags),
         note=note,
     )
+
+
+def _bottleneck(stalls: Mapping[str, float], step_s: float) -> str:
+    """Name what holds the step up: fetch or prep if they matter, else transfer if it does, else compute."""
+    if stalls["fetch"] + stalls["prep"] > STALL_FRACTION * step_s:
+        return "fetch" if stalls["fetch"] >= stalls["prep"] else "prep"
+    return "transfer" if stalls["transfer"] > TRANSFER_FRACTION * step_s else "compute"
 
 
 def _fixes(program: Program, edits: Sequence[str], base: Prediction) -> tuple[tuple[str, float], ...]:

@@ -77,7 +77,7 @@ def book_run(
     attempts, from_ns = [], low
     for index, table in enumerate(tables):
         final = index == len(tables) - 1
-        until = high if final else max(from_ns, _end_of(table))
+        until = high if final else min(max(from_ns, _end_of(table)), high)
         books = []
         for rows in table.values():
             facts = {**traces[index].ranks.get(rows.rank, {}), **(listed.get(rows.rank, {}) if final else {})}

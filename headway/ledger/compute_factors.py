@@ -77,7 +77,7 @@ class Factors:
     stage: Block
     """[T, G] How much longer a stage takes than the median of those on other pipeline ranks (1 when there is none)."""
 
-    chance: tuple[float, float]
+    noise: tuple[float, float]
     """What noise alone makes of a (worker, stage) factor at most: 1 + 4 standard errors of a ratio of medians."""
 
     def slow_ranks(self, least: float) -> Block:
@@ -110,8 +110,11 @@ def factors(table: OperationTable) -> Factors | None:
     seconds = np.moveaxis(table.duration_s[:, :, ops].astype(np.float64), 2, 0)
     common = _lower(np.median(seconds, axis=(1, 4), keepdims=True), 2)
     ratio = np.where(common > 0, seconds / np.where(common > 0, common, 1.0), 1.0)
-    rough = _rough_work(ratio)
+    rough, chance = _rough_work(ratio)
     place = common * np.median(ratio / rough, axis=(1, 4), keepdims=True)
+    drift = _lower(place / np.where(common > 0, _lower(place, 2), 1.0), 3)
+    place = place / np.where(np.abs(drift - 1) > chance, 1.0, drift)
+    rough = rough * np.where(np.abs(drift - 1) > chance, 1.0, drift)
     paused = (seconds > OUTLIER * place * rough) & (place > 0)
     clean = np.where(paused, place * rough, seconds)
     work = _work(clean, place)
@@ -129,14 +132,15 @@ def factors(table: OperationTable) -> Factors | None:
     )  # fmt: skip
 
 
-def _rough_work(ratio: Block) -> Block:
-    """Return [T, S, D, 1, M] how much longer than usual a micro-batch takes, from `ratio` [T, S, D, G, M].
+def _rough_work(ratio: Block) -> tuple[Block, Block]:
+    """Return how much longer than usual a micro-batch takes [T, S, D, 1, M], from `ratio` [T, S, D, G, M].
 
     The lower median over the stages: a pause, or one slow worker, does not
     move it. A direction far above the other one of its micro-batch has met
     pauses on most stages; the other one is believed. With one stage only, the
     lower of both. What all micro-batches of a DP rank share is left to its
-    workers, unless chance explains it (4 standard errors of the median).
+    workers, unless chance [T, 1, D, 1, 1], the second result, explains it: 4
+    standard errors of a ratio of medians.
     """
     if ratio.shape[3] > 1:
         work = _lower(ratio, 3)
@@ -146,9 +150,9 @@ def _rough_work(ratio: Block) -> Block:
     share = np.median(work, axis=(1, 4), keepdims=True)
     share = np.where(share > 0, share, 1.0)
     spread = np.median(np.abs(work / share - 1), axis=(1, 4), keepdims=True) / 0.6745
-    chance = 4 * 1.2533 * spread / np.sqrt(ratio.shape[1] * ratio.shape[4])
+    chance = 4 * np.sqrt(2) * 1.2533 * spread / np.sqrt(ratio.shape[1] * ratio.shape[4])
     middle = _lower(share, 2)
-    return np.asarray(work / np.where(np.abs(share / middle - 1) > chance, share, middle))
+    return work / np.where(np.abs(share / middle - 1) > chance, share, middle), chance
 
 
 def _lower(values: Block, axis: int) -> Block:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import InputError
+from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.ledger.account import Account, SpanFacts, blank_steps, blank_subs, no_steps
 from headway.ledger.arrivals import Lateness
@@ -155,7 +156,11 @@ class Ledger:
         return self.ledger_ns["unknown"] / self.total_ns if self.total_ns else 0.0
 
     def fraction(self, name: str) -> float:
-        """Return the share of a bucket or sub-line in the allocated device time."""
+        """Return the share of a bucket or sub-line in the allocated device time.
+
+        Raises `UnknownNameError` on a name that is neither.
+        """
+        pick({**dict.fromkeys(BUCKETS), **SUB_LINES}, name, "bucket or sub-line")
         amount = self.ledger_ns[name] if name in self.ledger_ns else self.sub_ns.get(name, 0)
         return amount / self.total_ns if self.total_ns else 0.0
 

@@ -10,6 +10,7 @@ realtime) pair that each wrote at its start. Times int64 ns.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from headway.ledger.arrivals import Lateness
 from headway.ledger.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.rows import NAME_ID, NAMES
-from headway.ledger.sampled import Windows, apply_windows, of_rank, window_shares
+from headway.ledger.sampled import Windows, apply_windows, moved, window_shares
 from headway.ledger.sweep import Ints
 from headway.ledger.timeline import trained_until
 from headway.trace.trace import Trace, concat
@@ -71,19 +72,38 @@ def recorded_account(runs: Sequence[RecordedRun]) -> Account:
     book = book_run(traces, meta, offsets)
     windows = None
     if str(meta.get("device_type", "cpu")) != "cpu":
-        windows = window_shares(book, _opened([path for run in runs for path in run.windows()]), meta)
+        files = [path for run in runs for path in run.windows()]
+        windows = window_shares(book, _opened(files, meta, offsets))
         apply_windows(book, windows)
     return _summed(book, traces, meta, windows)
 
 
-def _opened(files: Sequence[Path]) -> dict[int, list[Trace]]:
-    """Read the windows `r<rank>-w<number>.json`, by number."""
+def _opened(
+    files: Sequence[Path], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int]
+) -> dict[int, list[Trace]]:
+    """Read the windows `r<rank>-w<number>.json` by number, their times put on the common monotonic clock.
+
+    The profiler writes realtime. Each window has its own pair of clocks in RUN/tables; lacking that, the run's pair.
+    """
     windows: dict[int, list[Trace]] = {}
     for path in files:
         match = WINDOW_FILE.fullmatch(path.name)
-        if match:
-            windows.setdefault(int(match["number"]), []).append(of_rank(Trace.open(path), int(match["rank"])))
+        if not match:
+            continue
+        rank, number = int(match["rank"]), int(match["number"])
+        ahead = _window_clock(path.parent.parent / "tables" / f"r{rank}.json", number)
+        shift = _realtime(meta) if ahead is None else ahead - clock_offset_ns.get(rank, 0)
+        windows.setdefault(number, []).append(moved(Trace.open(path), rank, shift))
     return windows
+
+
+def _window_clock(tables: Path, number: int) -> int | None:
+    """Return realtime minus monotonic clock when a window was opened, None when its rank wrote none down."""
+    try:
+        facts = json.loads(tables.read_text())["windows"][str(number)]
+        return int(facts["realtime_ns"]) - int(facts["clock_ns"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _offsets(meta: Mapping[str, Any]) -> dict[int, int]:

@@ -117,7 +117,7 @@ def _worker(job: _Job) -> _Finding | None:
     found = job.factors
     if found is None:
         return None
-    by_worker, by_stage = (max(SLOW, chance) for chance in found.chance)
+    by_worker, by_stage = (max(SLOW, chance) for chance in found.noise)
     whole = found.slow_ranks(by_stage)
     slow = np.where(found.worker > by_worker, found.worker, 1.0)
     if (slow * whole <= 1).all():
@@ -141,7 +141,7 @@ def _last_stage(job: _Job) -> _Finding | None:
     if found is None:
         return None
     last = found.rank_of == found.rank_of[-1]
-    ratio = np.where(last & (found.stage.max(axis=0) > max(SLOW, found.chance[1])), np.maximum(found.stage, 1.0), 1.0)
+    ratio = np.where(last & (found.stage.max(axis=0) > max(SLOW, found.noise[1])), np.maximum(found.stage, 1.0), 1.0)
     if (ratio <= 1).all():
         return None
     explained = " (the sequence-length imbalance comes first)" if job.sequence.imbalanced else ""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -79,13 +78,12 @@ class Windows:
         return ("no profiler window was recorded: `useful` is what host records leave over, device gaps included",)
 
 
-def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]], meta: Mapping[str, Any]) -> Windows:
+def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Windows:
     """Cut every window of the run's last attempt against the host's labels.
 
-    `windows` maps a window's number to the traces of its ranks, their times on the realtime clock.
+    `windows` maps a window's number to the traces of its ranks, their times on the clock of the book.
     """
     ranks = {one.rows.rank: one for one in book.attempts[-1].books}
-    shift = int(meta.get("realtime_ns") or 0) - int(meta.get("start_ns") or 0) if meta.get("realtime_ns") else 0
     shares: dict[int, Ints] = {}
     used = 0
     for traces in windows.values():
@@ -94,7 +92,7 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]], meta: M
         late, _ = lateness_of(trace, found)
         for device, waited in zip(found, late, strict=True):
             host = ranks.get(device.rank)
-            table = _cut(device, waited, host, shift) if host is not None else None
+            table = _cut(device, waited, host) if host is not None else None
             if table is not None and table.any():
                 shares[device.rank] = shares.get(device.rank, 0) + table
                 used += 1
@@ -102,13 +100,13 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]], meta: M
     return Windows(shares, used, sum(int(table.sum()) for table in shares.values()), step_ns)
 
 
-def _cut(device: DeviceBook, waited: Ints, host: RankBook, shift: int) -> Ints | None:
+def _cut(device: DeviceBook, waited: Ints, host: RankBook) -> Ints | None:
     """Return [len(CLASSES), len(SEEN) + 1] ns of one window of one device, only inside steps; None outside them."""
     life, rows = host.life, host.rows
     pieces = device.pieces
     middle = pieces.start_ns + waited
-    start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1) - shift
-    end = np.stack([middle, pieces.end_ns], axis=1).reshape(-1) - shift
+    start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1)
+    end = np.stack([middle, pieces.end_ns], axis=1).reshape(-1)
     seen = np.stack([np.full(len(waited), SEEN.index("straggler.device")), _SEEN_OF_SUB[device.sub]], axis=1).reshape(
         -1
     )
@@ -158,6 +156,8 @@ def _apply(ns: Ints, shares: Ints, everyone: Ints) -> None:
     ns += added
 
 
-def of_rank(trace: Trace, rank: int) -> Trace:
-    """Return a window's trace with every row of `rank`: the file's name knows it even where the profiler does not."""
-    return replace(trace, events={**trace.events, "rank": np.full(len(trace), rank, np.int32)})
+def moved(trace: Trace, rank: int, shift: int) -> Trace:
+    """Return a window's trace, every row of `rank` (the file's name knows it), its times less `shift`."""
+    events = trace.events
+    ranks = np.full(len(trace), rank, np.int32)
+    return replace(trace, events={**events, "rank": ranks, "start_ns": events["start_ns"] - shift})

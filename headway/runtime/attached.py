@@ -12,6 +12,7 @@ rank, so one folder serves all ranks, or all hosts.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from headway.runtime.agent import RankSpec, Signals
 from headway.runtime.exit_class import OomWatch
 from headway.runtime.launch import RUNS, Attempts, ExitReport, LaunchOptions, open_recording, open_streams, report
 from headway.runtime.rank_env import Command, Place
-from headway.runtime.recording import write_json
+from headway.runtime.recording import Exit, write_json
 
 PEERS_S = 10.0
 """How long local rank 0 waits for the other ranks of its host to have written theirs."""
@@ -109,11 +110,23 @@ def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -
         ends = attempts.finish(group, watch)
     if place.local_rank == 0:
         _wait_for_peers(recording.path, place)
-    else:
-        row = asdict(recording.rows[-1]) | {"group_rank": place.group_rank}
-        (recording.path / "ranks").mkdir(exist_ok=True)
-        write_json(recording.path / "ranks" / f"r{place.rank}.json", row)
-    return report(options, recording, ends, signals)
+        return report(options, recording, ends, signals, peers=_peer_ends(recording.path, place))
+    ended = report(options, recording, ends, signals)
+    exit_ = Exit(ended.code, ended.cls, ended.first_rank, ended.traceback).json()
+    (recording.path / "ranks").mkdir(exist_ok=True)
+    row = asdict(recording.rows[-1]) | {"group_rank": place.group_rank, "exit": exit_}
+    write_json(recording.path / "ranks" / f"r{place.rank}.json", row)
+    return ended
+
+
+def _peer_ends(run: Path, place: Place) -> list[Exit]:
+    """Return how the other ranks of this host and attempt say they ended."""
+    rows = (json.loads(file.read_text()) for file in sorted((run / "ranks").glob("r*.json")))
+    return [
+        Exit(row["exit"]["code"], row["exit"]["class"], row["exit"]["first_rank"], row["exit"]["traceback"])
+        for row in rows
+        if row["group_rank"] == place.group_rank and row["attempt"] == place.attempt
+    ]
 
 
 def _spec(options: LaunchOptions, script: Sequence[str], place: Place, run: Path) -> RankSpec:
@@ -136,5 +149,10 @@ def _wait_for_peers(run: Path, place: Place) -> None:
     first = place.rank - place.local_rank
     others = [rank for rank in range(first, first + place.local_world_size) if rank != place.rank]
     deadline = time.monotonic() + PEERS_S
-    while time.monotonic() < deadline and not all((run / "ranks" / f"r{rank}.json").exists() for rank in others):
+    while time.monotonic() < deadline and not all(_wrote(run / "ranks" / f"r{rank}.json", place) for rank in others):
         time.sleep(0.05)
+
+
+def _wrote(file: Path, place: Place) -> bool:
+    """Say whether a rank has written its end of this attempt."""
+    return file.exists() and json.loads(file.read_text())["attempt"] == place.attempt

@@ -112,6 +112,8 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ) -> 
     )
     os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_ENTRIES)
+    if is_main:
+        recorder.open()  # a child waits for its first record: most have none
     session = Session(Probes(recorder, environ["HEADWAY_RUN"]), finder)
     _SESSIONS["active"] = session
     atexit.register(session.finish)

@@ -27,6 +27,31 @@ from typing import Final
 CLASSES: Final = ("ok", "user", "oom", "hang", "infra", "preempted")
 """Every exit class."""
 
+ADVICE: Final = {
+    "ok": "nothing failed",
+    "user": "starting it again would fail again",
+    "oom": "starting it again would fail again: lower the batch size, or the number of loader workers",
+    "hang": "a rank did not come to a collective: compare the ends of RUN/logs; starting it again may help",
+    "infra": "not the script's fault by all appearances: starting it again may help",
+    "preempted": "stopped from outside: start it again to go on",
+}
+"""Exit class -> whether to start again."""
+
+FIXES: Final = (
+    (
+        r"insufficient shared memory|signal: Bus error",
+        "give /dev/shm more room (docker --shm-size=8g), or use fewer workers",
+    ),
+    (r"Too many open files", "raise the limit of open files: ulimit -n 65536"),
+    (r"No space left on device", "free some disk space, or write elsewhere"),
+    (r"signal: Killed", "a loader worker was killed, most likely for memory: use fewer workers or smaller prefetch"),
+    (r"Address already in use", "let the launcher choose the port: drop --master-port"),
+)
+"""(pattern in the last words of a rank, what to do about it)."""
+
+BLAME: Final = ("user", "oom", "hang", "infra", "preempted", "ok")
+"""Classes in the order in which they explain a run of which several launchers each saw a part."""
+
 HEADER = "Traceback (most recent call last):"
 
 _RANK = re.compile(r"^\[rank\d+\]:(?: |$)")
@@ -178,6 +203,12 @@ def classify(end: RankEnd | None, *, preempted: bool = False) -> str:
         return "user"
     own = end.code > 0 or bool(message)
     return "user" if own and not is_secondary(end) and not _INFRA.search(text) else "infra"
+
+
+def advice(end: RankEnd, cls: str) -> str:
+    """Return what to do about this end: the fix of a known cause, else whether a new start may help."""
+    words = end.stderr[-4096:]
+    return next((fix for pattern, fix in FIXES if re.search(pattern, words)), ADVICE[cls])
 
 
 def exit_status(code: int) -> int:

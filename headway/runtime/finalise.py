@@ -11,6 +11,7 @@ run.json says of the ranks' doings. Times in int64 ns on CLOCK_MONOTONIC.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,23 @@ def finalise_attempt(
     return written
 
 
-def facts(run: Path) -> dict[str, Any]:
-    """Return what run.json says of the ranks' doings: applied, loaders, device_type, bytes_per_step, dropped."""
+def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
+    """Return what run.json says of the ranks' doings: applied, loaders, device_type, bytes_per_step, dropped, spawned.
+
+    `ranks` are those of this host, None = all; ranks that a script spawned itself are always found and returned as
+    rows under `spawned`.
+    """
     import pyarrow.parquet as pq
 
     steps, dropped, size, device = 0, 0, 0, "cpu"
+    spawned: dict[int, dict[str, Any]] = {}
     for path in sorted((run / "events").glob("a*-r*.parquet")):
-        meta = json.loads((pq.read_metadata(path).metadata or {}).get(parquet.TABLES_KEY, b"{}")).get("meta", {})
+        tables = json.loads((pq.read_metadata(path).metadata or {}).get(parquet.TABLES_KEY, b"{}"))
+        meta, known = tables.get("meta", {}), tables.get("ranks", {})
+        for rank, row in _spawned_here(known, meta).items():
+            spawned[rank] = row
+        if ranks is not None and not {int(rank) for rank in known} & (ranks | set(spawned)):
+            continue
         steps += int(meta.get("num_steps", 0))
         dropped += int(meta.get("dropped", 0))
         size += path.stat().st_size
@@ -66,15 +77,32 @@ def facts(run: Path) -> dict[str, Any]:
         "device_type": device,
         "dropped": dropped,
         "bytes_per_step": round(size / steps, 1) if steps else None,
+        "spawned": list(spawned.values()),
+    }
+
+
+def _spawned_here(known: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return rows of the ranks that a script spawned on this host; how they ended only their parent knows."""
+    return {
+        int(rank): {
+            "rank": int(rank),
+            "local_rank": int(rank),
+            "pid": facts["pid"],
+            "start_ns": facts.get("start_ns"),
+            "end_ns": facts.get("end_ns"),
+            "exit_code": None,
+            "attempt": int(meta.get("attempt", 0)),
+        }
+        for rank, facts in known.items()
+        if facts.get("role") == "spawned" and facts.get("host") == socket.gethostname()
     }
 
 
 def applied(run: Path) -> list[Any]:
     """Return what the ranks applied or refused: the entries of the lowest rank that wrote any."""
     for path in sorted((run / "applied").glob("r*.json"), key=lambda p: int(p.stem[1:])):
-        try:
-            found = json.loads(path.read_text())
-        except (OSError, ValueError):
+        found = json_object(path)
+        if not found:
             continue
-        return list(found if isinstance(found, list) else found.get("applied", []))
+        return list(found.get("remedies", []))
     return []

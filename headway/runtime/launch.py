@@ -12,9 +12,10 @@ elastic rendezvous (`headway.runtime.elastic`). Seconds are wall seconds.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +24,11 @@ from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
 from headway.runtime.exit_class import (
+    BLAME,
     HEADER,
     OomWatch,
     RankEnd,
+    advice,
     classify,
     exit_status,
     first_failure,
@@ -142,6 +145,8 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
     if not options.module and not options.no_python and not Path(script[0]).exists():
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Check the path.")
+    if options.no_python and shutil.which(script[0]) is None:
+        raise InputError(f"the program {script[0]!r} cannot be run. Check the path, or drop --no-python for a script.")
     if options.apply is not None and not options.apply.is_file():
         raise InputError(f"--apply {options.apply} is not a file. Write one with: headway plan RUN -o {options.apply}")
     hosts = parse_hosts(options.nnodes)
@@ -327,12 +332,14 @@ class Attempts:
     def _end_of(self, rank: RankProcess, watch: OomWatch | None) -> RankEnd:
         tail = self.streams.tail(rank.spec.rank)
         code = rank.code if rank.code is not None else 0
-        killed = code == -9 and not rank.told and watch is not None and watch.killed(rank.pid)
+        text = tail.text()
+        suspect = code == -9 or "killed by signal: Killed" in text[-4096:]  # the rank, or one of its loader workers
+        killed = suspect and not rank.told and watch is not None and watch.killed(rank.pid)
         return RankEnd(
             rank.spec.rank,
             code,
             rank.end_ns or 0,
-            tail.text(),
+            text,
             tail.arrival_ns(HEADER.encode()),
             rank.told,
             killed,
@@ -345,30 +352,37 @@ def report(
     ends: Sequence[RankEnd],
     signals: Signals,
     *,
-    show: Callable[[str], object] = sys.stderr.write,
+    peers: Sequence[Exit] = (),
 ) -> ExitReport:
-    """Class the exit, write the last run.json, and show the first failing rank's traceback last."""
+    """Class the exit, write the last run.json, and show the first failing rank's traceback last.
+
+    `peers` are the ends that other launchers of this run saw: a fault of its
+    own there explains what looked like a stop from outside here.
+    """
     first = first_failure(ends)
     cls = classify(first, preempted=signals.preempted)
     if cls == "ok" and signals.stop:
         cls = "user"  # Ctrl-C, and every rank left with 0
     code = exit_status(first.code) if first else 0
-    traceback = traceback_of(first.stderr) if first else None
-    recording.end(Exit(code, cls, first.rank if first else None, traceback))
+    own = Exit(code, cls, first.rank if first else None, traceback_of(first.stderr) if first else None)
+    shown = min([own, *peers], key=lambda end: BLAME.index(end.cls))
+    recording.end(shown)
     for problem in recording.problems:
         say(options, problem)
     if first is not None:
-        show(_failure_text(first, cls, code, traceback, recording.path))
+        sys.stderr.write(_failure_text(first, own, recording.path))
         sys.stderr.flush()
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
-    return ExitReport(code, cls, first.rank if first else None, traceback, seconds, recording.path)
+    return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path)
 
 
-def _failure_text(first: RankEnd, cls: str, code: int, traceback: str | None, run: Path) -> str:
-    how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {code}"
-    head = f"headway: rank {first.rank} failed first ({how}, class {cls}); the run is in {run}\n"
-    if traceback:
-        return head + traceback + "\n"
+def _failure_text(first: RankEnd, end: Exit, run: Path) -> str:
+    """Return the last words on stderr: who failed, of what class, what to do, and the traceback."""
+    how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
+    what = f"{how}, class {end.cls}): {advice(first, end.cls)}"
+    head = f"headway: rank {first.rank} failed first ({what}. The run is in {run}\n"
+    if end.traceback:
+        return head + end.traceback + "\n"
     last = [line for line in first.stderr.splitlines() if line.strip()][-5:]
     return head + "".join(f"  {line}\n" for line in last)
 

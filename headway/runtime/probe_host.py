@@ -16,7 +16,7 @@ COMPILE = SPANS["host.compile"].code
 
 def join_gc(callbacks: list[Any], probes: Probes) -> Callable[[], None]:
     """Join `gc.callbacks`; keeps the running total of `probes.gc_ns`. Returns the undo."""
-    emit, total = probes.emit, probes.gc_ns
+    emit, total, recorder = probes.emit, probes.gc_ns, probes.recorder
     started = 0
 
     def collected(phase: str, info: dict[str, int]) -> None:
@@ -27,6 +27,8 @@ def join_gc(callbacks: list[Any], probes: Probes) -> Callable[[], None]:
             return
         duration = now() - started
         total[0] += duration
+        if not recorder.path:
+            return  # a forked child that has recorded nothing else: it gets no ring for its collections
         try:
             emit(GC, started, duration, info["generation"], info["collected"])
         except Exception as cause:

@@ -116,7 +116,7 @@ def fetcher_init(original: Callable[..., Any], probes: Probes) -> Callable[..., 
     pid = os.getpid()
 
     @functools.wraps(original)
-    def __init__(self: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> None:  # noqa: N807
+    def initialise(self: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> None:
         """Initialise the fetcher, then note in which life of this process's dataset it is."""
         nonlocal lives, pid
         original(self, dataset, auto_collation, collate_fn, drop_last)
@@ -128,7 +128,7 @@ def fetcher_init(original: Callable[..., Any], probes: Probes) -> Callable[..., 
         except Exception as cause:
             probes.failed("fetcher", cause)
 
-    return __init__
+    return initialise
 
 
 def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:

@@ -79,6 +79,9 @@ class Probes:
     listeners: list[Callable[[int], int]] = field(default_factory=list)
     """Called by `wake` with the optimizer's index; each returns the number of optimizer steps until its next call."""
 
+    wanted: dict[Callable[[int], int], int] = field(default_factory=dict)
+    """Listener -> optimizer step of its next call; one that is not listed is called at the next step."""
+
     tables: dict[str, Any] = field(default_factory=lambda: {"patches": {}, "groups": {}, "optimizers": {}})
     """What codes in the records mean; written to RUN/tables/r<rank>.json."""
 
@@ -100,18 +103,21 @@ class Probes:
         sys.stderr.write(f"headway: {name} is not recorded: {reason}\n")
 
     def wake(self, optimizer: int) -> None:
-        """Call the listeners: an optimizer step that one of them waits for has ended."""
+        """Call the listeners whose step has come: an optimizer step that one of them waits for has ended."""
         self.mark_cpu()
-        pause = NEVER
+        steps, due = self.steps[0], NEVER
         for listener in tuple(self.listeners):
             try:
-                pause = min(pause, listener(optimizer))
+                wanted = self.wanted.get(listener, 0)
+                if steps >= wanted:
+                    wanted = self.wanted[listener] = steps + listener(optimizer)
+                due = min(due, wanted)
             except Exception as cause:
                 self.listeners.remove(listener)
-                self.failed("windows", cause)
-        if self.steps[0] == 1:
+                self.failed(getattr(listener, "__qualname__", "a listener"), cause)
+        if steps == 1:
             self.write_tables()
-        self.due[0] = self.steps[0] + pause
+        self.due[0] = due
 
     def mark_cpu(self) -> None:
         """Note the CPU time of the calling thread: it tells a replay whether compute occupies a core of the host."""
@@ -142,12 +148,22 @@ class Probes:
         if not self.leads:
             return
         rank = self.recorder.rank
-        tables = {**self.tables, "rank": rank, "attempt": self.recorder.attempt}
+        tables = {**self.tables, "rank": rank, "attempt": self.recorder.attempt, "device_type": device_type()}
         for folder, content in (("tables", tables), ("loaders", self.loaders)):
             try:
                 write_json(f"{self.run}/{folder}/r{rank}.json", content)
             except (OSError, TypeError, ValueError) as cause:
                 self.failed(f"{folder} file", cause)
+
+
+def device_type() -> str:
+    """Return the name of the CUDA device that this process trains on, 'cpu' while it has touched none."""
+    torch = sys.modules.get("torch")
+    try:
+        cuda = torch.cuda  # type: ignore[union-attr]  # no torch, or one half imported: the except below
+        return str(cuda.get_device_name()) if cuda.is_initialized() else "cpu"
+    except (AttributeError, RuntimeError, AssertionError):
+        return "cpu"
 
 
 def write_json(path: str, content: object) -> None:

@@ -58,6 +58,15 @@ class Exit:
     first_rank: int | None = None
     traceback: str | None = None
 
+    def json(self) -> dict[str, Any]:
+        """Return the entry of run.json; what looks like a secret in the traceback is replaced."""
+        return {
+            "code": self.code,
+            "class": self.cls,
+            "first_rank": self.first_rank,
+            "traceback": self.traceback and redact.text(self.traceback),
+        }
+
 
 def next_folder(base: Path, script: str) -> Path:
     """Make and return `base/<script>-<n>` with the first free n >= 1."""
@@ -148,8 +157,10 @@ class Recording:
         from headway.runtime.drain import Drainer
 
         self.attempt = attempt
+        kept = sum(file.stat().st_size for file in (self.path / "events").glob("*.parquet"))
+        budget = max(self.max_run_bytes // 4 - kept // 2, self.max_run_bytes // 32)
         self.drainer = Drainer(
-            self.path, attempt=attempt, budget_bytes=self.max_run_bytes // 4, rank=self.rank_only, earlier=self.drainer
+            self.path, attempt=attempt, budget_bytes=budget, rank=self.rank_only, earlier=self.drainer
         )
         self.drainer.start()
         return self.drainer
@@ -178,11 +189,20 @@ class Recording:
         except OSError as cause:
             self.problems.append(f"run.json could not be written: {cause}")
 
+    def _own_ranks(self) -> set[int]:
+        """Return the ranks of this host: those launched here, and those that wrote their own row."""
+        others = (json.loads(file.read_text()) for file in (self.path / "ranks").glob("r*.json"))
+        joined = {row["rank"] for row in others if row.get("group_rank", 0) == self.group_rank}
+        return joined | {row.rank for row in self.rows}
+
     def write(self, *, exit_: Exit | None = None, end_ns: int | None = None) -> None:
         """Write run.json, whole or not at all."""
         if not self.leads:
             return
-        from_ranks = gather(self.path) if exit_ is not None else {}
+        from_ranks = gather(self.path, self._own_ranks()) if exit_ is not None else {}
+        rows = [asdict(row) for row in self.rows]
+        launched = {row.rank for row in self.rows}
+        rows += [row for row in from_ranks.get("spawned", []) if row["rank"] not in launched]
         facts: dict[str, Any] = {
             "schema": SCHEMA,
             "run_id": self.run_id,
@@ -196,17 +216,11 @@ class Recording:
             "end_ns": end_ns,
             "realtime_ns": self.realtime_ns,
             "nproc": self.nproc,
-            "world_size": self.world_size,
+            "world_size": max(self.world_size, len({row["rank"] for row in rows})),
             "device_type": from_ranks.get("device_type", "cpu"),
             "cores": len(os.sched_getaffinity(0)),
-            "ranks": [asdict(row) for row in self.rows],
-            "exit": exit_
-            and {
-                "code": exit_.code,
-                "class": exit_.cls,
-                "first_rank": exit_.first_rank,
-                "traceback": exit_.traceback and redact.text(exit_.traceback),
-            },
+            "ranks": rows,
+            "exit": exit_.json() if exit_ is not None else None,
             "baseline": self.baseline,
             "plan": "plan.json" if self.plan is not None else None,
             "applied": from_ranks.get("applied", []),
@@ -225,8 +239,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(draft, path)
 
 
-def gather(path: Path) -> dict[str, Any]:
-    """Collect what the ranks and the finalised events say: applied remedies, loaders, device, sizes."""
+def gather(path: Path, ranks: set[int]) -> dict[str, Any]:
+    """Collect what this host's `ranks` and their finalised events say: applied remedies, loaders, device, sizes."""
     from headway.runtime.finalise import facts
 
-    return facts(path)
+    return facts(path, ranks=ranks)

@@ -87,6 +87,7 @@ class Windows:
         self._writers: list[threading.Thread] = []
         self._undo = self._watch_user()
         if not self.stopped:
+            os.register_at_fork(before=self.drop)
             probes.listeners.append(self.listen)
             probes.due[0] = probes.steps[0] + 1
 
@@ -207,10 +208,10 @@ class Windows:
         from headway.runtime.patches import replace_attribute
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-            def prepare(profile: Any) -> Any:
+            def prepare(*args: Any, **kwargs: Any) -> Any:
                 """Make way, then prepare the script's own profiler."""
                 self.abort("the script runs a profiler")
-                return original(profile)
+                return original(*args, **kwargs)
 
             return prepare
 
@@ -223,6 +224,10 @@ class Windows:
     def abort(self, reason: str) -> None:
         """Drop an open window and open no more."""
         self.stopped = reason
+        self.drop()
+
+    def drop(self) -> None:
+        """Drop an open window: also before a fork, for a child would go on profiling for ever."""
         if self._open is not None:
             self._open = None
             with contextlib.suppress(Exception), quiet_stderr():

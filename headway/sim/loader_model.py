@@ -14,7 +14,7 @@ taken. Times are int64 ns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,15 @@ SLACK_NS = 3 * NS_PER_MS
 """A batch that was loaded this long before it was asked for had surely been handed over."""
 
 
+SAFE_SAMPLERS = (
+    "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
+)  # fmt: skip
+"""Samplers whose order depends on nothing that training changes: reading them ahead is safe."""
+
+MAX_PRESSURE = 10.0
+"""Beyond this, run-queue wait says more about single wake-ups than about the host."""
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Costs that a run without workers, or without a cache, cannot show: typical of torch 2.13 and fork on Linux."""
@@ -35,7 +44,7 @@ class Costs:
     handoff_ns: int = 700 * NS_PER_US
     """From the end of a load until the training thread can take the batch: pickling, a pipe, a wake-up."""
 
-    receive_ns: int = 500 * NS_PER_US
+    receive_ns: int = 900 * NS_PER_US
     """Taking a batch that is ready: one descriptor per tensor, a mapping, the next index handed out."""
 
     per_byte_ns: float = 0.12
@@ -59,11 +68,17 @@ class Costs:
     hit_per_byte_ns: float = 0.25
     """More of it for each byte: the copy that is handed out."""
 
-    log_ns: int = 15 * NS_PER_US
-    """Handing one log record to a background thread."""
+    log_ns: int = 350 * NS_PER_US
+    """What a log record still costs when a background thread handles it: the hand-over, and the handler's own CPU time,
+    which comes back through the interpreter's lock. Only what blocks is won."""
 
     collect_ns: int = 2 * NS_PER_MS
     """One collection of garbage when everything old is frozen."""
+
+    def slowed(self, factor: float) -> Costs:
+        """Return the costs on a host whose other work makes CPU time take `factor` times as long."""
+        names = ("handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns")
+        return replace(self, **{name: round(getattr(self, name) * factor) for name in names})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +138,9 @@ class LoaderModel:
     tunable: NDArray[np.bool_]
     """[i] Whether the number of workers may change."""
 
+    cacheable: NDArray[np.bool_]
+    """[i] Whether its examples have an index that a cache can go by."""
+
     batch_size: NDArray[np.int64]
     """[i] Examples per batch."""
 
@@ -160,7 +178,8 @@ class LoaderModel:
             stop_ns=np.where(batches.end_segment >= 0, lane.duration_ns[np.maximum(batches.end_segment, 0)], 0),
             prefetch=np.array([int(fact.get("prefetch_factor") or 2) for fact in told], dtype=np.int64),
             persistent=np.array([bool(fact.get("persistent")) for fact in told], dtype=bool) & (batches.epoch > 0),
-            tunable=np.array([not fact.get("reason_untunable") for fact in told], dtype=bool),
+            tunable=np.array([not untunable(fact) for fact in told], dtype=bool),
+            cacheable=np.array([not fact.get("reason_untunable") for fact in told], dtype=bool),
             batch_size=np.array([int(fact.get("batch_size") or 1) for fact in told], dtype=np.int64),
             take_ns=take,
             handoff_ns=handoff,
@@ -204,11 +223,12 @@ class LoaderModel:
             size = self.batch_size[self.batches.iterator]
             # Dealt anew among shards, an example was at this rank in one of `e` epochs with 1 - (1 - 1 / shards)^e.
             seen = np.maximum(self.batches.epoch[self.batches.iterator] - scenario.cache_cold + 1, 0)
-            chance = scenario.cache_fraction * (1 - (1 - 1 / scenario.cache_shards) ** seen)
+            kept = scenario.cache_fraction * self.cacheable[self.batches.iterator]
+            chance = kept * (1 - (1 - 1 / scenario.cache_shards) ** seen)
             hits = np.random.default_rng(seed).binomial(size, chance)
             share = hits / size
             # What misses and has a place is copied too: into the cache.
-            copied = np.maximum(hits, scenario.cache_fraction * size)
+            copied = np.maximum(hits, kept * size)
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
             fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
@@ -237,6 +257,16 @@ class LoaderModel:
         stop = np.where((workers == had) & (stays == _survives(self)), self.stop_ns, stop)
         first = np.where(keeps & ~kept, 0.0, np.where(~keeps & kept, float(self.costs.first_ns), self.first_ns))
         return made.astype(np.float64), first, stop.astype(np.float64)
+
+
+def untunable(fact: Mapping[str, Any]) -> str:
+    """Say why a loader with these facts (of run.json) must keep its number of workers; '' if it need not."""
+    if fact.get("reason_untunable"):
+        return str(fact["reason_untunable"])
+    sampler = fact.get("sampler")
+    if sampler is not None and sampler not in SAFE_SAMPLERS:
+        return f"{sampler}: a sampler of the script's own must not be read ahead"
+    return ""
 
 
 def _survives(model: LoaderModel) -> NDArray[np.bool_]:
@@ -333,3 +363,17 @@ def own_service(batches: tuple[Batches, ...]) -> float:
     order = np.argsort(instant, kind="stable")
     load = np.cumsum(change[order])[:-1]
     return float((np.minimum(load, 1.0) * np.diff(instant[order])).sum() / blocked.sum())
+
+
+def host_pressure(batches: tuple[Batches, ...], cores: int) -> float:
+    """Return how much longer CPU work takes because others want the cores too: (CPU + run-queue wait) / CPU, >= 1.
+
+    Told from the loads of a job that leaves itself enough cores, so that it
+    does not wait for itself; 1 where that cannot be told.
+    """
+    users = len(batches) + sum(int(part.workers.max(initial=0)) for part in batches)
+    parts = np.concatenate([part.part_ns for part in batches]).sum(axis=0)
+    cpu_ns, starved_ns = float(parts[2] + parts[3]), float(parts[1])
+    if users > cores or cpu_ns <= 0:
+        return 1.0
+    return min(MAX_PRESSURE, (cpu_ns + starved_ns) / cpu_ns)

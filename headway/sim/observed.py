@@ -27,6 +27,7 @@ from headway.core.tables import pick
 from headway.sim.dag import Dag
 from headway.sim.edits import Edit, Scenario, scenario_of
 from headway.sim.observed_edges import DEVICE, EDGE_CLASSES, FINDERS, Ints, Operations
+from headway.sim.program import Program
 from headway.sim.replay import replay
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
@@ -34,8 +35,9 @@ from headway.trace.vocabulary import KIND
 DELAYS: tuple[str, ...] = ("none", "host", "all")
 """Which residual gaps stay: launch gaps only; those of host threads too; all of them."""
 
-MODELS: tuple[str, ...] = ("auto", "observed", "ddp")
-"""Names that `Dag.from_trace` takes: 'ddp' is 'observed' that insists on collectives."""
+MODELS: tuple[str, ...] = ("auto", "observed", "ddp", "recorded")
+"""Names that `Dag.from_trace` takes: 'ddp' is 'observed' that insists on collectives, 'recorded' is for headway's own
+runs."""
 
 MAX_DISCREPANCY = 0.05
 """A replay that misses the observed makespan by more refuses what-ifs."""
@@ -121,8 +123,17 @@ def observe(trace: Trace, *, classes: Collection[str] = tuple(EDGE_CLASSES), del
 
 
 def from_trace(trace: Trace, model: str = "auto") -> Dag:
-    """Return the Dag of a profiler trace: what `Dag.from_trace` calls. `model` is one of `MODELS`."""
+    """Return the Dag of a trace: what `Dag.from_trace` calls.
+
+    `model` is one of `MODELS`; 'auto' takes 'recorded' for rows of headway's
+    own recorder (steps with optimizer steps), else 'observed'. A 'recorded'
+    Dag is for `greedy`; its durations are `Program.unrolled().duration_ns`.
+    """
     pick(dict.fromkeys(MODELS), model, "model")
+    own = trace.named("step").any() and trace.named("optimizer.step").any()
+    if model == "recorded" or (model == "auto" and own):
+        program = Program.from_trace(trace, trace.meta)
+        return replace(program.unrolled().dag, coverage=1.0, fidelity=program.fidelity)
     if model == "ddp" and not (trace.events["kind"] == KIND["COLL"]).any():
         raise InputError("the trace has no collective, so there is nothing of DDP in it. Use model='observed'.")
     return observe(trace).dag

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
-from headway.sim.loader_model import Costs, LoaderModel, Loading, own_service, storage_is_shared
+from headway.sim.loader_model import Costs, LoaderModel, Loading, host_pressure, own_service, storage_is_shared
 from headway.sim.recording import LABEL, LABELS, Recording
-from headway.sim.unroll import COMPUTE, edited_segments, unroll
+from headway.sim.unroll import COMPUTE, Unrolled, edited_segments, unroll
 from headway.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -103,6 +103,9 @@ class Program:
     busy_known: bool
     """Whether the run says so; if not, the share that explains the run best was taken."""
 
+    pressure: float
+    """How much longer CPU work takes because of other work on the host; assumed costs are multiplied by it."""
+
     starved: float
     """Share of the run-queue wait of loads that other work on the host causes, and that edits leave as it is."""
 
@@ -142,7 +145,6 @@ class Program:
         `costs` replaces the typical costs of what the run cannot show. Raises
         `InputError` when too few steps were recorded.
         """
-        costs = costs or Costs()
         num_ranks = max(1, len({int(rank) for rank in np.unique(trace.events["rank"]) if rank >= 0}))
         recording = Recording.from_trace(trace, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
         warm = _first_steady(recording)
@@ -152,6 +154,11 @@ class Program:
                 f"{MIN_STEPS} steady ones. Record more steps."
             )
         told = facts.get("loaders") or {}
+        # Cores that nobody counted are taken to have been enough.
+        enough = num_ranks + sum(int(part.workers.max(initial=0)) for part in recording.batches)
+        cores = int(facts.get("cores") or enough)
+        pressure = host_pressure(recording.batches, cores) if costs is None else 1.0
+        costs = (costs or Costs()).slowed(pressure)
         models = tuple(
             LoaderModel.of(batches, lane, told, costs)
             for batches, lane in zip(recording.batches, recording.lanes, strict=True)
@@ -164,7 +171,8 @@ class Program:
         program = cls(
             recording=recording,
             models=models,
-            cores=max(1, int(facts.get("cores") or 1)),
+            cores=cores,
+            pressure=pressure,
             busy=np.nan_to_num(busy, nan=1.0),
             busy_known=bool(np.isfinite(busy).all()),
             starved=1.0,
@@ -217,10 +225,20 @@ class Program:
             self.replays[key] = self._replay(scenario, seed, self.models, whole=whole)
         return self.replays[key]
 
+    def unrolled(self, edits: Iterable[Edit | str] = ()) -> Unrolled:
+        """Return the operations, their order and their durations under `edits`: what a prediction replays."""
+        return self._unrolled(scenario_of(edits), 0, self.models)
+
     def _replay(
         self, scenario: Scenario, seed: int, models: tuple[LoaderModel, ...], *, whole: bool = True
     ) -> NDArray[np.float64]:
-        """Replay; `whole` as in `edited_segments`."""
+        ends = self._unrolled(scenario, seed, models, whole=whole).step_end_ns()[:, self.warm - 1 :]
+        return np.asarray(np.diff(ends, axis=1).mean(axis=0), dtype=np.float64)
+
+    def _unrolled(
+        self, scenario: Scenario, seed: int, models: tuple[LoaderModel, ...], *, whole: bool = True
+    ) -> Unrolled:
+        """Unroll; `whole` as in `edited_segments`."""
         shared = self.shares_storage(scenario)
         pace = self._load_pace(scenario.straggler)
         loading = tuple(
@@ -229,17 +247,14 @@ class Program:
             )
             for index, (model, factor) in enumerate(zip(models, pace, strict=True))
         )
-        unrolled = unroll(
+        return unroll(
             self.recording,
             loading,
-            scenario,
             segment_ns=edited_segments(self.recording, scenario, self.costs, whole=whole),
             busy=self.busy,
             cores=scenario.cores or self.cores,
             shared_storage=shared,
         )
-        ends = unrolled.step_end_ns()[:, self.warm - 1 :]
-        return np.asarray(np.diff(ends, axis=1).mean(axis=0), dtype=np.float64)
 
     def shares_storage(self, scenario: Scenario) -> bool:
         """Say whether loads queue for one pipe under `scenario`: as told, else as the run shows, else not."""
@@ -332,6 +347,13 @@ class Program:
         loads = any(batches.part_ns[:, 0].any() for batches in self._batches)
         if self._assumes_handoff(scenario):
             notes.append("The hand-off from workers was not recorded: typical costs are assumed.")
+        kept = sorted({int(group) for m in self.models for group in m.batches.group[~m.tunable]})
+        if scenario.workers is not None and kept:
+            notes.append(f"Loader {', '.join(map(str, kept))} must not be read ahead and keeps its workers.")
+        if self.pressure > 1.5 and (scenario.workers or scenario.buffered_logging):
+            notes.append(
+                f"Other work on the host makes CPU work take {self.pressure:.1f} times as long, as it did then."
+            )
         if scenario.workers and loads and self.shared is None and scenario.storage_shared is None:
             notes.append("Storage is assumed to serve all workers at full speed (storage=shared if it does not).")
         if (scenario.workers or scenario.cores) and not self.busy_known:

@@ -93,7 +93,6 @@ class _Ops:
 def unroll(
     recording: Recording,
     loading: tuple[Loading, ...],
-    scenario: Scenario,
     *,
     segment_ns: tuple[NDArray[np.float64], ...],
     busy: NDArray[np.float64],

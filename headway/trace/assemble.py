@@ -82,7 +82,7 @@ def build(
         names=NAMES,
         lanes=lanes,
         groups=_groups(tables),
-        ranks={rank: _rank_facts(lead, row)},
+        ranks={rank: _rank_facts(lead, row, marks[0])},
         meta={
             "source": "headway",
             "attempt": attempt,
@@ -164,12 +164,16 @@ def _set_depth(rows: Rows) -> None:
     rows.depth[real] = Nesting.of(key.reshape(-1), rows.start_ns[real], rows.duration_ns[real]).depth
 
 
-def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None) -> dict[str, Any]:
+def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: Rows) -> dict[str, Any]:
+    """Return what is known of the rank; `life` is its process row."""
     header = lead.header
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "pid": header.pid,
+        "role": header.role,
         "local_rank": header.local_rank,
+        "start_ns": int(life.start_ns[0]),
+        "end_ns": int(life.start_ns[0] + life.duration_ns[0]),
         "clock": [[header.clock_ns, header.realtime_ns]],
     }
     if row is not None:

@@ -104,14 +104,23 @@ class Rows:
         return {**found, "rank": np.full(len(order), rank, np.int32)}
 
 
-def lane_name(header: RingHeader, thread: int, *, leads: bool) -> str:
-    """Return the lane of thread `thread` (0 = main) of the process of `header`."""
+def lane_name(header: RingHeader, thread: int, *, leads: bool, training: int = 0) -> str:
+    """Return the lane of thread `thread` (0 = the process's first) of the process of `header`.
+
+    In the process that leads, thread `training` is lane 'main'.
+    """
     names = header.threads
-    suffix = names[thread - 1] if 0 < thread <= len(names) else f"{thread}"
+    suffix = "MainThread" if thread == 0 else names[thread - 1] if thread <= len(names) else f"{thread}"
     if leads:
-        return "main" if thread == 0 else f"thread/{suffix}"
+        return "main" if thread == training else f"thread/{suffix}"
     base = f"loader/{header.worker}" if header.role == "loader" else f"process/{header.pid}"
     return base if thread == 0 else f"{base}/{suffix}"
+
+
+def training_thread(records: NDArray[np.void]) -> int:
+    """Return the thread that makes the optimizer updates: the first one, unless only others make any."""
+    lanes, counts = np.unique(records["lane"][records["code"] == SPANS["optimizer.step"].code], return_counts=True)
+    return 0 if not len(lanes) or lanes[0] == 0 else int(lanes[counts.argmax()])
 
 
 def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
@@ -121,8 +130,9 @@ def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
     rows.start_ns[:] = records["start_ns"]
     rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
     rows.process[:] = process.header.pid
+    training = training_thread(records) if leads else 0
     for thread in np.unique(records["lane"]):
-        name = lane_name(process.header, int(thread), leads=leads)
+        name = lane_name(process.header, int(thread), leads=leads, training=training)
         if name not in lanes:
             lanes.append(name)
         rows.lane[records["lane"] == thread] = lanes.index(name)
@@ -135,6 +145,9 @@ def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
             if column:
                 getattr(rows, column)[mask] = records[number][mask]
     _attach_parts(rows, records)
+    if leads:
+        # On a device the hooks of backward run in autograd's thread, while the training thread waits for it.
+        rows.lane[records["code"] == SPANS["comm.wait"].code] = lanes.index("main")
     return rows.where(rows.name >= 0)
 
 

@@ -33,7 +33,7 @@ def run(
     plan = read_plan(options.plan_path) if options.plan_path else None
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
     report = launch(options.launch_options(REMEDIES if plan else {}, baseline), script)
-    if not options.quiet or options.json:
+    if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last
         tell(report, plan, baseline, as_json=options.json)
     return report.code
 

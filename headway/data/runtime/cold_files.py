@@ -1,0 +1,151 @@
+"""Makes the files of a dataset cold: their pages leave the page cache before they are read.
+
+A file is dropped once per pass over the data and process: when Python code
+inside the dataset opens it, and, for what is open or mapped already (C
+libraries, memory maps), when a pass begins and after its first batch. Dirty
+pages are written back first. Files that are open for writing, programs and
+libraries are left alone. Needs no rights but to read the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.data import get_worker_info
+
+SLOTS = 512
+"""Loader workers that can count at a time, each in a place of its own."""
+
+
+class ColdFiles:
+    """The files of this process's dataset; forked loader workers inherit it and count in shared memory."""
+
+    def __init__(
+        self,
+        run: str,
+        fetching: list[bool],
+        paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._run, self._fetching, self._paused = os.path.join(os.path.abspath(run), ""), fetching, paused
+        self._counts = mmap.mmap(-1, 8 * SLOTS)
+        self._done: set[str] = set()
+        self._dropping = False
+        self._others = open_files()
+        """What was open before the script began: the locale, the launcher's pipes."""
+
+    def num_dropped(self) -> int:
+        """Return how many files were dropped so far, all workers together; one counts again in each pass."""
+        return sum(struct.unpack(f"{SLOTS}q", self._counts[:]))
+
+    def opened(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Drop a file that the dataset opens to read: an audit hook, called before the file is opened."""
+        if event != "open" or not self._fetching[0] or self._dropping:
+            return
+        path, _, flags = arguments
+        if isinstance(path, (str, bytes)) and not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY):
+            self._drop_all([os.fsdecode(path)])
+
+    def around_fetcher(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the fetcher's constructor, where a pass begins in the process that reads."""
+
+        @functools.wraps(original)
+        def __init__(fetcher: Any, *arguments: Any) -> None:  # noqa: N807 - it stands in for the method of that name
+            original(fetcher, *arguments)
+            self._done.clear()
+            self._drop_all(open_files() - self._others)
+            fetcher.headway_fetched = False
+
+        return __init__
+
+    def around_fetch(self, original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Wrap `fetch`: after the first batch, drop what the dataset opened for it and holds open."""
+
+        @functools.wraps(original)
+        def fetch(fetcher: Any, index: Any) -> Any:
+            batch = original(fetcher, index)
+            if not fetcher.headway_fetched:
+                fetcher.headway_fetched = True
+                self._drop_all(open_files() - self._others)
+            return batch
+
+        return fetch
+
+    def _drop_all(self, paths: list[str] | set[str]) -> None:
+        self._dropping = True  # dropping opens files too
+        try:
+            with self._paused():
+                for path in paths:
+                    if path not in self._done and not os.path.abspath(path).startswith(self._run):
+                        self._done.add(path)
+                        self._count(drop(path))
+        finally:
+            self._dropping = False
+
+    def _count(self, dropped: bool) -> None:
+        info = get_worker_info()
+        place = 8 * (((-1 if info is None else info.id) + 1) % SLOTS)
+        (before,) = struct.unpack_from("q", self._counts, place)
+        struct.pack_into("q", self._counts, place, before + dropped)
+
+
+def drop(path: str) -> bool:
+    """Drop the clean pages of a regular file from the page cache; False for anything else, or one we may not read.
+
+    >>> drop("/dev/null"), drop(__file__)
+    (False, True)
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode) or not facts.st_size:
+            return False
+        os.fdatasync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def open_files() -> set[str]:
+    """Return the regular files that this process holds open, or has mapped, to read and not to run."""
+    return set(_open()) | _mapped()
+
+
+def _open() -> Iterator[str]:
+    """Yield the paths behind descriptors that are open for reading only."""
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+            with open(f"/proc/self/fdinfo/{number}", encoding="ascii") as file:
+                flags = next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
+        except (OSError, StopIteration):  # closed meanwhile: the descriptor of the listing itself
+            continue
+        if path.startswith("/") and not flags & (os.O_WRONLY | os.O_RDWR) and os.path.isfile(path):
+            yield path
+
+
+def _mapped() -> set[str]:
+    """Return the paths of mappings of which no part can be run and none is written back."""
+    seen: set[str] = set()
+    kept: set[str] = set()
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            fields = line.rstrip("\n").split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                seen.add(fields[5])
+                if "x" in fields[1] or fields[1][1::2] == "ws":
+                    kept.add(fields[5])
+    return {path for path in seen - kept if os.path.isfile(path)}

@@ -1,0 +1,265 @@
+"""Run a script three times and measure its input stalls: cold, cached and synthetic input (DS-Analyzer, VLDB 2021).
+
+Prep stall = T3 - T1 and fetch stall = T2 - T3, where T1, T2, T3 are the mean
+step times with synthetic batches, with a cold page cache, and with raw data
+in memory. The script is launched unmodified; `headway.data.runtime.phases`
+measures inside its ranks. Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.catalog import MEASUREMENTS
+from headway.core.errors import BarMissedError, InputError
+from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.units import format_bytes
+from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
+from headway.runtime.launch import RUNS, ExitReport, LaunchOptions, check, launch
+from headway.runtime.recording import claim_folder, next_folder
+from headway.sim.program import Program
+from headway.trace.runs import Run
+
+STEPS = 60
+"""Steps of each phase by default, warm-up included."""
+
+MAX_DIFFERENCE = 0.1
+"""A replay of the cold run that differs by more from the step measured (headway's own work taken out) is not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What one of the three runs measured."""
+
+    step_s: tuple[float, ...]
+    """[steps] Seconds of each step, mean over ranks."""
+
+    batches: dict[str, int]
+    """Group of a loader -> batches that the rank with most of them was handed."""
+
+    epoch_batches: dict[str, int]
+    """Group of a loader -> batches of one pass, as far as known."""
+
+    used: dict[str, float]
+    """All ranks and workers, warm-up to end: cpu_s, read_bytes, seconds; at the end: rss_, shm_, page_cache_bytes.
+
+    Empty when the script ended before.
+    """
+
+    complete: bool
+    """Whether every rank took all its steps."""
+
+    files_dropped: int = 0
+    """Files that were dropped from the page cache."""
+
+    @property
+    def mean_s(self) -> float:
+        """Mean step after the warm-up."""
+        return float(np.mean(self.step_s[WARMUP_STEPS:]))
+
+    @property
+    def main(self) -> str:
+        """The loader that most batches came from."""
+        return max(self.batches, key=lambda group: self.batches[group])
+
+    @classmethod
+    def read(cls, run: Path) -> Phase | None:
+        """Read RUN/phase; of several processes that were one rank, the one with most steps. None when no rank wrote."""
+        ranks: dict[str, dict[str, Any]] = {}
+        for file in sorted((run / "phase").glob("r*-*.json")):
+            found, rank = json.loads(file.read_text()), file.stem.partition("-")[0]
+            if rank not in ranks or len(found["step_s"]) > len(ranks[rank]["step_s"]):
+                ranks[rank] = found
+        if not ranks:
+            return None
+        rows = list(ranks.values())
+        count = min(len(row["step_s"]) for row in rows)
+        times = np.mean([row["step_s"][:count] for row in rows], axis=0) if count else np.zeros(0)
+        groups = sorted({group for row in rows for group in row["batches"]})
+        return cls(
+            tuple(times.tolist()),
+            {group: max(row["batches"].get(group, 0) for row in rows) for group in groups},
+            rows[0]["epoch_batches"],
+            _used([row["used"] for row in rows]),
+            all(row["complete"] for row in rows),
+            sum(row.get("files_dropped", 0) for row in rows),
+        )
+
+    def to_json(self, examples: float | None) -> dict[str, Any]:
+        """Return the phase's part of the answer; `examples` = of all ranks in one step, None when not known."""
+        used, seconds = self.used, self.used.get("seconds", 0.0)
+        return {
+            "step_s": self.mean_s,
+            "steps": len(self.step_s) - WARMUP_STEPS,
+            "examples_per_s": examples / self.mean_s if examples else None,
+            "read_bytes_per_s": used["read_bytes"] / seconds if seconds else None,
+            "cpu_fraction": used["cpu_s"] / seconds / len(os.sched_getaffinity(0)) if seconds else None,
+            **{name: used.get(name) for name in ("rss_bytes", "shm_bytes", "page_cache_bytes")},
+        }
+
+
+def _used(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """Sum over ranks what happened between their two readings; {} unless all have two."""
+    if not all(len(row) == 2 for row in rows):
+        return {}
+    used = {name: sum(after[name] - before[name] for before, after in rows) for name in ("cpu_s", "read_bytes")}
+    used["rss_bytes"] = sum(after["rss_bytes"] for _, after in rows)
+    used["seconds"] = float(np.mean([after["seconds"] - before["seconds"] for before, after in rows]))
+    return used | {name: rows[0][1][name] for name in ("shm_bytes", "page_cache_bytes")}
+
+
+def measure(
+    script: Sequence[str],
+    *,
+    steps: int = STEPS,
+    nproc_per_node: str = "1",
+    module: bool = False,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Run `script` three times and return the object of `headway data stalls --json`, with `phases` beside the split.
+
+    The script's output goes to stderr; its three run folders are kept in
+    `out`. Raises `InputError` when the script fails, reads through no
+    DataLoader, or takes too few steps.
+    """
+    if steps <= WARMUP_STEPS:
+        raise InputError(
+            f"--steps is {steps}, and the first {WARMUP_STEPS} steps of each phase are warm-up. "
+            f"Pass at least {WARMUP_STEPS + 1}; {STEPS} is the default."
+        )
+    check(LaunchOptions(nproc_per_node=nproc_per_node, module=module), script)
+    folder = claim_folder(out) if out else next_folder(RUNS, f"{Path(script[0]).stem}-stalls")
+    ranks = int(nproc_per_node) if nproc_per_node.isdigit() else nproc_per_node
+    phases: dict[str, Phase] = {}
+    for number, name in enumerate(MEASUREMENTS, 1):
+        phase = name.partition(".")[2]
+        print(
+            f"headway: phase {number} of {len(MEASUREMENTS)}, {phase} input, {steps} steps", file=sys.stderr, flush=True
+        )
+        parameters: dict[str, Any] = {"steps": steps, "warmup": WARMUP_STEPS}
+        if phases:
+            parameters |= {"batches": phases["cold"].batches, "epoch_batches": phases["cold"].epoch_batches}
+        plan = folder / f"{phase}.json"
+        write_plan(PlanFile((Remedy(name, parameters),)), plan)
+        options = LaunchOptions(
+            nproc_per_node=ranks, module=module, out=folder / phase, apply=plan, remedies=MEASUREMENTS, windows=0.0,
+            quiet=True, json=True,
+        )  # fmt: skip
+        report = launch(options, script)
+        phases[phase] = checked(phase, Phase.read(folder / phase), report)
+    return answer(script, folder, phases)
+
+
+def checked(name: str, phase: Phase | None, report: ExitReport) -> Phase:
+    """Return the phase if it can be used; raises `InputError` with what to change."""
+    if phase is None or (report.code and not phase.complete):
+        raise InputError(
+            f"the script failed in the {name} phase (exit code {report.code}); its run is in {report.run}. "
+            "Make it work with `headway run` first."
+        )
+    if not phase.batches:
+        raise InputError(
+            "the script read nothing through a torch DataLoader, and the phases change what its loaders do. "
+            "Run a script that reads its data through one."
+        )
+    facts = loader_facts(report.run, phase.main)
+    size, batch_size = facts.get("dataset_size"), facts.get("batch_size")
+    if size is not None and batch_size and size < batch_size:
+        raise InputError(f"the dataset has {size} examples, fewer than one batch of {batch_size}. Use a smaller batch.")
+    if len(phase.step_s) <= WARMUP_STEPS:
+        raise InputError(
+            f"the script ended after {len(phase.step_s)} optimizer steps in the {name} phase, and the first "
+            f"{WARMUP_STEPS} are warm-up. Run it for more epochs, or on more data."
+        )
+    return phase
+
+
+def loader_facts(run: Path, group: str) -> dict[str, Any]:
+    """Return what run.json says of a loader."""
+    loaders = json.loads((run / "run.json").read_text()).get("loaders") or {}
+    return dict(loaders.get(group) or {})
+
+
+def answer(script: Sequence[str], folder: Path, phases: Mapping[str, Phase]) -> dict[str, Any]:
+    """Return the JSON object: the split, the phases behind it, and beside it the replay of the cold run."""
+    count = min(len(phase.step_s) for phase in phases.values())
+    phases = {name: replace(phase, step_s=phase.step_s[:count]) for name, phase in phases.items()}
+    cold = phases["cold"]
+    facts = loader_facts(folder / "cold", cold.main)
+    meta = json.loads((folder / "cold" / "run.json").read_text())
+    per_step = cold.batches[cold.main] / count
+    examples = per_step * facts["batch_size"] * meta["world_size"] if facts.get("batch_size") else None
+    report = from_phases(phases["synthetic"].step_s, phases["warm"].step_s, cold.step_s)
+    replayed, problem = replay(folder / "cold", cold.mean_s)
+    report = replace(
+        report,
+        steps_per_epoch=cold.epoch_batches.get(cold.main, 0) / per_step,
+        fix=replayed.fix if replayed else (),
+        flags=(*report.flags, *doubts(phases, waiting(folder / "warm"), folder)),
+        note=replayed.note if replayed else problem,
+    )
+    return {
+        **report.to_json(),
+        "source": Path(script[0]).name,
+        "runs": str(folder),
+        "phases": {name: phase.to_json(examples) for name, phase in phases.items()},
+        "replayed": replayed.to_json() if replayed else None,
+    }
+
+
+def replay(run: Path, measured_s: float) -> tuple[StallReport | None, str]:
+    """Return the same split by replay of the cold run and '', or None and why there is none."""
+    try:
+        report = attribute(Program.from_run(Run.open(run)))
+    except (InputError, BarMissedError) as reason:
+        return None, f"No fixes are predicted, the cold run cannot be replayed: {reason}"
+    if abs(report.step_s / measured_s - 1) > MAX_DIFFERENCE:
+        return None, (
+            f"No fixes are predicted: dropping files took so long that the cold run shows {report.step_s:.3g} s per "
+            f"step, where the cold input alone takes {measured_s:.3g} s."
+        )
+    return report, ""
+
+
+def waiting(run: Path) -> float:
+    """Return the share of its loads' time in which a run was blocked below the dataset, after the warm-up."""
+    trace = Run.open(run).trace
+    steady = trace.events["step"] >= WARMUP_STEPS
+    duration_ns = trace.events["duration_ns"]
+    whole_ns = int(duration_ns[trace.named("input.load") & steady].sum())
+    return int(duration_ns[trace.named("input.fetch") & steady].sum()) / whole_ns if whole_ns else 0.0
+
+
+def doubts(phases: Mapping[str, Phase], waited_fraction: float, folder: Path) -> list[str]:
+    """Return what speaks against the phases having been what their names say."""
+    cold, warm = phases["cold"], phases["warm"]
+    found = []
+    if cold.used and not cold.files_dropped:
+        found.append(
+            "The dataset opened no file that could be dropped from the page cache: cold means its source as it is."
+        )
+    elif cold.used and not cold.used["read_bytes"]:
+        found.append(
+            f"The cold phase read nothing from storage although {cold.files_dropped} files were dropped: their file "
+            "system keeps them in memory, or C code reads them unseen. The fetch stall is a lower bound."
+        )
+    if warm.used and cold.used and warm.used["read_bytes"] > max(STALL_FRACTION * cold.used["read_bytes"], 1 << 20):
+        found.append(
+            f"The cached phase still read {format_bytes(warm.used['read_bytes'])} from storage: the page cache did not "
+            "hold the data. Part of the fetch stall is counted as prep."
+        )
+    if waited_fraction > STALL_FRACTION and warm.mean_s > phases["synthetic"].mean_s * (1 + NOISE):
+        found.append(
+            f"With raw data in memory, loads were still blocked for {100 * waited_fraction:.0f} % of their time: a "
+            "network, a lock or a sleep in the dataset, which no page cache removes. It is counted as prep here; "
+            f"the replay tells it apart: headway data stalls {folder / 'cold'}"
+        )
+    return found

@@ -1,0 +1,57 @@
+"""Copy probes: they go in only beside a CUDA device, so the tests put them in by hand and copy to 'meta'."""
+
+from __future__ import annotations
+
+import torch
+
+from headway.runtime.patches import PATCHES, has_cuda, install, replace_attribute
+from headway.runtime.probe_copy import copy_in, to_device
+from tests.recorded import recording, rows
+
+
+def test_a_copy_to_a_device_is_recorded_with_its_bytes_and_nothing_else_is(tmp_path):
+    with recording(tmp_path) as session:
+        undos = [
+            replace_attribute("torch:Tensor.to", lambda original: to_device(original, session.probes)),
+            replace_attribute("torch:Tensor.copy_", lambda original: copy_in(original, session.probes)),
+        ]
+        try:
+            tensor = torch.ones(100)
+            assert tensor.to(torch.float64).dtype == torch.float64
+            assert tensor.to("cpu") is tensor
+            away = tensor.to("meta", non_blocking=True)
+            away.copy_(tensor)
+            tensor.copy_(torch.zeros(100))
+        finally:
+            for undo in undos:
+                undo()
+    found = rows(tmp_path)["input.transfer"]
+
+    assert [row["a"] for row in found] == [400, 400]
+    assert away.device.type == "meta"
+    assert tensor.sum() == 0
+    assert "to" not in vars(torch.Tensor)
+
+
+def test_compiled_code_keeps_its_graph_with_the_wrapper_in_place(tmp_path):
+    with recording(tmp_path) as session:
+        undo = replace_attribute("torch:Tensor.to", lambda original: to_device(original, session.probes))
+        try:
+            torch._dynamo.reset()
+
+            @torch.compile(fullgraph=True, backend="eager")
+            def work(x):
+                return x.to(torch.float64) + 1
+
+            assert work(torch.ones(2)).tolist() == [2.0, 2.0]
+        finally:
+            undo()
+            torch._dynamo.reset()
+
+
+def test_without_a_device_the_patches_stay_out(tmp_path):
+    with recording(tmp_path) as session:
+        for name, patch in PATCHES.items():
+            if patch.needs == "cuda" and not has_cuda():
+                assert install(name, session.probes) is None
+                assert name not in session.probes.tables["patches"]

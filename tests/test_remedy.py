@@ -1,0 +1,326 @@
+"""Remedies inside a rank: resolved by name, applied or refused with a reason, undone, and results unchanged."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from headway.core.errors import InputError
+from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.host.runtime import LogBuffer, frozen_arguments, rss_bytes
+from headway.runtime.remedy import Applied, Context, Refused, apply_one
+from tests.recorded import recording, rows, run_script
+
+TABLE = {
+    "host.gc": "headway.host.runtime:collect_together",
+    "host.logging": "headway.host.runtime:log_on_a_thread",
+    "comm.bucket": "headway.comm.runtime:bucket",
+}
+
+
+@pytest.fixture
+def context(tmp_path):
+    """A context in a recorded process; what a remedy patched is undone at the end."""
+    with recording(tmp_path / "run") as session:
+        made = Context(session.probes)
+        try:
+            yield made
+        finally:
+            for undo in reversed(made.undos):
+                undo()
+
+
+def planned(tmp_path, *remedies):
+    """Write a plan; returns the environment that applies it."""
+    write_plan(PlanFile(tuple(remedies)), tmp_path / "plan.json")
+    return {"HEADWAY_PLAN": str(tmp_path / "plan.json"), "HEADWAY_REMEDIES": json.dumps(TABLE)}
+
+
+def outcomes(tmp_path, rank=0):
+    """Return name -> entry of RUN/applied."""
+    content = json.loads((tmp_path / "run" / "applied" / f"r{rank}.json").read_text())
+    return {entry["name"]: entry for entry in content["remedies"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "reason"),
+    [
+        ("host.gc", {"every_steps": 0}, "every_steps is 0; it must be a whole number of at least 1"),
+        ("host.gc", {"every_steps": "often"}, "every_steps is 'often'"),
+        ("host.logging", {"queue": -1}, "queue is -1"),
+        ("comm.bucket", {}, "bucket_mb is None; a bucket needs a positive number"),
+        ("comm.bucket", {"bucket_mb": float("nan")}, "bucket_mb is nan"),
+        ("comm.buckets", {"bucket_mb": 1}, "Did you mean 'comm.bucket'"),
+    ],
+)
+def test_a_remedy_that_cannot_be_applied_is_refused_with_its_reason(name, parameters, reason, context):
+    outcome = apply_one(Remedy(name, parameters), TABLE, context)
+
+    assert isinstance(outcome, Refused)
+    assert reason in outcome.reason
+    assert context.undos == []
+
+
+def test_a_remedy_that_breaks_half_way_is_undone_and_refused(context):
+    import tests.test_remedy as here
+
+    before = torch.serialization.save
+    outcome = apply_one(Remedy("test.half", {}), {"test.half": f"{here.__name__}:half_way"}, context)
+
+    assert outcome == Refused("test.half", "KeyError: 'missing'")
+    assert torch.serialization.save is before
+
+
+def half_way(parameters, context):
+    """Patch something, then fail."""
+    context.patch("torch.serialization:save", lambda original: lambda *a, **k: original(*a, **k))
+    return Applied("test.half", {"x": parameters["missing"]})
+
+
+def test_gc_is_frozen_after_the_first_step_and_runs_at_agreed_steps(tmp_path):
+    source = """
+        import gc, torch; torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        enabled = [gc.isenabled()]
+        for step in range(25):
+            loss = model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            enabled.append(gc.isenabled())
+            print(loss.item().hex())
+        assert enabled == [True] + [False] * 25, enabled
+    """
+    env = planned(tmp_path, Remedy("host.gc", {"every_steps": 10}))
+    (recorded,) = run_script(source, tmp_path, **env)
+    (plain,) = run_script(source.replace("assert enabled", "enabled"), tmp_path, recorded=False)
+    facts = outcomes(tmp_path)["host.gc"]["facts"]
+    found = rows(tmp_path / "run")
+    first, last = (found["optimizer.step"][index]["start_ns"] for index in (1, -1))
+    inside = [row for row in found["host.gc"] if first < row["start_ns"] < last]
+
+    assert recorded == plain
+    assert facts["collections"] == 2
+    assert facts["frozen"] > 0
+    assert [row["a"] for row in inside] == [2, 2]
+
+
+def test_gc_comes_back_when_memory_grows(context, monkeypatch):
+    from headway.host import runtime
+
+    sizes = iter([0, 10, 1000])
+    monkeypatch.setattr(runtime, "rss_bytes", lambda: next(sizes))
+    collector = runtime.Collector(context, every=80, growth_bytes=100)
+    try:
+        context.probes.steps[0] = 1
+        assert collector.step(0) == 79
+        assert not gc.isenabled()
+        context.probes.steps[0] = 10
+        assert collector.step(0) == 10
+        context.probes.steps[0] = 20
+        collector.step(0)
+        assert gc.isenabled()
+    finally:
+        collector.undo()
+
+    assert collector.facts["guard"] is True
+    assert rss_bytes() > 1 << 20
+
+
+def test_gc_that_the_script_switched_off_is_left_alone(context):
+    from headway.host.runtime import Collector
+
+    gc.disable()
+    try:
+        Collector(context, every=10, growth_bytes=1 << 30).step(0)
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.enable()
+
+    assert isinstance(context.outcomes[-1], Refused)
+    assert "switched automatic collection off itself" in context.outcomes[-1].reason
+
+
+class Recorder(logging.Handler):
+    """Keeps what it formats, slowly, with the thread that formatted it."""
+
+    def __init__(self, seconds=0.0):
+        super().__init__()
+        self.seconds, self.lines, self.threads = seconds, [], set()
+
+    def emit(self, record):
+        time.sleep(self.seconds)
+        self.lines.append(record.getMessage())
+        self.threads.add(threading.current_thread().name)
+
+
+@pytest.fixture
+def logger():
+    """A logger of our own with one handler that keeps lines."""
+    made = logging.getLogger("tests.remedy")
+    made.propagate, made.handlers = False, [Recorder()]
+    made.setLevel(logging.INFO)
+    return made
+
+
+def test_log_records_keep_their_order_and_none_is_dropped_by_a_full_queue(logger, context):
+    buffer = LogBuffer(context.probes.emit, 4)
+    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    logger.handlers[0].seconds = 0.0005
+    for index in range(200):
+        logger.info("line %d", index)
+    buffer.close()
+    logger.info("after")
+
+    assert logger.handlers[0].lines == [f"line {index}" for index in range(200)] + ["after"]
+    assert "headway logging" in logger.handlers[0].threads
+
+
+def test_the_caller_does_not_wait_for_a_slow_handler(logger, context):
+    buffer = LogBuffer(context.probes.emit, 64)
+    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    logger.handlers[0].seconds = 0.02
+    start = time.perf_counter()
+    for index in range(10):
+        logger.info("line %d", index)
+    put_s = time.perf_counter() - start
+    buffer.flush()
+    flushed_s = time.perf_counter() - start
+    buffer.close()
+
+    assert flushed_s >= 0.2
+    assert put_s < flushed_s / 2
+
+
+def test_arguments_that_change_later_are_formatted_at_once(logger, context):
+    buffer = LogBuffer(context.probes.emit, 64)
+    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    logger.handlers[0].seconds = 0.01
+    values, tensor = [1], torch.zeros(1)
+    logger.info("first")
+    logger.info("%s %s", values, tensor)
+    values.append(2)
+    tensor += 5
+    buffer.close()
+
+    assert logger.handlers[0].lines[1] == "[1] tensor([0.])"
+    assert not frozen_arguments((tensor,))
+
+
+def test_an_error_is_written_before_the_call_returns_and_a_bad_handler_stops_nothing(logger, context, capsys):
+    class Bad(logging.Handler):
+        def emit(self, record):
+            raise OSError("disk full")
+
+    buffer = LogBuffer(context.probes.emit, 64)
+    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    logger.handlers.append(Bad())
+    logger.info("one")
+    logger.error("two")
+    assert logger.handlers[0].lines == ["one", "two"]
+    logger.error("three")
+    buffer.close()
+
+    assert logger.handlers[0].lines == ["one", "two", "three"]
+    assert "disk full" in capsys.readouterr().err
+
+
+def test_logs_of_a_whole_job_are_complete_at_exit_and_in_forked_children(tmp_path):
+    source = """
+        import logging, os, sys, torch
+        logging.basicConfig(filename="job.log", level=logging.INFO, format="%(message)s")
+        log = logging.getLogger("job")
+        for index in range(300):
+            log.info("line %d", index)
+            if index == 150:
+                pid = os.fork()
+                if pid == 0:
+                    log.info("child")
+                    os._exit(0)
+                os.waitpid(pid, 0)
+        sys.exit(0)
+    """
+    run_script(source, tmp_path, **planned(tmp_path, Remedy("host.logging", {})))
+    lines = (tmp_path / "job.log").read_text().splitlines()
+
+    assert [line for line in lines if line != "child"] == [f"line {index}" for index in range(300)]
+    assert lines[151] == "child"
+    assert outcomes(tmp_path)["host.logging"]["applied"] is True
+
+
+@pytest.mark.slow
+def test_a_bucket_size_is_applied_on_two_ranks_with_the_same_losses(tmp_path):
+    source = """
+        import os, torch, torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        dist.init_process_group("gloo", init_method=os.environ["STORE"])
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(6)])
+        ddp = DistributedDataParallel(model, bucket_cap_mb=25)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(4):
+            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+            loss = ddp(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item().hex())
+        with open(f"buckets{dist.get_rank()}", "w") as file:
+            file.write(str(ddp.bucket_bytes_cap))
+        dist.destroy_process_group()
+    """
+    env = planned(tmp_path, Remedy("comm.bucket", {"bucket_mb": 0.1}))
+    recorded = run_script(source, tmp_path, ranks=2, **env)
+    small = int((tmp_path / "buckets0").read_text())
+    plain = run_script(source, tmp_path, ranks=2, recorded=False)
+
+    assert recorded == plain
+    assert small == int(0.1 * 1024 * 1024)
+    facts = outcomes(tmp_path, rank=1)["comm.bucket"]["facts"]
+    assert (facts["models"], facts["bit_exact"]) == (1, True)
+
+
+def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_path):
+    from headway.comm.runtime import bucket
+
+    bucket({"bucket_mb": 3, "respect_explicit": True}, context)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=7)
+        assert isinstance(context.outcomes[-1], Refused)
+        ours = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+
+    assert (own.bucket_bytes_cap, ours.bucket_bytes_cap) == (7 << 20, 3 << 20)
+    assert context.outcomes[-1].json()["facts"]["kept_explicit"] == 1
+
+
+def test_a_plan_that_cannot_be_read_is_one_warning_and_the_job_goes_on(tmp_path):
+    (tmp_path / "plan.json").write_text("{}")
+    (out,) = run_script("import torch; print('done')", tmp_path, HEADWAY_PLAN=str(tmp_path / "plan.json"))
+
+    assert out == "done\n"
+    assert (tmp_path / "stderr").read_text().count("headway: ") == 1
+
+
+def test_an_unpicklable_outcome_is_refused(context):
+    import tests.test_remedy as here
+
+    outcome = apply_one(Remedy("test.odd", {}), {"test.odd": f"{here.__name__}:returns_nothing"}, context)
+
+    assert isinstance(outcome, Refused)
+    assert InputError.__name__ in outcome.reason
+    assert os.environ.get("HEADWAY_PLAN") is None
+
+
+def returns_nothing(parameters, context):
+    """Forget to return an outcome."""
