@@ -179,7 +179,7 @@ def _gone(pid: int) -> bool:
 
 def prune_windows(windows: Path, budget_bytes: int) -> None:
     """Remove the oldest deep windows beyond the budget, all but each rank's newest."""
-    files = sorted((p.stat().st_mtime_ns, p.stat().st_size, p) for p in windows.glob("r*-w*.json"))
+    files = sorted((p.stat().st_mtime_ns, p.stat().st_size, p) for p in windows.glob("r*-w*.json*"))
     newest = {path.name.partition("-w")[0]: path.name.partition(".")[0] for _, _, path in files}
     total = sum(size for _, size, _ in files)
     for _, size, path in files:

@@ -10,6 +10,7 @@ run.json says of the ranks' doings. Times in int64 ns on CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any
 
 from headway.trace import parquet, spool
 from headway.trace.assemble import build, by_rank, json_object
+from headway.trace.whole_file import whole_file
 
 
 def finalise(run: Path) -> list[Path]:
@@ -44,7 +46,16 @@ def finalise_attempt(
         written.append(path)
     for stem in stems:
         spool.remove(stem)
+    pack_windows(run / "windows", rank)
     return written
+
+
+def pack_windows(windows: Path, rank: int | None = None) -> None:
+    """Compress the profiler's JSON of the deep windows (of `rank`, None = all): it shrinks to about a twentieth."""
+    for path in sorted(windows.glob("r*-w*.json" if rank is None else f"r{rank}-w*.json")):
+        with whole_file(path.with_name(f"{path.name}.gz")) as draft, gzip.open(draft, "wb", compresslevel=3) as packed:
+            packed.write(path.read_bytes())
+        path.unlink()
 
 
 def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:

@@ -78,10 +78,10 @@ class Run:
         ]
 
     def windows(self) -> list[Path]:
-        """Return the Kineto files of the deep windows, by rank and number."""
-        files = (file for folder in self._folders() for file in (folder / "windows").glob("r*-w*.json"))
+        """Return the Kineto files of the deep windows, packed or not yet, by rank and number."""
+        files = (file for folder in self._folders() for file in (folder / "windows").glob("r*-w*.json*"))
         return sorted(
-            (p for p in files if re.fullmatch(r"r\d+-w\d+\.json", p.name)),
+            (p for p in files if re.fullmatch(r"r\d+-w\d+\.json(\.gz)?", p.name)),
             key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)],
         )
 

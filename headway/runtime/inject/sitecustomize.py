@@ -16,7 +16,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 _RUNTIME = os.path.dirname(_HERE)
 
 
-def _record():
+def _record() -> None:
     """Wait for the import of torch; a failure is one line on stderr and never stops the job."""
     if not os.environ.get("HEADWAY_RUN") or os.environ.get("HEADWAY", "").lower() in ("off", "0"):
         return
@@ -31,7 +31,7 @@ def _record():
         sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
 
 
-def _begin(name):
+def _begin(name: str) -> None:
     """Hand the finder over to the bootstrap when the script imports torch; it names the other modules to watch."""
     bootstrap = sys.modules.get("headway.runtime.bootstrap")
     if name != "torch":
@@ -51,14 +51,14 @@ def _begin(name):
         sys.path.remove(root)
 
 
-def _torch_came(module):
+def _torch_came(module: ModuleType) -> None:
     """Tell the bootstrap, if there is one, that a watched module was executed."""
     bootstrap = sys.modules.get("headway.runtime.bootstrap")
     if bootstrap is not None:
         bootstrap.after_import(module)
 
 
-def _chain():
+def _chain() -> None:
     """Run the sitecustomize that would have been found without this one, and leave it in `sys.modules`."""
     here = os.path.realpath(_HERE)
     spec = PathFinder.find_spec("sitecustomize", [entry for entry in sys.path if os.path.realpath(entry) != here])
