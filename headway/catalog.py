@@ -26,9 +26,9 @@ REMEDIES: dict[str, str] = {
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
 
 MEASUREMENTS: dict[str, str] = {
-    "measure.cold": "headway.data.runtime.phases:cold",
-    "measure.warm": "headway.data.runtime.phases:warm",
-    "measure.synthetic": "headway.data.runtime.phases:synthetic",
+    "measure.cold": "headway.data.runtime.measurements:cold",
+    "measure.warm": "headway.data.runtime.measurements:warm",
+    "measure.synthetic": "headway.data.runtime.measurements:synthetic",
 }
 """Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
 

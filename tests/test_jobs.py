@@ -28,13 +28,14 @@ JOBS = {
 }
 """Job -> script, arguments, ranks."""
 
-STEPS = {"image": 30, "language model": 8, "gan": 30, "iterable": 20, "amp": 16, "compiled": 8, "ddp": 24, "fsdp2": 8}
+STEPS = {"image": 30, "language model": 8, "gan": 30, "iterable": 20, "amp": 16, "compiled": 8, "ddp": 12, "fsdp2": 8}
 """Job -> optimizer steps that its recording must show (of rank 0)."""
 
 
 def losses(output: str) -> list[str]:
     """Return what the job printed about its numbers; ranks may come in any order."""
-    lines = [re.sub(r"^\[\w+\]:", "", line) for line in output.splitlines()]  # "[default0]:", as launchers write
+    # "[default0]:" stands where a launcher names the rank; two ranks may write one behind the other on one line.
+    lines = re.sub(r"\[\w+\]:|(?=rank \d)", "\n", output).splitlines()
     return sorted(line for line in lines if line.startswith(("rank ", "loss", "val", "breaks")))
 
 

@@ -318,6 +318,18 @@ def test_marks_of_cpu_time_tell_whether_compute_occupies_a_core(share: float) ->
     assert program.busy[0] == pytest.approx(share, abs=0.01)
 
 
+def test_ranks_of_different_hosts_do_not_share_cores() -> None:
+    made = job(prep_ns=6 * MS, fetch_ns=0, num_workers=0).make()
+    apart = replace(made.trace, ranks={rank: {"host": f"host-{rank}"} for rank in (0, 1)})
+    facts = {**made.meta, "cores": 1, "compute_cpu_fraction": 1.0}
+
+    one = Program.from_trace(made.trace, {**facts, "cores": 2}, costs=QUIET)
+    two = Program.from_trace(apart, facts, costs=QUIET)
+    assert two.unrolled().capacity.tolist() == [1, 1, 1, 1]
+    assert two.fidelity == pytest.approx(one.fidelity)
+    assert two.fidelity == pytest.approx(1.0, abs=1e-6)
+
+
 def test_assumed_costs_grow_with_the_pressure_on_the_host() -> None:
     """Loads that wait for a core although the job leaves one free show that others use it."""
     made = job(ranks=1, prep_ns=MS, cpu_wait_ns=2 * MS).make()

@@ -15,6 +15,7 @@ from headway.runtime.recording import SCHEMA, Exit, RankRow, Recording, claim_fo
 from headway.trace import runs
 
 KEYS = {
+    "memory", "memory_total_bytes", "memory_available_bytes",
     "schema", "run_id", "headway_version", "attempt", "host", "group_rank", "script", "env", "start_ns", "end_ns",
     "realtime_ns", "nproc", "world_size", "device_type", "cores", "ranks", "exit", "baseline", "plan", "applied",
     "loaders", "bytes_per_step", "dropped", "max_run_bytes",

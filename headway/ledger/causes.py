@@ -320,7 +320,7 @@ def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
     margin = format_seconds(late.median_margin_ns.get(rank, 0) / NS_PER_S)
     evidence = (
         f"last at {late.times_last.get(rank, 0)} of {late.num_collectives} collectives, by {margin} in the median; "
-        f"it {DOING[bucket]} than the others ({row[bucket] / own_ns:.0%} of the waiting)"
+        f"it {DOING[bucket]} than the others ({100 * row[bucket] / own_ns:.0f} % of the waiting)"
     )
     fix = {
         "useful": f"look at what else runs on rank {rank}'s cores or device (clocks, heat, neighbours), or replace it",
@@ -352,7 +352,8 @@ def _host_launch(ledger: Ledger) -> list[Cause]:
     """Devices that waited for the host to launch the next kernel."""
     own = _sub_s(ledger, "host.launch", "host.copy")
     kernels = _span(ledger, "kernel.compute")
-    evidence = f"devices idled {ledger.fraction('host.launch'):.0%} of the time because no kernel had been launched"
+    idle = 100 * ledger.fraction("host.launch")
+    evidence = f"devices idled {idle:.0f} % of the time because no kernel had been launched"
     if kernels.count:
         evidence += f"; {kernels.count} kernels took {_each(kernels.total_ns / NS_PER_S, kernels.count)}"
     fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"

@@ -157,9 +157,14 @@ def compare_steps(before_s: Mapping[str, float], after_s: Mapping[str, float], t
 
 
 def steps_per_s(ledger: Ledger) -> float:
-    """Return steps per second over the steps themselves: start-up and teardown are left out; 0 without a step."""
-    wall_ns = int(ledger.step_wall_ns.sum())
-    return len(ledger.step_wall_ns) * NS_PER_S / wall_ns if wall_ns else 0.0
+    """Return steps per second over the steps themselves; 0 without a step.
+
+    Start-up and teardown are left out, and so is step 0 where there are others: it holds the first fork of loader
+    workers, lazy imports and cold caches, which come once however long a job is.
+    """
+    walls = ledger.step_wall_ns[1:] if len(ledger.step_wall_ns) > 1 else ledger.step_wall_ns
+    wall_ns = int(walls.sum())
+    return len(walls) * NS_PER_S / wall_ns if wall_ns else 0.0
 
 
 def _per_step(ledger: Ledger) -> dict[str, float]:

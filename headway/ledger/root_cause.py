@@ -184,8 +184,8 @@ def _gc(job: _Job) -> _Finding | None:
         return None
     return _Finding(
         "all workers",
-        f"{count} computes ({share:.1%}) took over 3 times what their place takes, at different steps on different "
-        f"workers; recorded collections took {format_seconds(collected)}",
+        f"{count} computes ({100 * share:.1f} %) took over 3 times what their place takes, at different steps on "
+        f"different workers; recorded collections took {format_seconds(collected)}",
         without,
     )
 
@@ -234,7 +234,7 @@ def _usual_transfer(seconds: Block, stage: NDArray[np.int64]) -> float:
 
 
 CAUSES: dict[str, Rule] = {
-    "straggler.worker": Rule(_worker, "replace or repair the host of the rank named here, or leave it out of the job"),
+    "straggler.worker": Rule(_worker, "replace or repair the host of {where}, or leave it out of the job"),
     "straggler.sequence": Rule(
         _sequence, "balance micro-batches by the sum of squared sequence lengths across DP ranks and micro-batches"
     ),
@@ -272,10 +272,22 @@ def find_causes(
         if finding is not None:
             after = whatif.step_s(finding.without_s)
             if base.sum() - after.sum() >= WORTH * base.sum():
-                causes.append(_cause(name, finding.where, finding.evidence, rule.fix, base, after, devices, fidelity))
+                causes.append(
+                    _cause(
+                        name,
+                        finding.where,
+                        finding.evidence,
+                        rule.fix.format(where=finding.where),
+                        base,
+                        after,
+                        devices,
+                        fidelity,
+                    )
+                )
     late = observed_s.sum() - base.sum()
     if late >= LAUNCH_SHARE * observed_s.sum():
-        evidence = f"operations start later than their inputs allow: {late / observed_s.sum():.1%} of the step time"
+        share = 100 * late / observed_s.sum()
+        evidence = f"operations start later than their inputs allow: {share:.1f} % of the step time"
         causes.append(_cause("host.launch", "all ranks", evidence, LAUNCH_FIX, observed_s, base, devices, 1.0))
     return _explained(ranked(causes))
 

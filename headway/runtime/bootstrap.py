@@ -24,6 +24,7 @@ from typing import Any
 
 from headway.runtime import patches, remedy, windows
 from headway.runtime.hooks import PostImport
+from headway.runtime.host_memory import process_memory
 from headway.runtime.probes import Probes, now
 from headway.trace.ring import CHILD, MAIN, Recorder
 from headway.trace.vocabulary import SPANS
@@ -76,6 +77,7 @@ class Session:
             self.windows.finish()
         if self.probes.context is not None:
             self.probes.context.write()  # facts may have grown since
+        self.probes.tables["memory"] = process_memory()
         self.probes.write_tables()
         self.probes.recorder.close()
 
@@ -123,6 +125,7 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ) -> 
         elif name not in sys.modules:
             finder.names.add(name)
     finder.names.discard("torch")
+    finder.hand_over(before=before_import, after=after_import)
     return session
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from headway.core.units import GIB, MIB, format_bytes
+from headway.runtime.host_memory import cgroup_memory, lines_of, meminfo, number_in
 
 Value = int | float | str | None
 
@@ -97,10 +98,7 @@ def processes(root: Path, env: Mapping[str, str]) -> Finding:
 
 def memory(root: Path, env: Mapping[str, str]) -> Finding:
     """Memory that is free for use, of the host."""
-    available = None
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+    available = meminfo(root, "MemAvailable")
     return Finding(
         "available memory",
         None if available is None else format_bytes(available),
@@ -123,18 +121,6 @@ def memory_limit(root: Path, env: Mapping[str, str]) -> Finding:
     )
 
 
-def cgroup_memory(root: Path) -> tuple[int | None, int | None]:
-    """Return (limit, use) of this cgroup's memory, None where there is no limit."""
-    for limit_name, use_name in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, use = _number(root / limit_name), _number(root / use_name)
-        if limit is not None and limit < 1 << 60:
-            return limit, use
-    return None, None
-
-
 def cores(root: Path, env: Mapping[str, str]) -> Finding:
     """Cores that may be used: the affinity, cut to the cgroup's quota."""
     usable = usable_cores(root)
@@ -144,11 +130,11 @@ def cores(root: Path, env: Mapping[str, str]) -> Finding:
 def usable_cores(root: Path = Path("/")) -> float:
     """Return how many cores this process may use at once."""
     allowed = float(len(os.sched_getaffinity(0)))
-    quota = (_lines(root / "sys/fs/cgroup/cpu.max") or [""])[0].split()
+    quota = (lines_of(root / "sys/fs/cgroup/cpu.max") or [""])[0].split()
     if len(quota) == 2 and quota[0].isdigit():
         return min(allowed, int(quota[0]) / int(quota[1]))
-    old_quota = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period = _number(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
+    old_quota = number_in(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+    period = number_in(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
     return min(allowed, old_quota / period) if old_quota and old_quota > 0 and period else allowed
 
 
@@ -207,7 +193,7 @@ def cuda(root: Path, env: Mapping[str, str]) -> Finding:
 
 def ptrace(root: Path, env: Mapping[str, str]) -> Finding:
     """Whether another process's stack may be read (py-spy, gdb): needed only to look into a hang."""
-    scope = _number(root / "proc/sys/kernel/yama/ptrace_scope")
+    scope = number_in(root / "proc/sys/kernel/yama/ptrace_scope")
     allowed = scope in (None, 0) or os.geteuid() == 0 or scope == 1
     return Finding(
         "ptrace scope",
@@ -220,7 +206,7 @@ def ptrace(root: Path, env: Mapping[str, str]) -> Finding:
 
 def run_delay(root: Path, env: Mapping[str, str]) -> Finding:
     """Whether the kernel says how long a thread waited for a core: tells fetching from a lack of cores."""
-    there = bool(_lines(root / "proc/self/schedstat"))
+    there = bool(lines_of(root / "proc/self/schedstat"))
     fix = "sysctl kernel.sched_schedstats=1; without it such waits are counted as fetch"
     return Finding("run delay (/proc/self/schedstat)", "yes" if there else "no", "yes", there, fix)
 
@@ -280,16 +266,3 @@ CHECKS: Final[Mapping[str, Check]] = {
     "host_name": host_name,
 }
 """Everything `check` looks at, in the order of the report."""
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
-    text = lines[0].strip() if lines else ""
-    return int(text) if text.lstrip("-").isdigit() else None

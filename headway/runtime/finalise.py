@@ -59,7 +59,7 @@ def pack_windows(windows: Path, rank: int | None = None) -> None:
 
 
 def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
-    """Return what run.json says of the ranks' doings: applied, loaders, device_type, bytes_per_step, dropped, spawned.
+    """Return what run.json says of the ranks' doings: applied, loaders, memory, device_type, sizes, dropped, spawned.
 
     `ranks` are those of this host, None = all; ranks that a script spawned itself are always found and returned as
     rows under `spawned`.
@@ -82,9 +82,11 @@ def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
     loaders: dict[str, Any] = {}
     for path in sorted((run / "loaders").glob("r*.json"), reverse=True):
         loaders.update(json_object(path))
+    memory = {path.stem[1:]: json_object(path).get("memory") for path in (run / "tables").glob("r*.json")}
     return {
         "applied": applied(run),
         "loaders": loaders,
+        "memory": {rank: known for rank, known in sorted(memory.items()) if known},
         "device_type": device,
         "dropped": dropped,
         "bytes_per_step": round(size / steps, 1) if steps else None,

@@ -33,6 +33,20 @@ class PostImport:
         """Modules still waited for; a caller may add to it."""
         self._before, self._after = before, after
 
+    @classmethod
+    def first(cls, name: str, then: Callable[[PostImport], None]) -> PostImport:
+        """Return a finder that calls `then(finder)` before the first import of `name`, to be given its real duties."""
+
+        def before(_: str) -> None:
+            then(finder)
+
+        finder = cls({name}, before=before, after=lambda module: None)
+        return finder
+
+    def hand_over(self, *, before: Callable[[str], None], after: Callable[[ModuleType], None]) -> None:
+        """Call these two from now on, for a module whose import has begun too."""
+        self._before, self._after = before, after
+
     def install(self) -> None:
         """Stand in front of all other finders."""
         sys.meta_path.insert(0, self)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from headway import __version__
 from headway.core.errors import InputError
 from headway.runtime import redact
+from headway.runtime.host_memory import host_memory
 
 if TYPE_CHECKING:
     from headway.runtime.drain import Drainer
@@ -122,6 +123,8 @@ class Recording:
     realtime_ns: int = 0
     """Realtime clock at `start_ns`."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    memory: dict[str, int | None] = field(default_factory=host_memory)
+    """Memory of this host before the ranks started."""
     drainer: Drainer | None = None
     problems: list[str] = field(default_factory=list)
     """What went wrong with the recording, for the launcher to say."""
@@ -219,6 +222,8 @@ class Recording:
             "world_size": max(self.world_size, len({row["rank"] for row in rows})),
             "device_type": from_ranks.get("device_type", "cpu"),
             "cores": len(os.sched_getaffinity(0)),
+            **self.memory,
+            "memory": from_ranks.get("memory", {}),
             "ranks": rows,
             "exit": exit_.json() if exit_ is not None else None,
             "baseline": self.baseline,

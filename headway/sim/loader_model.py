@@ -365,13 +365,20 @@ def own_service(batches: tuple[Batches, ...]) -> float:
     return float((np.minimum(load, 1.0) * np.diff(instant[order])).sum() / blocked.sum())
 
 
-def host_pressure(batches: tuple[Batches, ...], cores: int) -> float:
+def busiest_host(recording: Recording) -> int:
+    """Return how many threads of the job want a core on the host that has most of them: ranks and their workers."""
+    threads = [1 + int(part.workers.max(initial=0)) for part in recording.batches]
+    return int(np.bincount(recording.host, weights=threads).max())
+
+
+def host_pressure(recording: Recording, cores: int) -> float:
     """Return how much longer CPU work takes because others want the cores too: (CPU + run-queue wait) / CPU, >= 1.
 
     Told from the loads of a job that leaves itself enough cores, so that it
     does not wait for itself; 1 where that cannot be told.
     """
-    users = len(batches) + sum(int(part.workers.max(initial=0)) for part in batches)
+    batches = recording.batches
+    users = busiest_host(recording)
     parts = np.concatenate([part.part_ns for part in batches]).sum(axis=0)
     cpu_ns, starved_ns = float(parts[2] + parts[3]), float(parts[1])
     if users > cores or cpu_ns <= 0:

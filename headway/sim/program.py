@@ -26,7 +26,15 @@ from numpy.typing import NDArray
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
-from headway.sim.loader_model import Costs, LoaderModel, Loading, host_pressure, own_service, storage_is_shared
+from headway.sim.loader_model import (
+    Costs,
+    LoaderModel,
+    Loading,
+    busiest_host,
+    host_pressure,
+    own_service,
+    storage_is_shared,
+)
 from headway.sim.recording import LABEL, LABELS, Recording
 from headway.sim.unroll import COMPUTE, Unrolled, edited_segments, unroll
 from headway.trace.trace import Trace
@@ -155,9 +163,8 @@ class Program:
             )
         told = facts.get("loaders") or {}
         # Cores that nobody counted are taken to have been enough.
-        enough = num_ranks + sum(int(part.workers.max(initial=0)) for part in recording.batches)
-        cores = int(facts.get("cores") or enough)
-        pressure = host_pressure(recording.batches, cores) if costs is None else 1.0
+        cores = int(facts.get("cores") or busiest_host(recording))
+        pressure = host_pressure(recording, cores) if costs is None else 1.0
         costs = (costs or Costs()).slowed(pressure)
         models = tuple(
             LoaderModel.of(batches, lane, told, costs)
@@ -280,8 +287,7 @@ class Program:
         Where the run does not tell candidates apart, the first one stays: compute occupies a core, and loads wait for
         others on the host if the job's own threads leave it a core, for each other if they do not.
         """
-        users = sum(int(batches.workers.max(initial=0)) for batches in self._batches) + len(self.models)
-        starved = (1.0,) if users <= self.cores else (0.0, 0.5, 1.0)
+        starved = (1.0,) if busiest_host(self.recording) <= self.cores else (0.0, 0.5, 1.0)
         shares = self.busy.mean() * np.ones(1) if self.busy_known else np.array([1.0, 0.5, 0.0])
         best, gap = self, np.inf
         for share in shares:

@@ -158,6 +158,9 @@ class Recording:
     busy: NDArray[np.float64]
     """[ranks] Share of compute during which the training thread occupied a core; NaN where that was not recorded."""
 
+    host: NDArray[np.int64]
+    """[ranks] Index of the rank's host; ranks of one host share its cores."""
+
     last_end_ns: NDArray[np.int64]
     """[ranks] End of the last step that the run completed."""
 
@@ -181,7 +184,23 @@ class Recording:
         seen = np.array([_mean_ns(rows, kept) > 0 for rows in own])
         last = np.array([_step_ends(rows, recorded)[-1] for rows in own], dtype=np.int64)
         busy = np.array([_busy(*part) for part in zip(own, lanes, batches, strict=True)])
-        return cls(lanes, batches, _meetings(own, lanes), kept, recorded, np.where(seen, cut, 1.0), busy, last)
+        return cls(
+            lanes,
+            batches,
+            _meetings(own, lanes),
+            kept,
+            recorded,
+            np.where(seen, cut, 1.0),
+            busy,
+            _hosts(trace, ranks),
+            last,
+        )
+
+
+def _hosts(trace: Trace, ranks: list[int]) -> NDArray[np.int64]:
+    """Return [ranks] the index of each rank's host; ranks of which nothing is known are taken to share one."""
+    names = [str(trace.ranks.get(rank, {}).get("host", "")) for rank in ranks]
+    return np.unique(names, return_inverse=True)[1].astype(np.int64)
 
 
 def _own_rows(trace: Trace, rank: int) -> Trace:

@@ -31,7 +31,7 @@ MAX_QUANTA = 16
 """Into how many at most: longer work gets longer quanta."""
 
 CORES, STORAGE, FREE = 0, 1, -1
-"""Lanes of the Dag; operations on FREE are bounded by their edges only."""
+"""Lanes of the first host, those of host h are 2 h more; operations on FREE are bounded by their edges only."""
 
 COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
 """[LABELS] What the accelerator does."""
@@ -54,7 +54,7 @@ class Unrolled:
     """[n] How long each takes."""
 
     capacity: NDArray[np.int64]
-    """[2] Places on CORES and STORAGE."""
+    """[2 x hosts] Places on CORES and STORAGE of each host."""
 
     step_op: NDArray[np.int64]
     """[ranks, k] Operation that ends each step."""
@@ -75,6 +75,7 @@ class _Ops:
     dst: list[NDArray[np.int64]] = field(default_factory=list)
     lag: list[NDArray[np.int64]] = field(default_factory=list)
     n: int = 0
+    moved: int = 0
 
     def add(self, lane: NDArray[np.int64], duration: NDArray[np.int64]) -> int:
         """Append operations; returns the index of the first."""
@@ -82,6 +83,11 @@ class _Ops:
         self.duration.append(duration)
         self.n += lane.size
         return self.n - lane.size
+
+    def move(self, offset: int) -> None:
+        """Put what was appended since the last call on the lanes of another host: `offset` more, FREE stays."""
+        self.lane[self.moved :] = [np.where(lane >= 0, lane + offset, lane) for lane in self.lane[self.moved :]]
+        self.moved = len(self.lane)
 
     def link(self, src: NDArray[np.int64], dst: NDArray[np.int64], lag: NDArray[np.int64] | None = None) -> None:
         """Append edges."""
@@ -105,8 +111,8 @@ def unroll(
     `busy` [ranks] is the share of compute that occupies a core of the host.
     """
     ops = _Ops()
-    users = int((busy > 0).sum()) + sum(int(part.workers.max(initial=0)) for part in loading)
-    quantum = QUANTUM_NS if users > cores else 0
+    threads = [int(share > 0) + int(part.workers.max(initial=0)) for share, part in zip(busy, loading, strict=True)]
+    quantum = QUANTUM_NS if np.bincount(recording.host, weights=threads).max() > cores else 0
     first, last = [], []
     for index, lane in enumerate(recording.lanes):
         parts, lanes = _segment_parts(recording, index, loading[index], segment_ns[index], busy[index], shared_storage)
@@ -116,6 +122,7 @@ def unroll(
         last.append(end)
         _workers(ops, recording, index, loading[index], begin, end, quantum, shared_storage)
         assert begin.size == lane.label.size
+        ops.move(2 * int(recording.host[index]))
     _meet(ops, recording, first, last)
     dag = Dag.from_edges(
         ops.n,
@@ -126,7 +133,7 @@ def unroll(
         lane_order=False,
     )
     step_op = np.array([end[_last_of_steps(lane)] for end, lane in zip(last, recording.lanes, strict=True)])
-    return Unrolled(dag, np.concatenate(ops.duration), np.array([cores, 1]), step_op)
+    return Unrolled(dag, np.concatenate(ops.duration), np.tile([cores, 1], int(recording.host.max()) + 1), step_op)
 
 
 def _last_of_steps(lane: Lane) -> NDArray[np.int64]:

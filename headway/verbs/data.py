@@ -54,9 +54,10 @@ def stalls(
 ) -> int:
     """Split a run's input stalls into fetch, prep and transfer, and name the best remedy.
 
-    A recorded run is replayed without each. A script behind `--` is run three times instead, unmodified and for a few
-    steps: with a cold page cache, with raw data in memory, and with batches that are there already; what it writes,
-    it writes three times.
+    A recorded run is replayed without each. A script behind `--` is run
+    three times instead, unmodified and for a few steps: with a cold page
+    cache, with raw data in memory, and with batches that are there already.
+    What it writes, it writes three times.
 
     Example: `headway data stalls headway-runs/train-1 --workers 4`
 

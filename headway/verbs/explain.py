@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError, InputError
+from headway.core.units import format_bytes
 from headway.ledger.cause import Cause
 from headway.ledger.causes import Fix, find_causes
 from headway.ledger.ledger import Ledger
@@ -57,8 +58,38 @@ class Explanation:
         fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
-        answer["notes"] = [*answer["notes"], *self.notes]
+        memory = memory_headroom(self.run.meta) if self.run else {}
+        answer["memory"] = memory
+        answer["notes"] = [*answer["notes"], *self.notes, *memory_notes(memory)]
         return answer
+
+
+def memory_headroom(meta: Mapping[str, Any]) -> dict[str, int]:
+    """Return peak and headroom of host memory, and of the fullest device; empty where the run recorded none. Bytes."""
+    ranks = [row for row in (meta.get("memory") or {}).values() if row]
+    free = meta.get("memory_available_bytes")
+    if not ranks or free is None:
+        return {}
+    peak = sum(row["peak_rss_bytes"] for row in ranks)
+    memory = {"host_peak_bytes": peak, "host_free_bytes": int(free), "host_headroom_bytes": int(free) - peak}
+    devices = [row for row in ranks if "device_peak_bytes" in row]
+    if devices:
+        fullest = min(devices, key=lambda row: row["device_total_bytes"] - row["device_peak_bytes"])
+        memory["device_peak_bytes"] = fullest["device_peak_bytes"]
+        memory["device_headroom_bytes"] = fullest["device_total_bytes"] - fullest["device_peak_bytes"]
+    return memory
+
+
+def memory_notes(memory: Mapping[str, int]) -> list[str]:
+    """Say the headroom in words."""
+    if not memory:
+        return []
+    host = f"the ranks' processes peaked at {format_bytes(memory['host_peak_bytes'])} of host memory"
+    notes = [f"{host}, headroom {format_bytes(memory['host_headroom_bytes'])}"]
+    if "device_peak_bytes" in memory:
+        fullest = f"the fullest device peaked at {format_bytes(memory['device_peak_bytes'])}"
+        notes.append(f"{fullest}, headroom {format_bytes(memory['device_headroom_bytes'])}")
+    return notes
 
 
 def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanation:

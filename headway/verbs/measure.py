@@ -2,7 +2,7 @@
 
 Prep stall = T3 - T1 and fetch stall = T2 - T3, where T1, T2, T3 are the mean
 step times with synthetic batches, with a cold page cache, and with raw data
-in memory. The script is launched unmodified; `headway.data.runtime.phases`
+in memory. The script is launched unmodified; `headway.data.runtime.measurements`
 measures inside its ranks. Times are seconds, sizes bytes.
 """
 
@@ -160,10 +160,15 @@ def measure(
 
 def checked(name: str, phase: Phase | None, report: ExitReport) -> Phase:
     """Return the phase if it can be used; raises `InputError` with what to change."""
-    if phase is None or (report.code and not phase.complete):
+    if phase is None and not report.code:
         raise InputError(
-            f"the script failed in the {name} phase (exit code {report.code}); its run is in {report.run}. "
-            "Make it work with `headway run` first."
+            f"no rank of the script was measured in the {name} phase: it imported no torch, or HEADWAY=off stopped the "
+            "recording. Run a script that trains with torch."
+        )
+    if phase is None or (report.cls != "ok" and not phase.complete):
+        raise InputError(
+            f"the script failed in the {name} phase (exit code {report.code}, {report.cls}); its run is in "
+            f"{report.run}. Make it work with `headway run` first."
         )
     if not phase.batches:
         raise InputError(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from headway.catalog import ADVISERS
 from headway.ledger.ledger import Ledger
@@ -14,7 +17,14 @@ from headway.verbs.output import emit
 from headway.verbs.source import run_at
 
 
-def plan(run: Path | None = None, /, *, out: Path | None = None, allow: str | None = None, json: bool = False) -> int:
+def plan(
+    run: Path | None = None,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None,
+    allow: str | None = None,
+    json: bool = False,
+) -> int:
     """Propose remedies for RUN, predict each and the best set of them, and write the plan file.
 
     Example: `headway plan headway-runs/train-1 -o plan.json`
@@ -23,7 +33,7 @@ def plan(run: Path | None = None, /, *, out: Path | None = None, allow: str | No
     ----------
     run
         A run folder; the newest one by default.
-    out, -o
+    out
         The plan file; RUN/plan.json by default.
     allow
         'result-equivalent' admits remedies that change random draws, but no distribution.

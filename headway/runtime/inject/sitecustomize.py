@@ -7,10 +7,16 @@ script imports torch only one finder is installed (about 1 ms): nothing else
 of headway, and nothing of the standard library that is not there anyway.
 """
 
+from __future__ import annotations
+
 import os
 import sys
 from _frozen_importlib import module_from_spec, spec_from_loader
 from _frozen_importlib_external import PathFinder, SourceFileLoader
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _RUNTIME = os.path.dirname(_HERE)
@@ -21,41 +27,36 @@ def _record() -> None:
     if not os.environ.get("HEADWAY_RUN") or os.environ.get("HEADWAY", "").lower() in ("off", "0"):
         return
     os.environ.setdefault("HEADWAY_MAIN_PID", str(os.getpid()))
+    # By path: `import headway` would load logging and more before the script's first line.
+    loader = SourceFileLoader("headway_hooks", os.path.join(_RUNTIME, "hooks.py"))
+    spec = spec_from_loader("headway_hooks", loader)
     try:
-        # By path: `import headway` would load logging and more before the script's first line.
-        loader = SourceFileLoader("headway_hooks", os.path.join(_RUNTIME, "hooks.py"))
-        hooks = module_from_spec(spec_from_loader("headway_hooks", loader))
-        loader.exec_module(hooks)
-        hooks.PostImport({"torch"}, before=_begin, after=_torch_came).install()
+        if spec is not None:
+            hooks = module_from_spec(spec)
+            loader.exec_module(hooks)
+            hooks.PostImport.first("torch", _begin).install()
     except Exception as cause:
-        sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
+        _warn(cause)
 
 
-def _begin(name: str) -> None:
-    """Hand the finder over to the bootstrap when the script imports torch; it names the other modules to watch."""
-    bootstrap = sys.modules.get("headway.runtime.bootstrap")
-    if name != "torch":
-        return bootstrap.before_import(name)
+def _begin(finder: Any) -> None:
+    """Hand the finder over to the bootstrap: the script is importing torch."""
     root = os.path.dirname(os.path.dirname(_RUNTIME))  # the library that launched the job records it, installed or not
-    finder = next(finder for finder in sys.meta_path if type(finder).__module__ == "headway_hooks")
     sys.path.insert(0, root)
     try:
         from headway.runtime import bootstrap
 
         bootstrap.start(finder)
-        bootstrap.before_import(name)
+        bootstrap.before_import("torch")
     except Exception as cause:
         finder.remove()
-        sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
+        _warn(cause)
     finally:
         sys.path.remove(root)
 
 
-def _torch_came(module: ModuleType) -> None:
-    """Tell the bootstrap, if there is one, that a watched module was executed."""
-    bootstrap = sys.modules.get("headway.runtime.bootstrap")
-    if bootstrap is not None:
-        bootstrap.after_import(module)
+def _warn(cause: Exception) -> None:
+    sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
 
 
 def _chain() -> None:
