@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,6 +55,20 @@ def test_a_file_is_dropped_once_per_pass(tmp_path, files):
 
     assert counts[1] - counts[0] == 1
     assert not files_fetcher.headway_fetched
+
+
+def test_what_dropping_costs_the_training_thread_is_not_counted_for_workers(tmp_path, files):
+    files.opened("open", (str(written(tmp_path)), "r", READ))
+
+    assert (files.num_dropped(), files.dropping_s()) == (1, 0.0)
+
+
+def test_a_workers_drops_are_counted_with_what_they_cost(tmp_path, files, monkeypatch):
+    monkeypatch.setattr("headway.data.runtime.cold_files.get_worker_info", lambda: SimpleNamespace(id=1))
+    files.opened("open", (str(written(tmp_path)), "r", READ))
+
+    assert files.num_dropped() == 1
+    assert 0 < files.dropping_s() < 5
 
 
 @pytest.mark.parametrize(

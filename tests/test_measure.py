@@ -60,9 +60,9 @@ def stalls(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str
     return answer
 
 
-def phase(mean_s: float = 0.01, *, read_bytes: float = 0.0, files_dropped: int = 0) -> Phase:
+def phase(mean_s: float = 0.01, *, read_bytes: float = 0.0, files_dropped: int = 0, dropping_s: float = 0.0) -> Phase:
     used = {"seconds": 1.0, "cpu_s": 1.0, "read_bytes": read_bytes}
-    return Phase((mean_s,) * 20, {"0": 20}, {"0": 10}, used, True, files_dropped)
+    return Phase((mean_s,) * 20, {"0": 20}, {"0": 10}, used, True, files_dropped, dropping_s)
 
 
 def written(folder: Path, rank: int, pid: int, num_steps: int, **more: object) -> None:
@@ -99,6 +99,7 @@ def test_a_run_in_which_no_rank_was_measured_has_no_phase(tmp_path):
     ("cold", "warm", "waited", "words"),
     [
         (phase(read_bytes=9e6, files_dropped=5), phase(), 0.0, []),
+        (phase(read_bytes=9e6, files_dropped=5, dropping_s=0.1), phase(), 0.0, ["on dropping files"]),
         (phase(), phase(), 0.0, ["opened no file"]),
         (phase(files_dropped=5), phase(), 0.0, ["read nothing from storage although 5 files"]),
         (phase(read_bytes=9e6, files_dropped=5), phase(read_bytes=8e6), 0.0, ["did not hold the data"]),

@@ -60,6 +60,9 @@ class Phase:
     files_dropped: int = 0
     """Files that were dropped from the page cache."""
 
+    dropping_s: float = 0.0
+    """What that cost the busiest loader worker; in the training thread it is taken out of the steps."""
+
     @property
     def mean_s(self) -> float:
         """Mean step after the warm-up."""
@@ -91,6 +94,7 @@ class Phase:
             _used([row["used"] for row in rows]),
             all(row["complete"] for row in rows),
             sum(row.get("files_dropped", 0) for row in rows),
+            max(row.get("dropping_s", 0.0) for row in rows),
         )
 
     def to_json(self, examples: float | None) -> dict[str, Any]:
@@ -255,6 +259,11 @@ def doubts(phases: Mapping[str, Phase], waited_fraction: float, folder: Path) ->
         found.append(
             f"The cold phase read nothing from storage although {cold.files_dropped} files were dropped: their file "
             "system keeps them in memory, or C code reads them unseen. The fetch stall is a lower bound."
+        )
+    if cold.dropping_s > STALL_FRACTION * sum(cold.step_s):
+        found.append(
+            f"A loader worker spent {cold.dropping_s:.2g} s of the cold phase on dropping files from the page cache: "
+            "the fetch stall is an upper bound."
         )
     if warm.used and cold.used and warm.used["read_bytes"] > max(STALL_FRACTION * cold.used["read_bytes"], 1 << 20):
         found.append(

@@ -1,6 +1,7 @@
 """DistributedDataParallel under torchrun: sampler, no_sync accumulation, a barrier, rank 0 saves."""
 
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -33,5 +34,5 @@ for epoch in range(3):
         print(f"rank {dist.get_rank()} loss {loss.item().hex()} {mean.item().hex()}", flush=True)
     dist.barrier()
     if dist.get_rank() == 0:
-        torch.save(model.state_dict(), os.environ.get("JOB_OUT", ".") + "/ddp.pt")
+        torch.save(model.state_dict(), os.environ.get("JOB_OUT", tempfile.gettempdir()) + "/ddp.pt")
 dist.destroy_process_group()

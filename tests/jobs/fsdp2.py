@@ -1,6 +1,7 @@
 """FSDP2 (fully_shard) on CPU, checkpointed with torch.distributed.checkpoint."""
 
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -25,5 +26,5 @@ for _step in range(8):
     optimizer.step()
     optimizer.zero_grad()
     print(f"rank {dist.get_rank()} loss {loss.item().hex()}", flush=True)
-dcp.save({"model": model.state_dict()}, checkpoint_id=os.environ.get("JOB_OUT", ".") + "/dcp")
+dcp.save({"model": model.state_dict()}, checkpoint_id=os.environ.get("JOB_OUT", tempfile.gettempdir()) + "/dcp")
 dist.destroy_process_group()

@@ -58,7 +58,7 @@ def cold(parameters: Mapping[str, Any], context: Context) -> Applied:
     """Measure with a cold page cache. Parameters: steps, warmup."""
     watch = Stopwatch.begin("cold", parameters, context)
     files = ColdFiles(context.run, context.probes.fetching, watch.paused)
-    watch.facts["files_dropped"] = files.num_dropped
+    watch.facts |= {"files_dropped": files.num_dropped, "dropping_s": files.dropping_s}
     sys.addaudithook(files.opened)
     context.patch(_FETCH + "_BaseDatasetFetcher.__init__", files.around_fetcher)
     for name in ("_MapDatasetFetcher", "_IterableDatasetFetcher"):
