@@ -81,7 +81,7 @@ class EmulatedLogCollector(logging.Handler):
 
 
 class EmulatedAccelerator:
-    """Make a block take at least `step_s`, as if a device had done it."""
+    """Make a block take at least `step_s`, as if a device had computed it."""
 
     def __init__(self, step_s):
         self.step_s = step_s
@@ -133,12 +133,12 @@ def main():
 
     for epoch in range(args.epochs):
         for tokens in loader:
-            with accelerator:
+            with accelerator:  # before the gradients are reduced: a rank that waits there computes no faster
                 logits = model(tokens[:, :-1])
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
             log.info("epoch %d loss %.4f", epoch, loss.item())
         if rank == 0:
             save_checkpoint(os.path.join(args.out, "model.pt"), model, optimizer, epoch)
