@@ -59,6 +59,9 @@ class Unrolled:
     step_op: NDArray[np.int64]
     """[ranks, k] Operation that ends each step."""
 
+    last_op: tuple[NDArray[np.int64], ...]
+    """Per rank [m]: the last operation of each segment of its training thread."""
+
     def step_end_ns(self) -> NDArray[np.int64]:
         """Replay it and return [ranks, k] when each step ends, from 0."""
         times = greedy(self.dag, self.duration_ns, capacity=self.capacity)
@@ -133,7 +136,9 @@ def unroll(
         lane_order=False,
     )
     step_op = np.array([end[_last_of_steps(lane)] for end, lane in zip(last, recording.lanes, strict=True)])
-    return Unrolled(dag, np.concatenate(ops.duration), np.tile([cores, 1], int(recording.host.max()) + 1), step_op)
+    return Unrolled(
+        dag, np.concatenate(ops.duration), np.tile([cores, 1], int(recording.host.max()) + 1), step_op, tuple(last)
+    )
 
 
 def _last_of_steps(lane: Lane) -> NDArray[np.int64]:

@@ -1,0 +1,40 @@
+"""Public names and options grow only on purpose: frozen in tests/golden/public.json, which `make golden` writes."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import headway
+from headway.catalog import ADVISERS, CAUSES_OF_REMEDY, REMEDIES
+from headway.cli import VERBS, build
+from tests.paths import GOLDEN
+
+FROZEN = GOLDEN / "public.json"
+
+
+def options(verb: str) -> list[str]:
+    """Return the names of a verb's options and arguments."""
+    app = build()
+    for word in verb.split():
+        app = app[word]
+    arguments = app.assemble_argument_collection()
+    return sorted(name for argument in arguments if argument.show for name in argument.names)
+
+
+def test_public_names_and_options_are_the_frozen_ones():
+    surface = {"names": sorted(headway.PUBLIC), "verbs": {verb: options(verb) for verb in sorted(VERBS)}}
+    if os.environ.get("HEADWAY_WRITE_GOLDEN"):
+        FROZEN.write_text(json.dumps(surface, indent=1) + "\n")
+
+    assert surface == json.loads(FROZEN.read_text())
+
+
+def test_every_public_name_resolves_and_they_stay_few():
+    assert all(getattr(headway, name) is not None for name in headway.PUBLIC)
+    assert len(headway.PUBLIC) <= 24
+
+
+def test_every_remedy_is_proposed_by_a_room_and_acts_against_a_cause():
+    assert {name.split(".")[0] for name in REMEDIES} <= set(ADVISERS)
+    assert set(REMEDIES) <= set(CAUSES_OF_REMEDY)
