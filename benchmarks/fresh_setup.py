@@ -16,8 +16,9 @@ from pathlib import Path
 from _command import ROOT
 
 TOOLS = ("sh", "bash", "env", "ls", "uname", "rm", "cat", "mkdir", "dirname")
-OF_TORCH = ("torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec",
-            "filelock", "typing_extensions", "setuptools", "pkg_resources", "_distutils_hack", "pip", "isympy")  # fmt: skip
+OF_TORCH = (
+    "torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",    "filelock", "typing_extensions", "setuptools", "pkg_resources", "_distutils_hack", "pip",
+)  # fmt: skip
 """What a virtual environment with torch and numpy alone would hold."""
 
 

@@ -240,10 +240,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     target = tmp_path / "report.html"
     target.write_text("old")
 
-    def full_disk(self: Path, other: Path) -> None:
+    def full_disk(draft: Path, other: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "replace", full_disk)
+    monkeypatch.setattr("os.replace", full_disk)
     with pytest.raises(OSError, match="no space left"):
         write_report(demo_report(), target)
 
@@ -252,7 +252,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_report_needs_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"is not a folder; .* Create it first"):
+    with pytest.raises(InputError, match=r"absent does not exist. Create it first"):
         write_report(demo_report(), tmp_path / "absent" / "report.html")
 
 

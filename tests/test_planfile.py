@@ -86,7 +86,7 @@ def test_a_remedy_comes_once() -> None:
 def test_missing_files_and_folders_are_named(tmp_path) -> None:
     with pytest.raises(InputError, match=r"cannot read the plan .*absent.json: No such file"):
         read_plan(tmp_path / "absent.json")
-    with pytest.raises(InputError, match=r"cannot write the plan .*Choose a folder that exists"):
+    with pytest.raises(InputError, match=r"cannot be written: the folder .* does not exist. Create it first"):
         write_plan(PlanFile(), tmp_path / "absent" / "plan.json")
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import FormatError, InputError
+from headway.core.whole_file import whole_file
 
 SCHEMA = "headway.plan-file/1"
 """Value of the key "schema"."""
@@ -146,18 +147,17 @@ def read_plan(path: str | os.PathLike[str]) -> PlanFile:
 
 def write_plan(plan: PlanFile, path: str | os.PathLike[str]) -> None:
     """Write a plan file; a reader sees the old one or the new one, never a part. Raises `InputError` if it cannot."""
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         text = json.dumps(plan.to_json(), indent=2, allow_nan=False) + "\n"
     except (TypeError, ValueError) as cause:
         raise InputError(f"a parameter of the plan is no JSON value ({cause}); use numbers, strings, lists.") from cause
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(target)
+        with whole_file(Path(path)) as draft:
+            draft.write_text(text, encoding="utf-8")
     except OSError as cause:
-        beside.unlink(missing_ok=True)
-        raise InputError(f"cannot write the plan {path}: {cause.strerror}. Choose a folder that exists.") from cause
+        raise InputError(
+            f"cannot write the plan {path}: {cause.strerror}. Choose a folder that can be written."
+        ) from cause
 
 
 def _is_number(value: object) -> bool:

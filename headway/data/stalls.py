@@ -223,6 +223,8 @@ def what_if(
 
     `shared_storage` overrides what the run shows: True = all readers share one pipe.
     """
+    if storage is not None and not storage > 0:
+        raise InputError(f"storage is {storage}; give how many times as fast it is, above 0.")
     edits = [] if cache_fraction is None else [f"cache_fraction={cache_fraction}"]
     edits += [] if workers is None else [f"workers={workers}"]
     edits += [] if cores is None else [f"cores={cores}"]

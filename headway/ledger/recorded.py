@@ -43,11 +43,6 @@ class RecordedRun(Protocol):
         """The content of run.json."""
         ...
 
-    @property
-    def trace(self) -> Trace:
-        """The last attempt, all ranks."""
-        ...
-
     def attempts(self) -> Sequence[Trace]:
         """Return one trace per attempt, oldest first."""
         ...
@@ -64,8 +59,7 @@ def recorded_trace_account(trace: Trace) -> Account:
 
 def recorded_account(runs: Sequence[RecordedRun]) -> Account:
     """Account for recorded runs that belong together: the hosts of one job."""
-    # The last attempt is `trace`: of a run that several hosts recorded it holds all of them.
-    parts = [(run, [*list(run.attempts())[:-1], run.trace]) for run in runs]
+    parts = [(run, list(run.attempts())) for run in runs]
     count = max(len(traces) for _, traces in parts)
     traces = [concat([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
     meta, offsets = _joined_meta(parts)

@@ -115,19 +115,18 @@ def _containing(rows: Rows, child: Ints, parent: Ints) -> Ints:
 
     Both are on one lane and of one loader and iterator; such loads never overlap.
     """
-    result = np.full(len(child), -1, np.int64)
     both = np.concatenate([parent, child])
-    key = np.stack([rows.worker[both], rows.column("group", both), rows.column("corr", both)], axis=1)
-    process = number_alike(key)
-    for number in np.unique(process[: len(parent)]).tolist():
-        mine = np.flatnonzero(process[: len(parent)] == number)
-        theirs = np.flatnonzero(process[len(parent) :] == number)
-        index = np.searchsorted(rows.start_ns[parent[mine]], rows.start_ns[child[theirs]], side="right") - 1
-        held = index >= 0
-        owner = mine[np.maximum(index, 0)]
-        held &= rows.end_ns[child[theirs]] <= rows.end_ns[parent[owner]]
-        result[theirs] = np.where(held, owner, -1)
-    return result
+    process = number_alike(np.stack([rows.worker[both], rows.column("group", both), rows.column("corr", both)], axis=1))
+    inner = np.arange(len(both)) >= len(parent)
+    # The last parent at or before each child, in one pass: a long run of short epochs has very many iterators.
+    order = np.lexsort((inner, rows.start_ns[both], process))
+    latest = np.maximum.accumulate(np.where(inner[order], -1, np.arange(len(both))))
+    owner = np.full(len(both), -1, np.int64)
+    owner[order] = np.where(latest >= 0, order[latest], -1)
+    mine = owner[len(parent) :]
+    held = (mine >= 0) & (process[mine] == process[len(parent) :])
+    held &= rows.end_ns[child] <= rows.end_ns[both[mine]]
+    return np.where(held, mine, -1)
 
 
 def match_batches(rows: Rows, waits: Ints, loads: Loads) -> Ints:

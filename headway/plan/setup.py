@@ -97,9 +97,11 @@ class Setup:
         cores = int(facts.get("cores") or 1)
         free = memory_bytes if memory_bytes is not None else facts.get("memory_available_bytes")
         world_size = int(facts.get("world_size") or 1)
+        # A merged run counts the processes of all its hosts; the fullest host is what limits.
+        per_host = -(-int(facts.get("nproc") or world_size) // max(1, len(facts.get("hosts") or ())))
         return cls(
             world_size=world_size,
-            ranks_per_host=min(world_size, int(facts.get("nproc") or world_size)),
+            ranks_per_host=min(world_size, per_host),
             cores=cores,
             device_type=str(facts.get("device_type") or "cpu"),
             limits=Limits(

@@ -15,10 +15,8 @@ hash is the one written into it. Times in seconds, shares as fractions.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headway
-from headway.core.errors import InputError
+from headway.core.whole_file import whole_file
 from headway.report import frames, sections
 from headway.report.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.figures import BUCKET_STYLES, Json, clean
@@ -92,18 +90,8 @@ def write_report(data: ReportData, path: str | Path) -> int:
 
     Raises `InputError` when the folder does not exist.
     """
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise InputError(f"{target.parent} is not a folder; a report is written into one. Create it first.")
-    content = page(data).encode("utf-8", "replace")
-    scratch = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        scratch.write_bytes(content)
-        scratch.replace(target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            scratch.unlink()
-    return len(content)
+    with whole_file(path) as draft:
+        return draft.write_bytes(page(data).encode("utf-8", "replace"))
 
 
 def page(data: ReportData) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 from headway.trace import parquet, spool
 from headway.trace.assemble import build, by_rank, json_object
-from headway.trace.whole_file import whole_file
+from headway.core.whole_file import whole_file
 
 
 def finalise(run: Path) -> list[Path]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway import __version__
 from headway.core.errors import InputError
+from headway.core.whole_file import whole_file
 from headway.runtime import redact
 from headway.runtime.host_memory import host_memory
 
@@ -239,9 +240,8 @@ class Recording:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path` by way of a draft beside it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(draft, path)
+    with whole_file(path) as draft:
+        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def gather(path: Path, ranks: set[int]) -> dict[str, Any]:

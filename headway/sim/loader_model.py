@@ -196,7 +196,8 @@ class LoaderModel:
         batches = self.batches
         recorded = batches.workers
         workers = recorded if scenario.workers is None else np.where(self.tunable, scenario.workers, recorded)
-        prefetch = self.prefetch if scenario.prefetch is None else np.full_like(self.prefetch, scenario.prefetch)
+        told = self.prefetch if scenario.prefetch is None else scenario.prefetch
+        prefetch = np.where(self.tunable, told, self.prefetch)
         fetch, cpu = self._loads(scenario, seed, starved)
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
@@ -241,7 +242,8 @@ class LoaderModel:
         """Return, per pass, what making its iterator costs, when its workers begin, and what its end costs."""
         had, again = self.batches.workers, self.batches.epoch > 0
         kept = self.persistent
-        keeps = (kept if scenario.persistent is None else again & scenario.persistent) & (workers > 0)
+        free = self.tunable & (scenario.persistent is not None)
+        keeps = np.where(free, again & bool(scenario.persistent), kept) & (workers > 0)
         # Workers are made and ended one after the other. The end of the pass before is paid in the call that finds it.
         per_fork = np.where(had > 0, self.iter_ns / np.maximum(had, 1), self.costs.fork_ns)
         per_fork = np.where(kept, self.costs.fork_ns, per_fork)
@@ -251,7 +253,7 @@ class LoaderModel:
         made = np.where(had > 0, np.where(keeps, made, per_fork * workers), made)
         made = np.where(workers == 0, plain, made)
         made = np.where((workers == had) & (keeps == kept), self.iter_ns, made)
-        stays = _survives(self) if scenario.persistent is None else np.full(had.size, scenario.persistent)
+        stays = np.where(free, bool(scenario.persistent), _survives(self))
         bare = np.where(had == 0, self.stop_ns, 0)
         stop = np.where(stays | (workers == 0), bare, bare + per_stop * workers)
         stop = np.where((workers == had) & (stays == _survives(self)), self.stop_ns, stop)

@@ -179,7 +179,7 @@ class Recording:
         recorded = min(int(rows.named("step").sum()) for rows in own)
         kept = min(recorded, max_steps)
         lanes = tuple(_lane(rows, rank, kept) for rows, rank in zip(own, ranks, strict=True))
-        batches = tuple(_batches(rows, lane) for rows, lane in zip(own, lanes, strict=True))
+        batches = tuple(_batches(_until(rows, lane.step_end_ns[-1]), lane) for rows, lane in zip(own, lanes, strict=True))
         cut = np.array([_mean_ns(rows, recorded) / np.maximum(_mean_ns(rows, kept), 1e-9) for rows in own])
         seen = np.array([_mean_ns(rows, kept) > 0 for rows in own])
         last = np.array([_step_ends(rows, recorded)[-1] for rows in own], dtype=np.int64)
@@ -207,6 +207,11 @@ def _own_rows(trace: Trace, rank: int) -> Trace:
     """Return the rows of one rank in order of start, outer spans first."""
     rows = trace.select(ranks=[rank])
     return rows.where(np.lexsort((-rows.events["duration_ns"], rows.events["start_ns"])))
+
+
+def _until(rows: Trace, end_ns: int) -> Trace:
+    """Return the rows, in order of start, that start before `end_ns`; they keep their indices."""
+    return rows.where(np.arange(np.searchsorted(rows.events["start_ns"], end_ns)))
 
 
 def _codes(rows: Trace) -> NDArray[np.int64]:

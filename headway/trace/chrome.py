@@ -33,7 +33,7 @@ from headway.trace.microseconds import to_ns
 from headway.trace.tables import numbered, plain_tables
 from headway.trace.trace import COLUMNS, Trace
 from headway.trace.vocabulary import KIND, KINDS
-from headway.trace.whole_file import whole_file
+from headway.core.whole_file import whole_file
 
 if TYPE_CHECKING:
     from headway.trace.content import Content

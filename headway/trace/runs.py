@@ -70,11 +70,14 @@ class Run:
 
     def attempts(self) -> list[Trace]:
         """Return the events of every attempt, oldest first."""
-        folders = self._folders()
-        numbers = sorted({number for folder in folders for number in _attempts(folder)})
+        held = {folder: _attempts(folder) for folder in self._folders()}
+        earlier = sorted({number for numbers in held.values() for number in numbers[:-1]})
         return [
-            _with_facts(concat([_load(folder, number) for folder in folders if number in _attempts(folder)]), self.meta)
-            for number in numbers
+            *(
+                _with_facts(concat([_load(folder, k) for folder, numbers in held.items() if k in numbers[:-1]]), self.meta)
+                for k in earlier
+            ),
+            self.trace,
         ]
 
     def windows(self) -> list[Path]:

@@ -45,10 +45,16 @@ def cycles(optimizer: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _until_repeat(optimizer: NDArray[np.int64]) -> int:
     """Return how many updates come before any optimizer of `optimizer` [n >= 1] is seen a second time."""
-    _, first = np.unique(optimizer, return_index=True)
-    repeats = np.ones(len(optimizer), bool)
-    repeats[first] = False
-    return int(repeats.argmax()) if repeats.any() else len(optimizer)
+    size = 16  # looked through in doubling windows: a script with a new optimizer per task has very many phases
+    while True:
+        _, first = np.unique(optimizer[:size], return_index=True)
+        repeats = np.ones(min(size, len(optimizer)), bool)
+        repeats[first] = False
+        if repeats.any():
+            return int(repeats.argmax())
+        if size >= len(optimizer):
+            return len(optimizer)
+        size *= 2
 
 
 def step_bounds(

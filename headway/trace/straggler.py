@@ -41,7 +41,7 @@ from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
-from headway.trace.whole_file import whole_file
+from headway.core.whole_file import whole_file
 
 OPTYPES: dict[str, tuple[str, str]] = {
     "forward-compute": ("COMPUTE", "compute"),

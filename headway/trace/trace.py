@@ -106,7 +106,8 @@ class Trace:
     ) -> Trace:
         """Check and complete `columns`; a column left out is filled with its 'unknown' value.
 
-        Raises `InputError` on an unknown column, unequal lengths, or a negative duration.
+        Raises `InputError` on an unknown column, unequal lengths, a negative duration, or a number that its column
+        cannot hold.
         """
         given = {**columns, **more}
         for column in given:
@@ -117,7 +118,7 @@ class Trace:
             raise InputError(f"columns differ in length: {sizes}. Give each the same number of rows.")
         n = next(iter(sizes.values()), 0)
         events = {
-            column: np.ascontiguousarray(given[column], dtype=dtype) if column in given else np.full(n, blank, dtype)
+            column: _as_column(column, given[column]) if column in given else np.full(n, blank, dtype)
             for column, (dtype, blank) in COLUMNS.items()
         }
         if n and int(events["duration_ns"].min()) < 0:
@@ -193,6 +194,20 @@ class Trace:
         if ranks is not None:
             mask &= np.isin(self.events["rank"], list(ranks))
         return self.where(mask)
+
+
+def _as_column(column: str, values: ArrayLike) -> NDArray[Any]:
+    """Return `values` in the type of `column`; numbers too large for it raise instead of wrapping round."""
+    dtype = np.dtype(COLUMNS[column][0])
+    array = np.asarray(values)
+    if array.dtype.kind in "iuf" and dtype.kind in "iu" and array.size and not np.can_cast(array.dtype, dtype):
+        bounds = np.iinfo(dtype)
+        if not (bounds.min <= array.min() and array.max() <= bounds.max):
+            row = int(np.argmax((array < bounds.min) | (array > bounds.max)))
+            raise InputError(
+                f"{column}[{row}] is {array[row]}; the column holds {bounds.min}..{bounds.max}. Number from 0 upwards."
+            )
+    return np.ascontiguousarray(array, dtype=dtype)
 
 
 def concat(traces: Sequence[Trace]) -> Trace:
