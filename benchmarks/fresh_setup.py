@@ -17,7 +17,8 @@ from _command import ROOT
 
 TOOLS = ("sh", "bash", "env", "ls", "uname", "rm", "cat", "mkdir", "dirname")
 OF_TORCH = (
-    "torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",    "filelock", "typing_extensions", "setuptools", "pkg_resources", "_distutils_hack", "pip",
+    "torch", "functorch", "torchgen", "numpy", "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec",
+    "isympy", "filelock", "typing_extensions", "setuptools", "pkg_resources", "_distutils_hack", "pip",
 )  # fmt: skip
 """What a virtual environment with torch and numpy alone would hold."""
 

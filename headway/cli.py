@@ -10,15 +10,16 @@ missed; `run` exits with the first failing rank's code (128 + signal).
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
 
 if TYPE_CHECKING:
-    from cyclopts import App
+    from cyclopts import App, CycloptsError
 
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("headway.verbs.run:run", "Run a training script unmodified, record it, say where its time went."),
@@ -49,7 +50,7 @@ def build(explained: str = "") -> App:
 
     The verb `explained` is left without its line, so that its own docstring becomes its page of help.
     """
-    from cyclopts import App
+    from cyclopts import App, Parameter
 
     from headway import __version__
 
@@ -58,6 +59,7 @@ def build(explained: str = "") -> App:
         help="Find where a training job's accelerator time goes, and win it back.",
         help_epilogue="Start with: headway run -- train.py     then: headway why, headway plan, headway run --apply",
         help_format="plaintext",
+        default_parameter=Parameter(negative=()),
         version=__version__,
         version_flags=["--version"],
     )
@@ -95,6 +97,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except HeadwayError as error:
         print(f"headway: {error}", file=sys.stderr)
         code = error.exit_code
+    except SystemExit as leaving:  # how rich ends a page of help whose reader went away
+        if not isinstance(leaving.__context__, BrokenPipeError):
+            raise
+        code = 0
     except BrokenPipeError:  # the reader of our output went away: not an error, and nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -105,17 +111,44 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def dispatch(ours: list[str], script: list[str] | None) -> int:
     """Run the verb that `ours` names; a verb that takes a script gets `script`."""
+    from cyclopts import CycloptsError
+
     words = {verb.split()[0]: verb for verb in VERBS}
     if ours and not ours[0].startswith("-"):
         pick(words, ours[0], "verb")
     app = build(next((verb for verb in VERBS if ours[: len(verb.split())] == verb.split()), ""))
-    command, bound, ignored = app.parse_args(ours)
+    try:
+        command, bound, ignored = app.parse_args(ours, print_error=False, exit_on_error=False, help_on_error=False)
+    except CycloptsError as error:
+        raise InputError(misuse(ours, error)) from None
     if "script" in ignored:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
-        print("headway: only `run` takes a script behind `--`, and `data stalls`. Drop the `--`.", file=sys.stderr)
-        return 2
+        raise InputError(
+            "only `headway run` and `headway data stalls` take a script behind `--`. Drop the `--` and what follows it."
+        )
     return int(command(*bound.args, **bound.kwargs) or 0)
+
+
+def misuse(ours: Sequence[str], error: CycloptsError) -> str:
+    """Say in one line what is wrong with the arguments `ours`, and what would be right."""
+    from cyclopts.exceptions import UnusedCliTokensError
+
+    verb = next((verb for verb in VERBS if list(ours[: len(verb.split())]) == verb.split()), "")
+    see = f"headway {verb}".strip()
+    unused = list(error.unused_tokens or ()) if isinstance(error, UnusedCliTokensError) else []
+    scripts = unused[:1] or [word for word in ours if word.endswith(".py")]
+    if verb == "run" and scripts:
+        cut = ours.index(scripts[0])
+        return (
+            "the script and its arguments stand behind `--`. "
+            f"Write: headway {shlex.join(ours[:cut])} -- {shlex.join(ours[cut:])}"
+        )
+    if unused:
+        words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
+        return f"`{see}` has no use for the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
+    text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
+    return f"{text[:1].lower()}{text[1:].rstrip('.?')}{'?' if text.endswith('?') else '.'} See: {see} --help"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headway.core.errors import InputError
@@ -169,6 +170,33 @@ def test_causes_rank_by_seconds_then_name_then_place():
     ]
 
     assert [(row.cause, row.where) for row in ranked(rows)] == [("c", ""), ("a", "x"), ("a", "y"), ("b", "x")]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_other_numbers_for_the_ranks_are_other_words_in_the_same_causes(name):
+    made = replace(FAULTS[name], ranks=3).make()
+    numbers = np.array([2, 0, 1])
+    events = made.trace.events
+    rank = np.where(events["rank"] >= 0, numbers[events["rank"]], events["rank"]).astype(np.int32)
+    trace = replace(
+        made.trace,
+        events={**events, "rank": rank},
+        ranks={int(numbers[rank]): facts for rank, facts in made.trace.ranks.items()},
+    )
+    rows = [{**row, "rank": int(numbers[row["rank"]])} for row in made.meta["ranks"]]
+
+    ours = find_causes(Ledger.of(made))
+    theirs = find_causes(Ledger.of(replace(made, trace=trace, meta={**made.meta, "ranks": rows})))
+
+    assert [(row.cause, row.lost_device_s) for row in theirs] == [(row.cause, row.lost_device_s) for row in ours]
+
+
+def test_a_host_is_full_when_its_own_ranks_fill_it_not_those_of_all_hosts():
+    made = FAULTS["input.prep"].make()
+    apart = replace(made, trace=replace(made.trace, ranks={r: {"host": f"host{r}"} for r in made.trace.ranks}))
+
+    assert "2 cores are busy" in find_causes(Ledger.of(made))[0].fix
+    assert "more workers than 1" in find_causes(Ledger.of(apart))[0].fix
 
 
 def test_a_missing_run_json_costs_only_the_words_it_would_have_given():

@@ -92,5 +92,5 @@ def test_a_run_without_steps_cannot_be_compared():
     made = BASE.make()
     empty = Ledger.of(replace(made, trace=made.trace.where(made.trace.named("process"))))
 
-    with pytest.raises(InputError, match=r"second ledger has no complete step.*Record a longer run"):
+    with pytest.raises(InputError, match=r"second run has no complete step.*Record a longer one"):
         compare(ledger(BASE), empty)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,6 +149,24 @@ def test_a_change_of_random_draws_needs_to_be_granted() -> None:
 def test_every_remedy_that_is_said_to_apply_is_in_the_catalogue() -> None:
     for row in plan_of().proposals:
         assert (row.name in REMEDIES) == row.applies
+
+
+def test_the_numbers_of_the_ranks_decide_nothing() -> None:
+    made = RunMaker(**{**JOB, "ranks": 3, "compute_ns": lambda rank, step: (6 + 4 * (rank == 0)) * MS}).make()
+    numbers = np.array([2, 0, 1])
+    events = made.trace.events
+    renamed = {**events, "rank": np.where(events["rank"] >= 0, numbers[events["rank"]], -1).astype(np.int32)}
+    other = replace(made.trace, events=renamed, ranks={int(numbers[r]): k for r, k in made.trace.ranks.items()})
+    setup = Setup.from_facts(made.meta, memory_bytes=10**9)
+
+    ours, theirs = (
+        Plan.of(None, Program.from_trace(trace, made.meta), setup, ADVISERS) for trace in (made.trace, other)
+    )
+
+    assert ours.chosen
+    assert theirs.chosen == ours.chosen
+    assert theirs.plan_file().remedies[0].parameters == ours.plan_file().remedies[0].parameters
+    assert theirs.step_s == pytest.approx(ours.step_s, rel=0.01)
 
 
 # Files and JSON

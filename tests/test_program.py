@@ -16,7 +16,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.sim.edits import Scenario, scenario_of
 from headway.sim.loader_model import Costs, own_service, storage_is_shared
 from headway.sim.program import Program
-from headway.sim.recording import LABEL, Recording
+from headway.sim.recording import LABEL, LOAD_PARTS, Recording
 from headway.sim.unroll import straggler_pace
 from headway.trace.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
@@ -316,6 +316,40 @@ def test_marks_of_cpu_time_tell_whether_compute_occupies_a_core(share: float) ->
 
     assert program.busy_known
     assert program.busy[0] == pytest.approx(share, abs=0.01)
+
+
+def test_loads_of_other_loaders_and_other_passes_on_the_same_lane_are_not_taken_for_ours() -> None:
+    """A second loader's worker 0 has the same lane name; a worker of the pass before may load on into the next one."""
+    trace = job(ranks=1, num_workers=2, epoch_steps=10).make().trace
+    events, loading = trace.events, trace.named("input.load", *LOAD_PARTS)
+    made = np.flatnonzero(trace.named("input.iter"))
+    newest = made[np.searchsorted(events["start_ns"][made], events["start_ns"], side="right") - 1]
+    ours = replace(trace, events={**events, "corr": np.where(loading, events["corr"][newest], events["corr"])})
+    loads = ours.where(loading).events
+    late = {**loads, "start_ns": loads["start_ns"] + 1}
+    others = [
+        replace(
+            trace, events={**late, "group": np.full_like(late["group"], 1), "corr": np.full_like(late["corr"], 77)}
+        ),
+        replace(trace, events={**late, "corr": late["corr"] - 1}).where(late["corr"] > 0),
+    ]
+
+    alone = Recording.from_trace(ours, max_steps=120).batches[0]
+    mixed = Recording.from_trace(concat([ours, *others]), max_steps=120).batches[0]
+    assert mixed.load_start_ns.tolist() == alone.load_start_ns.tolist()
+    assert mixed.part_ns.tolist() == alone.part_ns.tolist()
+    assert alone.part_ns.sum(axis=1).tolist() == alone.load_ns.tolist()
+
+
+def test_a_loader_that_must_be_left_alone_is_replayed_as_it_was() -> None:
+    made = job(num_workers=1, fetch_ns=30 * MS, iter_ns=8 * MS).make()
+    facts = {"0": {**made.meta["loaders"]["0"], "reason_untunable": "a batch sampler of the script's own"}}
+    program = program_of(made, loaders=facts)
+
+    for edit in ("workers=4", "prefetch=8", "persistent=true", "cache_fraction=1"):
+        assert program.predict([edit]).speedup == 1.0
+        assert program_of(made).predict([edit]).step_s != program.measured_s
+    assert program_of(made).predict(["workers=4"]).speedup > 2
 
 
 def test_ranks_of_different_hosts_do_not_share_cores() -> None:

@@ -115,6 +115,13 @@ def test_a_merged_run_has_the_attempts_and_windows_of_all_its_parts(tmp_path):
     assert [path.name for path in run.windows()] == ["r0-w0.json", "r1-w0.json"]
 
 
+def test_a_host_that_joined_late_adds_each_of_its_attempts_once(tmp_path):
+    parts = [recorded(tmp_path / "a", [0], attempts=2), recorded(tmp_path / "b", [1], group_rank=1, attempts=1)]
+    run = merge([Run.open(part) for part in parts])
+
+    assert [sorted(trace.ranks) for trace in run.attempts()] == [[0], [0, 1]]
+
+
 def test_a_folder_shared_by_two_hosts_opens_as_one_run(tmp_path):
     recorded(tmp_path, [0, 1])
     recorded(tmp_path, [2, 3], group_rank=1)

@@ -25,6 +25,14 @@ def test_memory_that_the_run_did_not_record_is_asked_of_this_host() -> None:
     assert Setup.from_facts({}).limits.memory_bytes > 0
 
 
+def test_hosts_of_a_merged_run_share_neither_memory_nor_cores() -> None:
+    facts = {"world_size": 8, "nproc": 8, "cores": 4, "memory_available_bytes": 1000, "hosts": ["a", "b"]}
+    setup = Setup.from_facts(facts)
+
+    assert setup.ranks_per_host == 4
+    assert setup.limits.memory_per_rank_bytes(setup) == int(1000 * MEMORY_FRACTION) // 4
+
+
 def test_arguments_win_over_the_run() -> None:
     setup = Setup.from_facts({"memory_available_bytes": 5}, memory_bytes=7, max_workers=3, allow=("result-equivalent",))
 

@@ -39,6 +39,7 @@ def test_step_ends_are_rising_and_within_the_updates(optimizer):
         ([0, 1, 0, 1], [1, 3]),
         ([0, 1, 1, 0, 1, 1], [2, 5]),
         ([0, 1, 0], [1]),  # killed between the two updates: the last step is not complete
+        ([*range(40), *range(40), *range(40)], [39, 79, 119]),  # more optimizers than are looked at in one go
         ([0, 0, 1, 1, 1], [0, 2, 3, 4]),  # a second phase with an optimizer of its own
         ([], []),
     ],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.sweep import MAX_LAYERS, largest_remainder, merge, share_out, sweep
+from headway.ledger.sweep import MAX_LAYERS, share_out, sweep
 
 WINDOW = (0, 60)
 
@@ -77,16 +77,6 @@ def test_nothing_recorded_leaves_the_window_to_nobody():
     assert len(sweep([], [], [], window=(3, 3)).row) == 0
 
 
-@given(intervals)
-def test_merge_covers_the_same_time_with_disjoint_intervals(rows):
-    start, end = merge(*columns(rows)[:2])
-
-    covered = {moment for low, high, _ in rows for moment in range(low, high)}
-    kept = {moment for low, high in zip(start.tolist(), end.tolist(), strict=True) for moment in range(low, high)}
-    assert covered == kept
-    assert all(later > earlier for later, earlier in zip(start[1:].tolist(), end[:-1].tolist(), strict=True))
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 10**15), st.lists(st.integers(0, 10**12), min_size=3, max_size=3)), max_size=5)
 )
@@ -102,22 +92,6 @@ def test_shares_add_up_and_are_off_by_less_than_one(rows):
     for amount, weight, share in zip(total.tolist(), weights.tolist(), shares.tolist(), strict=True):
         for part, got in zip(weight, share, strict=True):
             assert sum(weight) == 0 or abs(got - amount * part / sum(weight)) <= 1 + amount * 1e-15
-
-
-@given(st.integers(0, 10**20), st.lists(st.integers(0, 10**15), min_size=1, max_size=6))
-def test_largest_remainder_adds_up_and_rounds_each_part_by_less_than_one(total, weights):
-    if not sum(weights) and total:
-        with pytest.raises(InputError, match=r"none is positive.*Give at least one"):
-            largest_remainder(total % 10**18 + 1, weights)
-        return
-    total %= 10**18
-    shares = largest_remainder(total, weights).tolist()
-
-    assert sum(shares) == total
-    assert all(
-        total * w // max(sum(weights), 1) <= s <= -(-total * w // max(sum(weights), 1))
-        for w, s in zip(weights, shares, strict=True)
-    )
 
 
 def test_bad_intervals_are_named():

@@ -118,6 +118,9 @@ def test_the_coverage_of_every_part_is_kept():
         ({"start": [1]}, "'start' is not a trace column. Did you mean 'start_ns'"),
         ({"start_ns": [1], "rank": [1, 2]}, r"columns differ in length.*same number of rows"),
         ({"duration_ns": [4, -2]}, r"event 1 lasts -2 ns.*drop the row"),
+        ({"lane": [0, 40_000]}, r"lane\[1\] is 40000; the column holds -32768..32767"),
+        ({"stage": np.array([-40_000])}, r"stage\[0\] is -40000; the column holds"),
+        ({"bytes": [1e30]}, r"bytes\[0\] is 1e\+30; the column holds"),
         ({"name": [0]}, r"name code 0 has no entry.*full name table"),
     ],
 )

@@ -14,6 +14,7 @@ counterfactual: the recorded run replayed without the cause.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -50,6 +51,10 @@ DOING: dict[str, str] = {
     "startup": "compiled or started later",
 }
 """Bucket of a rank's largest excess -> what the rank was doing, in words."""
+
+
+TRY = "; try --set "
+"""What stands between advice and the what-if edit that predicts it; dropped where nothing can be replayed."""
 
 
 class Forecast(Protocol):
@@ -123,6 +128,8 @@ def find_causes(
     found = [cause for cause in found if cause.lost_device_s >= least_s]
     if predict is not None:
         found = [_predicted(cause, ledger, predict) for cause in found]
+    else:
+        found = [replace(cause, fix=cause.fix.partition(TRY)[0]) for cause in found]
     return ranked(_fixed(cause, (fixes or {}).get(cause.cause)) for cause in found)
 
 
@@ -193,6 +200,11 @@ def _workers(ledger: Ledger) -> int | None:
     return None if value is None else int(value)
 
 
+def _ranks_per_host(ledger: Ledger) -> int:
+    """Return the ranks of the fullest host; all of them where hosts are not known."""
+    return max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
+
+
 def _where_loader(ledger: Ledger) -> str:
     """Name the loader."""
     facts, workers = _loader(ledger), _workers(ledger)
@@ -213,9 +225,8 @@ def _input_fetch(ledger: Ledger) -> list[Cause]:
     if workers == 0:
         fix = "read in worker processes: DataLoader(num_workers=4); try --set workers=4, or --set cache_fraction=1"
     else:
-        fix = (
-            f"more workers than {workers or 'now'} or a cache: try --set workers={2 * (workers or 2)}, cache_fraction=1"
-        )
+        tried = f"{TRY}workers={2 * (workers or 2)}, or --set cache_fraction=1"
+        fix = f"more workers than {workers or 'now'}, or a cache{tried}"
     return [Cause("input.fetch", _where_loader(ledger), own + waited, evidence + _also(waited), fix)]
 
 
@@ -231,10 +242,10 @@ def _input_prep(ledger: Ledger) -> list[Cause]:
     workers, cores = _workers(ledger), ledger.meta.get("cores")
     if workers == 0:
         fix = "prepare in worker processes: DataLoader(num_workers=2); try --set workers=2"
-    elif queue > own / 2 or (cores and workers and workers * ledger.devices >= int(cores)):
+    elif queue > own / 2 or (cores and workers and workers * _ranks_per_host(ledger) >= int(cores)):
         fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"
     else:
-        fix = f"more workers than {workers if workers is not None else 'now'}: try --set workers={2 * (workers or 1)}"
+        fix = f"more workers than {workers if workers is not None else 'now'}{TRY}workers={2 * (workers or 1)}"
     return [Cause("input.prep", _where_loader(ledger), own + waited, evidence + _also(waited), fix)]
 
 
@@ -277,7 +288,7 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
             f"{kernels.count} communication kernels ran {_each(kernels.total_ns / NS_PER_S, kernels.count)}; for "
         )
         evidence += f"{format_seconds(own)} in all nothing computed beside them"
-    fix = "overlap more or send less: DDP bucket size (--set bucket_mb=25), gradients in bf16, faster links"
+    fix = "overlap more or send less: another DDP bucket size, gradients in bf16, faster links"
     return [Cause("comm.exposed", _many(ledger.devices, "rank"), own, evidence, fix)]
 
 
@@ -325,7 +336,7 @@ def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
     fix = {
         "useful": f"look at what else runs on rank {rank}'s cores or device (clocks, heat, neighbours), or replace it",
         "input": f"compare rank {rank}'s storage and loader workers with the others'",
-    }.get(bucket, "do it on all ranks at the same step: --set gc=frozen:100, logging on every rank alike")
+    }.get(bucket, "do it on all ranks at the same step: collect garbage together, log on every rank alike")
     where = f"rank {rank}" + (f" on {host}" if host else "")
     return Cause("straggler.rank", where, own_ns / NS_PER_S, evidence, fix)
 

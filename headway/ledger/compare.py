@@ -130,7 +130,7 @@ def compare(before: Ledger, after: Ledger, threshold: float = 0.05) -> Compariso
         raise InputError(f"threshold is {threshold}; it must lie between 0 and 1. Pass 0.05 for five percent.")
     for label, ledger in (("first", before), ("second", after)):
         if not ledger.steps or not len(ledger.step_wall_ns):
-            raise InputError(f"the {label} ledger has no complete step, so there is no step time. Record a longer run.")
+            raise InputError(f"the {label} run has no complete step, so there is no step time. Record a longer one.")
     rates = (steps_per_s(before), steps_per_s(after))
     in_steps = compare_steps(_per_step(before), _per_step(after), threshold)
     wall_s = before.wall_ns / NS_PER_S

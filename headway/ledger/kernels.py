@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.errors import InputError
 from headway.ledger.account import Account, SpanFacts, blank_subs
 from headway.ledger.arrivals import Lateness, last_arrivals
 from headway.ledger.buckets import BUCKETS, SUB_CODE
-from headway.ledger.rows import number_alike
 from headway.ledger.sweep import Ints, Pieces, sweep
+from headway.trace.nesting import number_alike
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
 
@@ -73,8 +74,13 @@ class DeviceBook:
 
 
 def profile_account(trace: Trace) -> Account:
-    """Account for profiler traces of one or several ranks."""
+    """Account for profiler traces of one or several ranks.
+
+    Raises `InputError` when no row of them is work of a thread or a device.
+    """
     books = device_books(trace)
+    if not books:
+        raise InputError("the trace holds only marks that the profiler drew. Record operators or kernels as well.")
     wall_ns = max(int(book.pieces.duration_ns.sum()) for book in books)
     amounts, lateness = settle_kernels(trace, books)
     for book, row in zip(books, amounts, strict=True):

@@ -54,9 +54,6 @@ class Correlation:
     shared_r: float
     """The same correlation with micro-batches averaged over the stages they pass: noise of a stage hides less of it."""
 
-    per_worker_r: Block
-    """[D, P] The correlation of each worker; empty when the trace has no comparable computes."""
-
     imbalanced: bool
     """r >= 0.9 and cv >= 0.05, per worker or averaged over stages."""
 
@@ -65,9 +62,9 @@ def correlation(whatif: WhatIf) -> Correlation:
     """Return how forwards and backwards of the same micro-batch vary together."""
     found = factors(whatif.table)
     if found is None:
-        return Correlation(0.0, 0.0, 0.0, np.empty((0, 0)), False)
+        return Correlation(0.0, 0.0, 0.0, False)
     middle, spread = float(np.median(found.r)), float(np.median(found.cv))
-    return Correlation(middle, spread, found.shared_r, found.r, found.imbalanced)
+    return Correlation(middle, spread, found.shared_r, found.imbalanced)
 
 
 @dataclass(frozen=True, slots=True)

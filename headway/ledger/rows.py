@@ -5,7 +5,7 @@ rank's clock offset (none on one host) is added to its raw clock.
 
 >>> from headway.trace.trace import Trace
 >>> trace = Trace.from_columns({"rank": [0, 0], "start_ns": [5, 0]}, name=[0, 1], names=["host.gc", "process"])
->>> [rows.name_at(0) for rows in rows_by_rank(trace).values()]
+>>> [NAMES[rows.name[0]] for rows in rows_by_rank(trace).values()]
 ['process']
 """
 
@@ -54,10 +54,6 @@ class Rows:
         """Return the number of rows."""
         return len(self.start_ns)
 
-    def name_at(self, index: int) -> str:
-        """Return the name of row `index`."""
-        return NAMES[int(self.name[index])]
-
     def of(self, *names: str, main: bool = True) -> Ints:
         """Return the indices of rows named so; `main` leaves only those of the training thread."""
         picked = np.isin(self.name, [NAME_ID[name] for name in names])
@@ -96,16 +92,6 @@ def rows_by_rank(trace: Trace, clock_offset_ns: Mapping[int, int] | None = None)
         columns = {key: events[key][picked] for key in ("step", "depth", "group", "seq", "peer", "bytes", "corr")}
         found[value] = Rows(value, name[picked], begin, begin + duration[picked], worker[picked], columns)
     return found
-
-
-def number_alike(rows: Ints) -> Ints:
-    """Return a number [n] for each row of `rows` [n, k]: equal rows get equal numbers, in lexical order from 0."""
-    order = np.lexsort(rows.T)
-    fresh = np.zeros(len(rows), np.int64)
-    fresh[1:] = np.any(np.diff(rows[order], axis=0) != 0, axis=1)
-    code = np.empty(len(rows), np.int64)
-    code[order] = np.cumsum(fresh)
-    return code
 
 
 def _worker(lane: str) -> int:

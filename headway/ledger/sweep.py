@@ -114,23 +114,6 @@ def layers(rows: Ints, start: Ints, end: Ints) -> Iterator[Ints | int]:
     yield from (int(row) for row in rows)
 
 
-def merge(start_ns: ArrayLike, end_ns: ArrayLike) -> tuple[Ints, Ints]:
-    """Return the union of intervals [n] as disjoint ones, in order; touching ones are joined.
-
-    >>> [part.tolist() for part in merge([5, 0, 3], [9, 4, 4])]
-    [[0, 5], [4, 9]]
-    """
-    start, end = np.asarray(start_ns, np.int64), np.asarray(end_ns, np.int64)
-    if not len(start):
-        return start, end
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(end[order])
-    opens = np.ones(len(start), bool)
-    opens[1:] = start[1:] > reach[:-1]
-    closes = np.append(opens[1:], True)
-    return start[opens], reach[closes]
-
-
 def share_out(total: ArrayLike, weights: ArrayLike) -> Ints:
     """Split each of `total` [n] over `weights` [n, k], in whole units that add up to it exactly.
 
@@ -149,25 +132,3 @@ def share_out(total: ArrayLike, weights: ArrayLike) -> Ints:
     share = times * edges + np.where(exact, small, np.floor(rest * (edges / whole)).astype(np.int64))
     share = np.where(edges == edges[:, -1:], np.where(edges > 0, amount[:, None], 0), share)
     return np.diff(share, axis=1, prepend=0)
-
-
-def largest_remainder(total: int, weights: ArrayLike) -> Ints:
-    """Split `total` in proportion to `weights` [k]; the left-over units go to the largest remainders.
-
-    Exact integers of any size. Raises `InputError` when no weight is positive but there is something to split.
-
-    >>> largest_remainder(10, [1, 1, 1]).tolist()
-    [4, 3, 3]
-    """
-    parts = [int(weight) for weight in np.asarray(weights).tolist()]
-    whole = sum(parts)
-    if total == 0:
-        return np.zeros(len(parts), np.int64)
-    if whole <= 0 or min(parts) < 0:
-        raise InputError(f"cannot split {total} by weights {parts}: none is positive. Give at least one above zero.")
-    shares = [total * part // whole for part in parts]
-    left = total - sum(shares)
-    by_remainder = sorted(range(len(parts)), key=lambda k: (-(total * parts[k] % whole), k))
-    for k in by_remainder[:left]:
-        shares[k] += 1
-    return np.array(shares, np.int64)

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.ledger.rows import Rows, number_alike
+from headway.ledger.rows import Rows
 from headway.ledger.sweep import Ints
+from headway.trace.nesting import enclosing, number_alike
 
 PART_SUBS = ("input.fetch", "input.cpu_wait", "input.prep", "input.transfer")
 """Sub-lines of the columns of `Loads.parts`."""
@@ -115,18 +116,14 @@ def _containing(rows: Rows, child: Ints, parent: Ints) -> Ints:
 
     Both are on one lane and of one loader and iterator; such loads never overlap.
     """
-    both = np.concatenate([parent, child])
-    process = number_alike(np.stack([rows.worker[both], rows.column("group", both), rows.column("corr", both)], axis=1))
-    inner = np.arange(len(both)) >= len(parent)
-    # The last parent at or before each child, in one pass: a long run of short epochs has very many iterators.
-    order = np.lexsort((inner, rows.start_ns[both], process))
-    latest = np.maximum.accumulate(np.where(inner[order], -1, np.arange(len(both))))
-    owner = np.full(len(both), -1, np.int64)
-    owner[order] = np.where(latest >= 0, order[latest], -1)
-    mine = owner[len(parent) :]
-    held = (mine >= 0) & (process[mine] == process[len(parent) :])
-    held &= rows.end_ns[child] <= rows.end_ns[both[mine]]
-    return np.where(held, mine, -1)
+    mine, theirs = (
+        np.stack([rows.worker[some], rows.column("group", some), rows.column("corr", some)], axis=1)
+        for some in (parent, child)
+    )
+    found = enclosing(mine, rows.start_ns[parent], theirs, rows.start_ns[child])
+    held = found >= 0
+    held[held] = rows.end_ns[child[held]] <= rows.end_ns[parent[found[held]]]
+    return np.where(held, found, -1)
 
 
 def match_batches(rows: Rows, waits: Ints, loads: Loads) -> Ints:

@@ -202,7 +202,8 @@ def verdict(why: Json) -> Verdict:
 
     The first cause with a predicted gain leads, else the first cause: its bucket
     gives the share, its fix the remedy. A run without a cause worth naming is
-    told so.
+    told so. Where something else took more of the time (the start-up of a short
+    run, time that nobody recorded), that is said behind it.
     """
     devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
     if not finite(why.get("steps")):
@@ -212,12 +213,31 @@ def verdict(why: Json) -> Verdict:
     first = first or next(iter(named), None)
     if first is None:
         goodput = percent(why.get("goodput"))
-        return Verdict(f"{goodput} of {devices} x {wall} was useful work; no loss stands out.", "", "")
-    sentence = f"{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}."
+        rest = _larger_loss(why, "") or "; no loss stands out"
+        return Verdict(f"{goodput} of {devices} x {wall} was useful work{rest}.", "", "")
+    rest = _larger_loss(why, str(first.get("cause", "")).partition(".")[0])
+    sentence = f"{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}."
     gain = finite(first.get("predicted_speedup"))
     return Verdict(
         sentence, clean(first.get("fix") or ""), predicted(first) if (gain or 0) >= GAIN_WORTH_NAMING else ""
     )
+
+
+OVERSHADOWED = 0.2
+"""Share of the device time from which a bucket without a cause of its own is named beside the first cause."""
+
+WITHOUT_CAUSE = ("startup", "restart", "rework", "idle", "unknown")
+"""Buckets that no what-if wins back, largest when a run is short or a trace says little."""
+
+
+def _larger_loss(why: Json, bucket: str) -> str:
+    """Return '; start-up took 73 %' where a bucket of `WITHOUT_CAUSE` took more than `bucket` and much; else ''."""
+    ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
+    amount, name = max(((ledger.get(name, 0.0), name) for name in WITHOUT_CAUSE if name != bucket), default=(0.0, ""))
+    part = share(amount, total_device_s(why)) or 0.0
+    if part < OVERSHADOWED or amount <= ledger.get(bucket, 0.0):
+        return ""
+    return f"; {bucket_style(name).losing} took {100 * part:.0f} %"
 
 
 def worth_naming(cause: Json, why: Json) -> bool:

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import headway
+from headway.core.errors import InputError
 from headway.core.whole_file import whole_file
 from headway.report import frames, sections
 from headway.report.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map

@@ -207,7 +207,9 @@ def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **scr
         word = "faster" if ratio >= 1 else "slower"
         rates = [f"{rate:.3g}" for raw in comparison.get("steps_per_s") or () if (rate := finite(raw)) is not None]
         detail = f" ({' -> '.join(rates)} steps/s)" if len(rates) == 2 else ""
-        text = f"The second run is {speedup(max(ratio, 1 / ratio))} {word}{detail}."
+        times = speedup(max(ratio, 1 / ratio))
+        pace = "as fast as the first" if times == "1.00x" else f"{times} {word}"
+        text = f"The second run is {pace}{detail}."
         parts.append(paragraph(text, style="bold red" if regressions else "bold"))
     if comparison.get("changes"):
         parts += ["", _changes(comparison["changes"])]

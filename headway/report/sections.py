@@ -35,6 +35,7 @@ from headway.report.figures import (
     speedup,
     total_device_s,
     verdict,
+    worth_naming,
 )
 from headway.report.screens import WHOLE_PLAN, prediction_error
 
@@ -216,16 +217,15 @@ def legend(buckets: Sequence[str]) -> str:
 
 
 def causes_part(why: Json) -> str:
-    """Return the ranked causes of a `headway.why/1` object, all of them, in its order."""
-    causes = list(why.get("causes") or ())
+    """Return the ranked causes of a `headway.why/1` object that are worth naming, all of them, in its order."""
+    causes = [cause for cause in why.get("causes") or () if worth_naming(cause, why)]
     if not causes:
         return ""
     total_s = total_device_s(why)
     rows = "".join(_cause(place, cause, total_s) for place, cause in enumerate(causes, 1))
-    lead = (
-        "Lost time is what the run would have won without the cause, found by replaying it; causes may overlap, "
-        "so they need not add up."
-    )
+    replayed = any(finite(cause.get("predicted_speedup")) is not None for cause in causes)
+    lost = "what the run would have won without the cause, found by replaying it" if replayed else "as booked"
+    lead = f"Lost time is {lost}; causes may overlap, so they need not add up."
     return section("causes", "What lost it, and what wins it back", lead, f'<ol class="causes">{rows}</ol>')
 
 
@@ -455,7 +455,7 @@ def facts_part(facts: Mapping[str, Any]) -> str:
 def _fact(value: Any) -> str:
     """Return a fact as text: mappings one entry per line, sequences joined by blanks."""
     if isinstance(value, Mapping):
-        return "<br>".join(f"{text(k)} = {text(v)}" for k, v in value.items())
+        return "<br>".join(f"{text(k)} = {text(v)}" for k, v in value.items() if v is not None)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return text(" ".join(str(part) for part in value))
     return text(value)

@@ -170,8 +170,13 @@ def _footnotes(why: Json, ledger: dict[str, float]) -> list[RenderableType]:
         if ledger.get(bucket) and how not in ("measured", "recorded", "", None):
             basis.setdefault(clean(how), []).append(bucket)
     notes = [f"{_listed(buckets)} {BASIS_PHRASES.get(how, how)}" for how, buckets in basis.items()]
-    said = [paragraph(clean(note), style="dim") for note in why.get("notes") or ()]
+    said = [paragraph(_sentence(clean(note)), style="dim") for note in why.get("notes") or ()]
     return ["", paragraph(joined(facts + notes), style="dim"), *said]
+
+
+def _sentence(note: str) -> str:
+    """Return a note with a capital where it is a sentence of its own."""
+    return note[:1].upper() + note[1:] if note.endswith(".") else note
 
 
 def _listed(names: list[str]) -> str:

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.core.whole_file import whole_file
 from headway.trace import parquet, spool
 from headway.trace.assemble import build, by_rank, json_object
-from headway.core.whole_file import whole_file
 
 
 def finalise(run: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -144,7 +145,9 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
     if not 0 <= options.windows <= 1:
         raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
     if not options.module and not options.no_python and not Path(script[0]).exists():
-        raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Check the path.")
+        module = " ".join(["--module --", *script[1:2]])
+        fix = f"For a module write: headway run {module}" if script[0] in ("-m", "--module") else "Check the path."
+        raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. {fix}")
     if options.no_python and shutil.which(script[0]) is None:
         raise InputError(f"the program {script[0]!r} cannot be run. Check the path, or drop --no-python for a script.")
     if options.apply is not None and not options.apply.is_file():
@@ -370,19 +373,30 @@ def report(
     for problem in recording.problems:
         say(options, problem)
     if first is not None:
-        sys.stderr.write(_failure_text(first, own, recording.path))
+        sys.stderr.write(
+            _failure_text(first, own, recording.path, interrupted=signal.SIGINT in signals.stop, alone=len(ends) == 1)
+        )
         sys.stderr.flush()
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
     return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path)
 
 
-def _failure_text(first: RankEnd, end: Exit, run: Path) -> str:
-    """Return the last words on stderr: who failed, of what class, what to do, and the traceback."""
+def _failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alone: bool) -> str:
+    """Return the last words on stderr: who failed, of what class, what to do, and the traceback.
+
+    After Ctrl-C nobody failed, and where the script was told is nobody's question. What a rank `alone` printed last
+    stands right above: it is not printed twice.
+    """
+    if interrupted:
+        return f"headway: stopped by Ctrl-C. The run is in {run}\n"
     how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
     what = f"{how}, class {end.cls}): {advice(first, end.cls)}"
     head = f"headway: rank {first.rank} failed first ({what}. The run is in {run}\n"
     if end.traceback:
-        return head + end.traceback + "\n"
+        told = alone and first.stderr.rstrip().endswith(end.traceback.rstrip())
+        return head if told else head + end.traceback + "\n"
+    if alone:
+        return head
     last = [line for line in first.stderr.splitlines() if line.strip()][-5:]
     return head + "".join(f"  {line}\n" for line in last)
 

@@ -129,7 +129,7 @@ def parse_edit(text: str) -> Edit:
     target, value = target.strip(), value.strip()
     if not equals or not target or not value:
         raise InputError(f"{text!r} is not an edit. Write target=value, for example input=instant or workers=4.")
-    _rule(target).read(value)
+    _read(target, value)
     return Edit(target, value)
 
 
@@ -142,12 +142,20 @@ def scenario_of(edits: Iterable[Edit | str]) -> Scenario:
             raise InputError(f"{given.target!r} is edited twice. Give each target one value.")
         seen.add(given.target)
         rule = _rule(given.target)
-        value = rule.read(str(given).partition("=")[2])
+        value = _read(given.target, str(given).partition("=")[2])
         if given.target.startswith("op:"):
             scenario = replace(scenario, factors=(*scenario.factors, (given.target[3:], value)))
         else:
             scenario = rule.change(scenario, value)
     return scenario
+
+
+def _read(target: str, value: str) -> Any:
+    rule = _rule(target)
+    try:
+        return rule.read(value)
+    except InputError as error:
+        raise InputError(f"{target}: {error}") from None
 
 
 def _rule(target: str) -> EditRule:

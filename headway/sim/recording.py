@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.trace.nesting import enclosing
 from headway.trace.trace import Trace
 
 PRIORITY: dict[str, int] = {
@@ -179,7 +180,9 @@ class Recording:
         recorded = min(int(rows.named("step").sum()) for rows in own)
         kept = min(recorded, max_steps)
         lanes = tuple(_lane(rows, rank, kept) for rows, rank in zip(own, ranks, strict=True))
-        batches = tuple(_batches(_until(rows, lane.step_end_ns[-1]), lane) for rows, lane in zip(own, lanes, strict=True))
+        batches = tuple(
+            _batches(_until(rows, lane.step_end_ns[-1]), lane) for rows, lane in zip(own, lanes, strict=True)
+        )
         cut = np.array([_mean_ns(rows, recorded) / np.maximum(_mean_ns(rows, kept), 1e-9) for rows in own])
         seen = np.array([_mean_ns(rows, kept) > 0 for rows in own])
         last = np.array([_step_ends(rows, recorded)[-1] for rows in own], dtype=np.int64)
@@ -337,13 +340,14 @@ def _loads(
     """Return [b] the input.load row of each batch, -1 when it was not recorded.
 
     Without workers the load lies inside the call; with workers the n-th batch
-    that a pass took from a worker is the n-th load of that worker since the
-    pass began (torch hands batches out in turn).
+    that a pass took from a worker is the n-th load of that worker for this
+    pass, or since it began where loads do not name their pass (torch hands
+    batches out in turn).
     """
     events = rows.events
     load = np.flatnonzero(rows.named("input.load"))
     found = np.full(calls.size, -1, np.int64)
-    for index, (group, _) in enumerate(keys.tolist()):
+    for index, (group, corr) in enumerate(keys.tolist()):
         mine = np.flatnonzero(iterator == index)
         own = load[events["group"][load] == group]
         if workers[index] == 0:
@@ -359,7 +363,8 @@ def _loads(
                     found[batch] = own[at]
             continue
         begin, end = _pass_bounds(rows, keys, index, calls, iterator)
-        own = own[(events["start_ns"][own] >= begin) & (events["start_ns"][own] < end)]
+        within = (events["start_ns"][own] >= begin) & (events["start_ns"][own] < end)
+        own = own[np.where(events["corr"][own] >= 0, events["corr"][own] == corr, within)]
         for worker in range(int(workers[index])):
             taken = mine[events["seq"][calls[mine]] % workers[index] == worker]
             turns = events["seq"][calls[taken]] // workers[index]
@@ -389,10 +394,13 @@ def _parts(rows: Trace, loads: NDArray[np.int64]) -> NDArray[np.int64]:
     load = np.flatnonzero(rows.named("input.load"))
     for column, name in enumerate(LOAD_PARTS):
         child = np.flatnonzero(rows.named(name))
-        for lane in np.unique(events["lane"][child]):
-            here, parent = child[events["lane"][child] == lane], load[events["lane"][load] == lane]
-            place = np.searchsorted(events["start_ns"][parent], events["start_ns"][here], side="right") - 1
-            np.add.at(parts[:, column], parent[place[place >= 0]], events["duration_ns"][here[place >= 0]])
+        # Workers of several loaders, or of two passes of one, may share a lane while they overlap.
+        outer, inner = (
+            np.stack([events[key][some] for key in ("lane", "group", "corr")], axis=1).astype(np.int64)
+            for some in (load, child)
+        )
+        place = enclosing(outer, events["start_ns"][load], inner, events["start_ns"][child])
+        np.add.at(parts[:, column], load[place[place >= 0]], events["duration_ns"][child[place >= 0]])
     split = np.where((loads >= 0)[:, None], parts[loads], 0) if loads.size else np.zeros((0, 4), np.int64)
     duration = np.where(loads >= 0, events["duration_ns"][loads], 0) if loads.size else np.zeros(0, np.int64)
     bare = (split.sum(axis=1) == 0) & (duration > 0)

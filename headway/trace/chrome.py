@@ -28,12 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.whole_file import whole_file
 from headway.trace.arrows import arrows
 from headway.trace.microseconds import to_ns
 from headway.trace.tables import numbered, plain_tables
 from headway.trace.trace import COLUMNS, Trace
 from headway.trace.vocabulary import KIND, KINDS
-from headway.core.whole_file import whole_file
 
 if TYPE_CHECKING:
     from headway.trace.content import Content

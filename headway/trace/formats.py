@@ -32,6 +32,10 @@ FLIGHT_KEYS = (b'"pg_config"', b'"pg_status"', b'"collective_seq_id"', b'"comm_l
 """A Flight Recorder dump in JSON has `entries` and at least one of these."""
 
 
+EMPTY = "is empty"
+DAMAGED = "is damaged or truncated Parquet"
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One kind of file: how to recognise it and what reads it."""
@@ -63,8 +67,11 @@ def open_any(path: str | Path) -> Trace:
         return _read(READERS[name], content)
     if content.path.is_dir():
         return _open_folder(content.path)
+    looks = _looks(content)
+    if looks in (EMPTY, DAMAGED):
+        raise FormatError(f"{path} is not a trace headway can read: it {looks}. Write or copy the file again.")
     known = "; ".join(entry.title for entry in READERS.values())
-    raise FormatError(f"{path} is not a trace headway can read: it {_looks(content)}. Give one of: {known}.")
+    raise FormatError(f"{path} is not a trace headway can read: it {looks}. Give one of: {known}.")
 
 
 def recognise(content: Content) -> str:
@@ -151,10 +158,10 @@ def _looks(content: Content) -> str:
     """Say in words what an unknown file looks like."""
     opening = content.opening
     if not content.head:
-        return "is empty"
+        return EMPTY
     if content.head.startswith(PARQUET_MAGIC):
         columns = _resolve("headway.trace.parquet:columns_of")(content.path)
-        return f"is Parquet with the columns {', '.join(columns[:8])}" if columns else "is damaged or truncated Parquet"
+        return f"is Parquet with the columns {', '.join(columns[:8])}" if columns else DAMAGED
     if opening.startswith((b"{", b"[")):
         return f"is JSON that starts with {opening[:60].decode(errors='replace')!r} and has no 'traceEvents'"
     return f"starts with the bytes {opening[:16]!r}"

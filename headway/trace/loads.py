@@ -111,18 +111,21 @@ def _around_collections(rows: Rows, loads: Rows, children: Rows) -> Rows:
     order = np.argsort(gc_start, kind="stable")
     gc_start, gc_end = gc_start[order], gc_end[order]
     keep = np.ones(len(children), bool)
-    n, added = len(loads), []
-    for load in touched:
+    laid: list[tuple[int, int, int]] = []
+    own = len(loads) * np.arange(len(CHILDREN))
+    for load in touched.tolist():
         begin = int(loads.start_ns[load])
         end = begin + int(loads.duration_ns[load])
         first, last = np.searchsorted(gc_start, [begin, end])
         if first == last:
             continue
-        own = load + n * np.arange(len(CHILDREN))
-        keep[own] = False
+        keep[own + load] = False
         free = _free(begin, end, gc_start[first:last], gc_end[first:last])
-        added.append(_lay(children.where(own), free))
-    return Rows.concat([children.where(keep), *added])
+        laid += _lay((own + load).tolist(), children.duration_ns[own + load].tolist(), free)
+    index, start, duration = np.array(laid, np.int64).reshape(-1, 3).T
+    moved = children.where(index)
+    moved.start_ns[:], moved.duration_ns[:] = start, duration
+    return Rows.concat([children.where(keep), moved])
 
 
 def _free(begin: int, end: int, gc_start: NDArray[np.int64], gc_end: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -137,23 +140,19 @@ def _free(begin: int, end: int, gc_start: NDArray[np.int64], gc_end: NDArray[np.
     return free
 
 
-def _lay(children: Rows, free: list[tuple[int, int]]) -> Rows:
-    """Lay the children one after the other into the free stretches; what does not fit is cut off."""
-    index, starts, durations = [], [], []
+def _lay(children: list[int], durations_ns: list[int], free: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Lay the children one after the other into the free stretches: (child, start, duration); the rest is cut off."""
+    laid = []
     stretches = list(free)
-    for child, duration in enumerate(children.duration_ns.tolist()):
-        left = duration
+    for child, duration_ns in zip(children, durations_ns, strict=True):
+        left = duration_ns
         while left > 0 and stretches:
             start, stop = stretches.pop(0)
             used = min(left, stop - start)
-            index.append(child)
-            starts.append(start)
-            durations.append(used)
+            laid.append((child, start, used))
             left -= used
             if start + used < stop:
                 stretches.insert(0, (start + used, stop))
-    laid = children.where(np.array(index, np.int64))
-    laid.start_ns[:], laid.duration_ns[:] = starts, durations
     return laid
 
 

@@ -58,6 +58,42 @@ def union_ns(start_ns: NDArray[np.int64], duration_ns: NDArray[np.int64]) -> int
     return int(np.maximum(end - np.maximum(start, before), 0).sum())
 
 
+def enclosing(
+    outer_key: NDArray[np.int64],
+    outer_start_ns: NDArray[np.int64],
+    inner_key: NDArray[np.int64],
+    inner_start_ns: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return [m] for each inner event the outer one of its key that started last before or with it, -1 for none.
+
+    Keys are rows: [n, k] and [m, k], equal rows belong together. Whether the outer one is still open is the caller's
+    to say. O((n + m) log(n + m)), however many keys there are.
+
+    >>> key = np.zeros((2, 1), int)
+    >>> enclosing(key, np.array([0, 10]), np.array([[0], [0], [7]]), np.array([12, 3, 12])).tolist()
+    [1, 0, -1]
+    """
+    n = len(outer_start_ns)
+    code = number_alike(np.concatenate([outer_key, inner_key]))
+    inner = np.arange(len(code)) >= n
+    order = np.lexsort((inner, np.concatenate([outer_start_ns, inner_start_ns]), code))
+    latest = np.maximum.accumulate(np.where(inner[order], -1, np.arange(len(code))))
+    found = np.full(len(code), -1, np.int64)
+    found[order] = np.where(latest >= 0, order[latest], -1)
+    mine = found[n:]
+    return np.where((mine >= 0) & (code[mine] == code[n:]), mine, -1)
+
+
+def number_alike(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a number [n] for each row of `rows` [n, k]: equal rows get equal numbers, in lexical order from 0."""
+    order = np.lexsort(rows.T)
+    fresh = np.zeros(len(rows), np.int64)
+    fresh[1:] = np.any(np.diff(rows[order], axis=0) != 0, axis=1)
+    code = np.empty(len(rows), np.int64)
+    code[order] = np.cumsum(fresh)
+    return code
+
+
 def _nest(start: NDArray[np.int64], duration: NDArray[np.int64]) -> tuple[NDArray[np.int16], NDArray[np.bool_]]:
     """Return depth and leaf of one lane whose rows stand in order of (start, longest first)."""
     lasting = duration > 0

@@ -24,9 +24,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from headway.core.errors import FormatError
+from headway.core.whole_file import whole_file
 from headway.trace.tables import numbered, plain_tables
 from headway.trace.trace import COLUMNS, Trace
-from headway.core.whole_file import whole_file
 
 SCHEMA = "headway.trace/1"
 """Schema and version; a file of another version is refused."""

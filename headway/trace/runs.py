@@ -61,7 +61,8 @@ class Run:
         numbers = _attempts(path)
         if not numbers:
             raise FormatError(
-                f"{path} holds no events: no rank lived to record any. Look at {path / 'logs'} for the reason."
+                f"{path} holds no events: the script never imported torch, or ended before it did. "
+                f"What it printed is in {path / 'logs'}."
             )
         trace = _load(path, numbers[-1])
         if len(parts) == 1:
@@ -70,15 +71,12 @@ class Run:
 
     def attempts(self) -> list[Trace]:
         """Return the events of every attempt, oldest first."""
-        held = {folder: _attempts(folder) for folder in self._folders()}
-        earlier = sorted({number for numbers in held.values() for number in numbers[:-1]})
-        return [
-            *(
-                _with_facts(concat([_load(folder, k) for folder, numbers in held.items() if k in numbers[:-1]]), self.meta)
-                for k in earlier
-            ),
-            self.trace,
-        ]
+        held = {folder: _attempts(folder)[:-1] for folder in self._folders()}
+        parts = {
+            number: [_load(folder, number) for folder, numbers in held.items() if number in numbers]
+            for number in sorted(set().union(*held.values()))
+        }
+        return [*(_with_facts(concat(traces), self.meta) for traces in parts.values()), self.trace]
 
     def windows(self) -> list[Path]:
         """Return the Kineto files of the deep windows, packed or not yet, by rank and number."""

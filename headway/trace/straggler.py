@@ -39,9 +39,9 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import FormatError, InputError
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S
+from headway.core.whole_file import whole_file
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
-from headway.core.whole_file import whole_file
 
 OPTYPES: dict[str, tuple[str, str]] = {
     "forward-compute": ("COMPUTE", "compute"),

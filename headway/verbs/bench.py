@@ -13,12 +13,13 @@ from typing import Any
 import headway
 from headway.core.errors import InputError
 from headway.core.tables import pick
+from headway.verbs.output import emit
 
 FOLDER = Path(headway.__file__).resolve().parent.parent / "benchmarks"
 """Benchmarks belong to the checkout, not to the installed package."""
 
 
-def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False) -> int:
+def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False, json: bool = False) -> int:
     """Run the benchmark NAME; without a name, list them with the bar each one holds headway to.
 
     Example: `headway bench replay_vs_simpy --keep`
@@ -31,22 +32,24 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False)
         The large sweep, with every seed; takes minutes.
     keep
         Write the result to benchmarks/results/ and bring docs/results.md up to date.
+    json
+        Print the list as one JSON object; a benchmark's result is one in any case.
     """
     table = benchmarks()
     if name is None:
-        for known, path in table.items():
-            print(f"{known:26} {claim(path)}")
+        answer = {"schema": "headway.bench/1", "benchmarks": {known: claim(path) for known, path in table.items()}}
+        emit(answer, lambda _: "\n".join(f"{known:26} {claim(path)}" for known, path in table.items()), as_json=json)
         return 0
     command = [sys.executable, str(pick(table, name, "benchmark")), *(["--full"] if full else [])]
-    answer = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
-    print(answer.stdout, end="")
-    if keep and answer.returncode == 0:
-        result = jsonlib.loads(answer.stdout.strip().splitlines()[-1])
+    done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
+    print(done.stdout, end="")
+    if keep and done.returncode == 0:
+        result = jsonlib.loads(done.stdout.strip().splitlines()[-1])
         result["command"] = f"headway bench {name}{' --full' if full else ''}"
         result["date"] = datetime.now(tz=UTC).date().isoformat()
         (FOLDER / "results" / f"{name}.json").write_text(jsonlib.dumps(result, indent=1) + "\n")
         (FOLDER.parent / "docs" / "results.md").write_text(results_page())
-    return answer.returncode
+    return done.returncode
 
 
 def benchmarks() -> dict[str, Path]:

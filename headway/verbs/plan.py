@@ -8,6 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.catalog import ADVISERS
+from headway.core.errors import InputError
+from headway.core.planfile import ALLOWANCES
 from headway.ledger.ledger import Ledger
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
@@ -40,6 +42,8 @@ def plan(
     json
         Print one JSON object (schema headway.plan/1) instead of text.
     """
+    if allow not in (None, *ALLOWANCES):
+        raise InputError(f"--allow is {allow!r}; it must be {' or '.join(ALLOWANCES)}. Write it so, or drop it.")
     recorded = run_at(run)
     granted = (allow,) if allow else ()
     made = Plan.of(

@@ -10,6 +10,7 @@ import numpy as np
 from cyclopts import Parameter
 from numpy.typing import NDArray
 
+from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.compare import steps_per_s
@@ -46,6 +47,8 @@ def report(
     json
         Print one JSON object instead of text.
     """
+    if out.is_dir():
+        raise InputError(f"{out} is a folder; a report is a file. Name one in it: -o {out / 'report.html'}")
     explanation = explain(list(source) or [newest_run()])
     size = write_report(report_data(explanation, steps), out)
     answer = {"schema": "headway.report/1", "path": str(out), "bytes": size}
@@ -98,7 +101,10 @@ def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | N
     known = known[known >= 0]
     if steps is not None:
         first, end = interval(steps, "step")
-        chosen = list(range(first, end))
+        chosen = [step for step in known.tolist() if first <= step < end]
+        if not chosen:
+            held = f"steps {known[0]} to {known[-1]}" if len(known) else "no step"
+            raise InputError(f"--steps is {steps}; {explanation.source} holds {held}. Choose steps among them.")
     else:
         size = 1 if explanation.straggler else WINDOW_STEPS
         middle = max(0, len(known) // 2 - size // 2)

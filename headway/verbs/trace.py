@@ -61,8 +61,9 @@ def export(
             values = trace.events[column]
             trace = trace.where(np.flatnonzero((values >= first) & (values < end)))
     if not len(trace):
+        chosen = " and ".join(f"{name}s {text}" for name, text in (("step", steps), ("rank", ranks)) if text)
         raise InputError(
-            f"no event of {source} lies in steps {steps or 'all'} and ranks {ranks or 'all'}. Choose a wider window."
+            f"no event of {source} lies in {chosen or 'it'}. `headway trace info {source}` lists its steps and ranks."
         )
     trace.save(target)
     answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace)}
@@ -97,4 +98,9 @@ def interval(text: str, what: str) -> tuple[int, int]:
     if len(parts) > 2 or not all(part.isdigit() for part in parts):
         raise InputError(f"{text!r} is no range of {what}s. Write FIRST:END, as in 100:110.")
     first = int(parts[0])
-    return first, int(parts[1]) if len(parts) == 2 else first + 1
+    end = int(parts[1]) if len(parts) == 2 else first + 1
+    if end <= first:
+        raise InputError(
+            f"{text!r} is an empty range of {what}s: its end must exceed its start. Write {first}:{first + 1}."
+        )
+    return first, end

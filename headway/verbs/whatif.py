@@ -31,8 +31,10 @@ def whatif(
     run
         A run folder; the newest one by default.
     set_
-        EDIT, as target=value: straggler, input, comm, checkpoint or host = none, instant or 2x; workers=4;
-        cache_fraction=0.5; bucket_mb=25; bandwidth=2x; op:GLOB=0.5x.
+        EDIT, as target=value. A factor on durations, none, instant or 0.5x: straggler, input (input.fetch, input.prep,
+        input.transfer), comm, checkpoint, host (host.gc, host.logging), op:GLOB. A speed, 2x: bandwidth, storage (or
+        shared, parallel), accelerator. The loader: workers=4, prefetch=4, persistent=true, cache_fraction=0.5,
+        cache_cold=1, cache_shards=2, cores=8. The rest: bucket_mb=25, logging=buffered, gc=frozen:100.
     json
         Print one JSON object instead of text.
     """
