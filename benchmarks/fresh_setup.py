@@ -1,7 +1,8 @@
 """Set-up from a fresh clone: a bare PATH, a path with spaces, two set-ups at once; then the second start.
 
-Claim: set-up <= 60 s of CPU (one core, torch included; wall time depends on the index), <= 450 MB beyond torch, the
-second start adds <= 0.5 s, `headway --help` <= 150 ms of CPU beyond the interpreter's. Peer: the bare interpreter.
+Claim: set-up <= 60 s (CPU of both set-ups together, torch included; wall time depends on the index), <= 450 MB beyond
+torch, the second start adds <= 0.5 s, `headway --help` <= 150 ms of CPU beyond the interpreter's. Peer: the bare
+interpreter, and the command started directly.
 """
 
 import json
@@ -61,9 +62,12 @@ def main() -> int:
         env = {"PATH": bare_path(Path(temporary) / "bin"), "HOME": os.environ["HOME"]}
         env |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
         command = ["python3", "go.py", "headway", "--version"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         twin = subprocess.Popen(command, cwd=checkout, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        cpu_s, wall_s, _ = cpu_of(command, cwd=checkout, env=env)
+        _, wall_s, _ = cpu_of(command, cwd=checkout, env=env)
         together = twin.wait()
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
         again = [cpu_of(command, cwd=checkout, env=env)[1] for _ in range(5)]
         python = str(checkout / ".venv" / "bin" / "python")
         direct = [cpu_of([python, "-m", "headway.cli", "--version"], cwd=checkout, env=env)[1] for _ in range(5)]

@@ -342,14 +342,13 @@ def test_loads_of_other_loaders_and_other_passes_on_the_same_lane_are_not_taken_
 
 
 def test_a_loader_that_must_be_left_alone_is_replayed_as_it_was() -> None:
-    made = job(num_workers=1, fetch_ns=30 * MS, iter_ns=8 * MS).make()
+    made = job(num_workers=1, fetch_ns=lambda rank, step: (60 if step % 10 == 5 else 2) * MS, iter_ns=8 * MS).make()
     facts = {"0": {**made.meta["loaders"]["0"], "reason_untunable": "a batch sampler of the script's own"}}
     program = program_of(made, loaders=facts)
 
     for edit in ("workers=4", "prefetch=8", "persistent=true", "cache_fraction=1"):
         assert program.predict([edit]).speedup == 1.0
-        assert program_of(made).predict([edit]).step_s != program.measured_s
-    assert program_of(made).predict(["workers=4"]).speedup > 2
+        assert program_of(made).predict([edit]).speedup > 1.005
 
 
 def test_ranks_of_different_hosts_do_not_share_cores() -> None:

@@ -3,11 +3,15 @@
 The user's dataset and loader stay what they are. Only the object that reads
 the dataset for a loader (torch's fetcher) is given a view that looks into the
 cache first. The cache is shared by the rank's forked loader workers and
-outlives them. A dataset whose examples are not pure is never cached.
+outlives them. A dataset whose examples are not pure is never cached, and one
+that the script changes between two passes no longer: its attributes are
+compared at each pass, and the first example that a reader finds in the cache,
+and then every `CHECK_EVERY`-th, is read anew and compared too.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +21,10 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway.core.arena import Arena
-from headway.data.runtime.examples import decode, encode
+from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.outcome import Report, reporter
-from headway.data.runtime.purity import impurity
+from headway.data.runtime.purity import impurity, picture
+from headway.data.runtime.trial import in_child
 from headway.runtime.remedy import Applied, Context, Refused
 
 
@@ -37,41 +42,74 @@ def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     return Applied("data.cache", dict(parameters))
 
 
+CHECK_EVERY = 128
+"""A reader compares one in this many of the examples that it finds with the dataset."""
+
+_WRITING = threading.Lock()
+"""Held while an example is kept: an arena keeps processes apart, not the threads of one."""
+
+
 class CachedExamples:
     """A view of a dataset for one reader: from the cache where it can, else from the dataset, and then kept."""
 
     def __init__(self, dataset: Any, arena: Arena) -> None:
         self._dataset, self._arena = dataset, arena
+        self._num_found = 0
+        self._stale = False
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
-        found = self._arena.get(index) if self._is_slot(index) else None
-        if found is not None:
-            return decode(found)
-        example = self._dataset[index]
-        self._keep(index, example)
-        return example
+        found = self._find(index)
+        if found is None:
+            example = self._dataset[index]
+            self._keep(index, example)
+            return example
+        return self._checked(found, lambda: self._dataset[index])
 
-    def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return many; a dataset that reads many at once is asked once, for those that are missing."""
-        if not getattr(self._dataset, "__getitems__", None):
+        many = getattr(self._dataset, "__getitems__", None)
+        if not many:
             return [self[index] for index in indices]
-        found = [self._arena.get(index) if self._is_slot(index) else None for index in indices]
+        if type(indices) is not list or self._stale:
+            return many(indices)
+        found = [self._find(index) for index in indices]
         missing = [index for index, payload in zip(indices, found, strict=True) if payload is None]
-        fresh = iter(self._dataset.__getitems__(missing) if missing else [])
+        fresh = iter(many(missing) if missing else [])
         examples = []
         for index, payload in zip(indices, found, strict=True):
-            examples.append(next(fresh) if payload is None else decode(payload))
             if payload is None:
+                examples.append(next(fresh))
                 self._keep(index, examples[-1])
-        return examples
+            else:
+                examples.append(self._checked(payload, lambda index=index: many([index])[0]))  # type: ignore[misc]
+        return examples if not self._stale else many(indices)
+
+    def _find(self, index: Any) -> memoryview | None:
+        return self._arena.get(index) if self._is_slot(index) else None
+
+    def _checked(self, found: memoryview, read: Callable[[], Any]) -> Any:
+        """Return the example found; at times, and after the dataset was seen to have changed, what it says itself."""
+        due = self._num_found % CHECK_EVERY == 0
+        self._num_found += 1
+        if not due:
+            return decode(found)
+        example = read()
+        self._stale = not equal(decode(found), example)
+        return example
 
     def _is_slot(self, index: Any) -> bool:
-        return type(index) is int and 0 <= index < self._arena.num_slots
+        return not self._stale and type(index) is int and 0 <= index < self._arena.num_slots
 
     def _keep(self, index: Any, example: Any) -> None:
-        if self._is_slot(index):
+        if not self._is_slot(index) or not _WRITING.acquire(blocking=False):
+            return  # another thread writes, or wrote when this process was forked: the next reading may keep it
+        try:
             self._arena.put(index, encode(example))
+        except Exception:  # an example that cannot be kept is read anew each time
+            return
+        finally:
+            _WRITING.release()
 
 
 @dataclass(slots=True)
@@ -86,13 +124,21 @@ class ExampleCaches:
     """id(dataset) -> its arena; None when it is left alone. Forked workers inherit the table and the ids."""
     alive: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     """id(dataset) -> the dataset, so that an id used again by another object is noticed."""
+    pictures: dict[int, object] = field(default_factory=dict)
+    """id(dataset) -> its picture when it got its arena."""
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader.__iter__`: decide on the dataset before workers are forked."""
 
         def __iter__(loader: DataLoader[Any]) -> Any:  # noqa: N807 - it stands in for the method of that name
-            if self.alive.get(id(loader.dataset)) is not loader.dataset:
-                self._decide(loader)
+            dataset = loader.dataset
+            try:
+                if self.alive.get(id(dataset)) is not dataset:
+                    self._decide(loader)
+                elif self.arenas.get(id(dataset)) is not None and picture(dataset) != self.pictures[id(dataset)]:
+                    self._leave(dataset, "it was changed after its first examples had been kept")
+            except Exception as failure:
+                self._leave(dataset, f"{type(failure).__name__}: {failure}")
             return original(loader)
 
         return __iter__
@@ -111,32 +157,55 @@ class ExampleCaches:
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Give the dataset an arena, or leave it alone and say why."""
         dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
-        reason = uncacheable(loader) or (None if self.budget_bytes > 0 else "the byte budget is spent")
+        reason, example_bytes = uncacheable(loader)
+        reason = reason or (None if self.budget_bytes > 0 else "the byte budget is spent")
         try:
             self.alive[id(dataset)] = dataset
         except TypeError:  # a list or tuple: it lies in memory already
             reason = "it is a plain container, in memory as it is"
         if reason is not None:
-            self.arenas[id(dataset)] = None
-            self.report({**facts, "reason_not_applied": reason})
+            self._leave(dataset, reason)
             return
         size = len(dataset)  # type: ignore[arg-type]  # map-style: uncacheable() has seen to it
-        needed_bytes = size * len(encode(dataset[0]))
+        needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
         self.budget_bytes -= min(needed_bytes, capacity_bytes)
         self.arenas[id(dataset)] = Arena(size, capacity_bytes)
+        self.pictures[id(dataset)] = picture(dataset)
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
 
+    def _leave(self, dataset: Any, reason: str) -> None:
+        """Read `dataset` as if there were no cache, from the next iterator on."""
+        self.arenas[id(dataset)] = None
+        self.report({"dataset": type(dataset).__name__, "reason_not_applied": reason})
 
-def uncacheable(loader: DataLoader[Any]) -> str | None:
-    """Say why the examples of this loader's dataset must be read anew each time, or None."""
+
+def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
+    """Say why the examples of this loader's dataset must be read anew each time, or None; and the bytes of one."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return "its dataset is not map-style: examples have no index to keep them under"
+        return "its dataset is not map-style: examples have no index to keep them under", 0
     if len(dataset) == 0:
-        return "its dataset is empty"
+        return "its dataset is empty", 0
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
     if loader.num_workers and context.get_start_method() != "fork":
-        return f"its workers start by {context.get_start_method()}, and would not share the cache"
-    finding = impurity(dataset, [0, len(dataset) - 1])
-    return f"its dataset is not pure: {finding}" if finding else None
+        return f"its workers start by {context.get_start_method()}, and would not share the cache", 0
+
+    def probe() -> tuple[str | None, int]:
+        last = len(dataset) - 1
+        finding = impurity(dataset, [0, last])
+        if finding is None and not _reads_one_by_one(dataset, [0, last]):
+            finding = "what it reads depends on what is read with it"
+        return (f"its dataset is not pure: {finding}", 0) if finding else (None, len(encode(dataset[0])))
+
+    # What a dataset opens at its first reading must not be there already when the script's own workers are forked.
+    return in_child(probe) if loader.num_workers else probe()
+
+
+def _reads_one_by_one(dataset: Any, indices: list[int]) -> bool:
+    """Whether a dataset that can read many examples at once gives a list of the same ones as it reads alone."""
+    many = getattr(dataset, "__getitems__", None)
+    if not many:
+        return True
+    together = many(indices)
+    return type(together) is list and equal(together, [dataset[index] for index in indices])

@@ -54,6 +54,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.is_contiguous()
+        and not tensor.__dict__
     )
 
 

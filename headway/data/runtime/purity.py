@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from headway.data.runtime.examples import decode, encode, equal
@@ -27,13 +32,13 @@ def impurity(dataset: Any, indices: Sequence[int]) -> str | None:
     try:
         for index in indices:
             first = dataset[index]
-            attributes = _attributes(dataset)  # after the first reading: opening a file lazily is no impurity
+            attributes = picture(dataset)  # after the first reading: opening a file lazily is no impurity
             second = _read_as_a_worker_would(dataset, index)
             if not _same_states(states, _random_states()):
                 return f"reading example {index} draws random numbers"
             if not equal(first, second):
                 return f"reading example {index} twice gave two different results"
-            if _attributes(dataset) != attributes:
+            if picture(dataset) != attributes:
                 return f"reading example {index} changes attributes of the dataset"
             if not equal(decode(encode(first)), first):
                 return f"example {index} does not survive being copied"
@@ -79,14 +84,48 @@ def _restore(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def _attributes(dataset: Any) -> dict[str, object]:
-    """Return a shallow picture of the dataset: small values as they are, containers by identity and size."""
-    picture: dict[str, object] = {}
-    for name, value in getattr(dataset, "__dict__", {}).items():
-        if isinstance(value, (bool, int, float, str, bytes, type(None))):
-            picture[name] = value
-        else:
-            size = len(value) if hasattr(value, "__len__") and not isinstance(value, torch.nn.Module) else -1
-            version = value._version if isinstance(value, torch.Tensor) else 0
-            picture[name] = (id(value), size, version)
-    return picture
+def picture(value: object) -> object:
+    """Return what is cheap to see of a dataset: unequal to an earlier one when somebody has changed it since.
+
+    Attributes are followed to objects inside (a transform, the dataset of a subset); small values are kept as they
+    are, arrays and long containers by identity, size and some of their content. A change that only shows in the rest
+    of a long container, or outside the dataset, is not seen.
+    """
+    return _picture(value, DEPTH, [MOST_VALUES])
+
+
+DEPTH = 5
+"""Objects and containers inside each other that a picture follows."""
+
+MOST_VALUES = 4096
+"""Values that a picture looks into; of what lies beyond only the identity counts."""
+
+FEW = 64
+"""A longer container is seen by this many of its entries, a longer text by identity."""
+
+
+def _picture(value: Any, depth: int, left: list[int]) -> object:
+    left[0] -= 1
+    if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, (str, bytes)) and len(value) <= FEW):
+        return value
+    if isinstance(value, torch.Tensor):
+        return id(value), tuple(value.shape), 0 if value.is_inference() else value._version
+    if isinstance(value, np.ndarray):
+        return id(value), value.shape, _sample(value)
+    if depth == 0 or left[0] < 0 or isinstance(value, (type, ModuleType, FunctionType)):
+        return id(value)
+    if isinstance(value, Mapping):
+        inside: Any = list(islice(value.items(), FEW)) if type(value) in (dict, OrderedDict) else []
+    elif type(value) in (list, tuple):
+        inside = value if len(value) <= FEW else value[:: len(value) // FEW]
+    else:
+        inside = list(getattr(value, "__dict__", {}).items())
+    size = len(value) if type(value) in (dict, OrderedDict, list, tuple, set, bytearray) else -1
+    return id(value) if type(value) is not tuple else 0, size, [_picture(part, depth - 1, left) for part in inside]
+
+
+def _sample(array: np.ndarray[Any, Any]) -> int:
+    """Return a checksum of some entries; none of a file's, which would have to be read."""
+    if array.dtype.hasobject or isinstance(array, np.memmap) or isinstance(array.base, np.memmap):
+        return 0
+    return zlib.crc32(array.flat[:: max(1, array.size // 1024)].tobytes())

@@ -8,6 +8,7 @@ reason is named.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns
@@ -15,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.multiprocessing
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,7 +29,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.data.runtime.outcome import Report, reporter
-from headway.data.runtime.purity import impurity
+from headway.data.runtime.purity import picture
+from headway.data.runtime.trial import EXAMPLES, unfit
 from headway.runtime.remedy import Applied, Context, Refused
 
 SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
@@ -54,8 +57,13 @@ def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     return Applied("data.workers", dict(parameters))
 
 
-def untunable(loader: DataLoader[Any]) -> str | None:
-    """Say why this loader must keep its settings, or None."""
+def untunable(loader: DataLoader[Any], batches_ahead: int = 0) -> str | None:
+    """Say why this loader must keep its settings, or None; `batches_ahead` will lie in shared memory at a time."""
+    if torch.multiprocessing.current_process().daemon:
+        return "this process is a daemon, which may have no children"
+    context = loader.multiprocessing_context or torch.multiprocessing.get_context()
+    if loader.num_workers == 0 and context.get_start_method() != "fork":
+        return f"its workers would start by {context.get_start_method()}, which not every script allows"
     if isinstance(loader.dataset, IterableDataset):
         return "its dataset is an IterableDataset: every worker would yield all of it"
     if type(loader.sampler) not in SAMPLERS or (
@@ -66,8 +74,20 @@ def untunable(loader: DataLoader[Any]) -> str | None:
         return "its worker_init_fn has never run, and would with workers"
     if len(loader.dataset) == 0:  # type: ignore[arg-type]  # IterableDataset was answered above
         return "its dataset is empty"
-    finding = impurity(loader.dataset, [0])
-    return f"its dataset is not pure: {finding}" if finding else None
+    finding, tried_bytes = unfit(loader)
+    if finding:
+        return f"its dataset is not pure: {finding}"
+    needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
+    return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
+
+
+def shared_memory_bytes() -> int:
+    """Return the free bytes of /dev/shm, through which workers hand over their batches; 0 where there is none."""
+    try:
+        facts = os.statvfs("/dev/shm")
+    except OSError:
+        return 0
+    return facts.f_bavail * facts.f_frsize
 
 
 @dataclass(slots=True)
@@ -88,6 +108,10 @@ class _Tuning:
     """Batches handed out since the iterator was made."""
     settled: bool = False
     """Whether the search for a better number of workers is over."""
+    ended: bool = False
+    """Whether that iterator has handed out all of its batches."""
+    seen: object = None
+    """Picture of dataset and collate function when the present workers were started."""
 
 
 @dataclass(slots=True)
@@ -141,8 +165,13 @@ class LoaderTuner:
 
         def _next_data(iterator: Any) -> Any:
             before_ns = perf_counter_ns()
-            batch = original(iterator)
             tuning = getattr(iterator, "_headway_tuning", None)
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                if tuning is not None:
+                    tuning.ended = True
+                raise
             if tuning is not None:
                 tuning.wait_ns += perf_counter_ns() - before_ns
                 tuning.num_batches += 1
@@ -151,26 +180,43 @@ class LoaderTuner:
         return _next_data
 
     def _before_iterator(self, loader: DataLoader[Any]) -> None:
-        """Decide on a loader the first time, re-tune it the next times."""
-        if loader not in self.tunings:
-            self._decide(loader)
-        elif (tuning := self.tunings[loader]) is not None:
-            self._retune(loader, tuning)
-            tuning.wait_ns = tuning.num_batches = 0
-            tuning.started_ns = perf_counter_ns()
+        """Decide on a loader the first time, re-tune it the next times. A failure leaves its settings as they are."""
+        try:
+            if loader not in self.tunings:
+                self._decide(loader)
+            elif (tuning := self.tunings[loader]) is not None:
+                self._retune(loader, tuning)
+                self._renew(loader, tuning)
+                tuning.wait_ns = tuning.num_batches = 0
+                tuning.started_ns = perf_counter_ns()
+        except Exception as failure:
+            self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
+
+    def _renew(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
+        """Let kept workers go where fresh ones would do something else.
+
+        They hold the dataset as it was when they started; and a pass that has not ended may still be going on, which
+        starting the next one on the same workers would cut off.
+        """
+        seen = picture((loader.dataset, loader.collate_fn))
+        if tuning.persistent_is_ours and (seen != tuning.seen or not tuning.ended):
+            loader._iterator = None
+        tuning.seen, tuning.ended = seen, False
 
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Apply the plan to a loader not seen before, or leave it alone and say why."""
         facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}
-        reason = untunable(loader)
+        self.tunings[loader] = None
+        reason = untunable(loader, self.max_workers * self.prefetch_factor)
         if reason is not None:
-            self.tunings[loader] = None
             self.report({**facts, "reason_not_applied": reason})
             return
         # More workers than batches would start, and have nothing to do.
         count = max(loader.num_workers, min(self.num_workers, len(loader)))
         ours = self.persistent_workers and not loader.persistent_workers and count > 0
-        self.tunings[loader] = _Tuning(count, ours, started_ns=perf_counter_ns(), settled=self.max_workers <= count)
+        tuning = _Tuning(count, ours, started_ns=perf_counter_ns(), settled=self.max_workers <= count)
+        tuning.seen = picture((loader.dataset, loader.collate_fn))
+        self.tunings[loader] = tuning
         self._set(loader, count)
         self.report({**facts, "num_workers": count})
 
