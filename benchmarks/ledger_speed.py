@@ -20,7 +20,7 @@ from _command import ROOT
 from headway.ledger.buckets import BUCKET_OF
 from headway.ledger.ledger import Ledger
 from headway.ledger.rows import NAMES, rows_by_rank
-from headway.ledger.sweep import sweep
+from headway.trace.sweep import sweep
 from headway.trace.trace import Trace, concat
 
 sys.path.insert(0, str(ROOT))

@@ -13,7 +13,7 @@ from headway.runtime.bootstrap import WATCHED, rank_of
 from headway.runtime.hooks import PostImport
 from headway.trace.records import read_ring
 from tests.paths import ROOT
-from tests.recorded import INJECT, environment, rows, run_script
+from tests.recorded import INJECT, environment, recording, rows, run_script
 
 LOOP = """
     import torch, multiprocessing, sys
@@ -218,6 +218,39 @@ def test_a_watched_module_keeps_its_loader_and_its_source():
     assert seen == ["colorsys", colorsys]
     assert "def rgb_to_yiq" in inspect.getsource(colorsys)
     assert type(colorsys.__spec__.loader).__name__ == "SourceFileLoader"
+
+
+def test_a_module_that_is_only_looked_for_is_still_watched_when_it_is_imported():
+    import importlib.util
+
+    seen = []
+    finder = PostImport({"colorsys"}, before=seen.append, after=seen.append)
+    kept = sys.modules.pop("colorsys", None)
+    finder.install()
+    try:
+        spec = importlib.util.find_spec("colorsys")
+        assert seen == []
+        import colorsys
+    finally:
+        finder.remove()
+        if kept is not None:
+            sys.modules["colorsys"] = kept
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+
+    assert seen == ["colorsys", colorsys]
+
+
+def test_the_end_of_a_process_is_noted_whatever_fails_before(tmp_path, monkeypatch):
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("headway.runtime.bootstrap.process_memory", broken)
+    with recording(tmp_path / "run") as session:
+        session.finish()
+
+        assert session.probes.recorder.end_ns > 0
+        assert "illegal memory access" in session.probes.tables["patches"]["the end of the process"]
 
 
 def test_modules_without_a_loader_of_their_own_are_not_watched():

@@ -136,16 +136,24 @@ def test_a_folder_of_traces_is_merged(tmp_path):
 @pytest.mark.parametrize(
     ("content", "looks"),
     [
-        (b"", "it is empty"),
         (b"hello", r"it starts with the bytes b'hello'"),
         (b'{"a": 1}', r"is JSON that starts with '\{\"a\": 1\}' and has no 'traceEvents'"),
-        (b"PAR1junk", "is damaged or truncated Parquet"),
     ],
 )
 def test_an_unknown_file_is_described_and_the_known_formats_listed(content, looks, tmp_path):
     (tmp_path / "a").write_bytes(content)
 
     with pytest.raises(FormatError, match=rf"{looks}.*Kineto or Chrome JSON.*Flight Recorder"):
+        open_any(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("content", "looks"), [(b"", "it is empty"), (b"PAR1junk", "it is damaged or truncated Parquet")]
+)
+def test_an_empty_or_damaged_file_wants_to_be_written_again(content, looks, tmp_path):
+    (tmp_path / "a").write_bytes(content)
+
+    with pytest.raises(FormatError, match=rf"{looks}. Write or copy the file again"):
         open_any(tmp_path / "a")
 
 

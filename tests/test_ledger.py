@@ -377,9 +377,13 @@ def test_json_has_every_key_of_the_contract_and_integers_where_it_says_so():
         ([], r"list is empty.*Give a run or a trace"),
         (7, r"int is neither a run nor a trace.*Trace\.open"),
         (Trace.from_columns({"start_ns": []}), r"no events.*Record at least one step"),
+        (
+            Trace.from_columns({"rank": [0], "duration_ns": [5]}, name=[0], names=["a"], lanes=["profiler"]),
+            r"only marks that the profiler drew.*Record operators",
+        ),
         ([RunMaker(steps=1).make(), of_rows([("process", 0, 5)])], r"cannot share one ledger.*only traces"),
     ],
-    ids=["empty list", "number", "empty trace", "mixed"],
+    ids=["empty list", "number", "empty trace", "drawn lanes only", "mixed"],
 )
 def test_what_cannot_be_accounted_for_is_refused(source: Any, message: str):
     with pytest.raises(InputError, match=message):

@@ -351,6 +351,13 @@ def test_a_loader_that_must_be_left_alone_is_replayed_as_it_was() -> None:
         assert program_of(made).predict([edit]).speedup > 1.005
 
 
+def test_steps_that_took_no_time_cannot_be_replayed() -> None:
+    made = RunMaker(ranks=1, steps=9, compute_ns=0, optimizer_ns=0, iter_ns=0, transfer_ns=0).make()
+
+    with pytest.raises(InputError, match=r"steps of rank 0 took no time.*Record a run"):
+        program_of(made)
+
+
 def test_ranks_of_different_hosts_do_not_share_cores() -> None:
     made = job(prep_ns=6 * MS, fetch_ns=0, num_workers=0).make()
     apart = replace(made.trace, ranks={rank: {"host": f"host-{rank}"} for rank in (0, 1)})

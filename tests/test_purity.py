@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.runtime.purity import impurity
+from headway.data.runtime.purity import DEPTH, impurity, picture
 
 
 class Pure:
@@ -102,3 +102,46 @@ def test_random_states_and_threads_are_as_before():
         torch.get_num_threads(),
     )
     assert after == before
+
+
+class Nested:
+    def __init__(self, inside):
+        self.inside = inside
+
+
+def nested(value, depth):
+    """Return `value` inside `depth` objects."""
+    return nested(Nested(value), depth - 1) if depth else value
+
+
+@pytest.mark.parametrize("depth", range(2 * DEPTH))
+def test_two_pictures_of_the_same_are_equal_at_any_depth(depth):
+    whole = nested({"a": [1, (2.0, "x" * 100)], "b": {1, 2}, "c": np.arange(5), "d": torch.zeros(2)}, depth)
+    first, others = picture(whole), [nested({"some": "other"}, 3) for _ in range(50)]
+
+    assert picture(whole) == first
+    assert len(others) == 50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.inside.__setattr__("p", 0.5),
+        lambda d: d.paths.append("new"),
+        lambda d: d.paths.__setitem__(3, "new"),
+        lambda d: d.table.__setitem__("b", 2),
+        lambda d: d.array.__setitem__(2, 7),
+        lambda d: d.tensor.add_(1),
+        lambda d: d.inside.__dict__.__setitem__("inside", d),
+        lambda d: setattr(d, "epoch", 1),
+    ],
+    ids=["nested", "longer list", "entry", "dict", "array", "tensor", "loop", "new attribute"],
+)
+def test_a_picture_shows_what_was_changed(change):
+    dataset = nested(0, 2)
+    dataset.inside.p, dataset.paths, dataset.table = 0.1, list("abcdef"), {"a": 1}
+    dataset.array, dataset.tensor = np.zeros(10), torch.zeros(3)
+    before = picture(dataset)
+    change(dataset)
+
+    assert picture(dataset) != before

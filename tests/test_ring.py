@@ -202,3 +202,37 @@ def test_a_ring_that_was_cut_off_is_a_clear_error(tmp_path):
 def test_a_capacity_that_is_no_power_of_two_is_refused(tmp_path):
     with pytest.raises(ValueError, match="power of two"):
         Recorder(str(tmp_path), capacity=1000)
+
+
+def test_a_record_in_the_middle_of_opening_the_ring_is_left_out_and_hangs_nothing(tmp_path):
+    code = (
+        "from headway.trace.ring import Recorder\n"
+        f"r = Recorder({str(tmp_path)!r})\n"
+        "claim = r._claim\n"
+        "def collected(stem): r.emit(1, 0, 0); return claim(stem)\n"  # as a garbage collection may
+        "r._claim = collected\n"
+        "r.emit(10, 1, 0); r.emit(10, 2, 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    (ring,) = tmp_path.glob("*.ring")
+
+    assert read_ring(ring)[1]["start_ns"].tolist() == [1, 2]
+
+
+def test_a_full_disk_is_a_warning_and_leaves_no_file(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    target = Recorder(str(tmp_path))
+    target.emit(10, 0, 0)
+
+    assert "No space left" in target.broken
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.count("nothing is recorded") == 1
+
+
+def test_a_warning_without_a_stderr_stops_nothing(tmp_path, monkeypatch):
+    (tmp_path / "rings").write_text("a file, not a folder")
+    monkeypatch.setattr(sys, "stderr", None)
+    Recorder(str(tmp_path / "rings")).emit(10, 0, 0)

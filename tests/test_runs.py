@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,19 @@ def test_the_exit_of_a_merged_run_is_the_one_with_a_fault_of_its_own(tmp_path):
         parts.append(Run.open(path))
 
     assert merge(parts).meta["exit"]["class"] == "user"
+
+
+def test_the_memory_of_a_merged_run_is_that_of_its_fullest_host(tmp_path):
+    parts = []
+    for host, (free, peak) in enumerate([(900, 100), (800, 300)]):
+        run = Run.open(recorded(tmp_path / str(host), [host], group_rank=host))
+        facts = {"memory_available_bytes": free, "memory": {str(host): {"peak_rss_bytes": peak}}}
+        parts.append(replace(run, meta={**run.meta, **facts}))
+
+    for order in (parts, parts[::-1]):
+        meta = merge(order).meta
+        assert meta["memory_available_bytes"] == 800
+        assert meta["memory"] == {"1": {"peak_rss_bytes": 300}}
 
 
 def test_ranks_under_another_launcher_add_their_own_rows(tmp_path):

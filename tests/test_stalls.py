@@ -207,6 +207,12 @@ def test_a_dataset_smaller_than_a_batch_is_refused() -> None:
         attribute(replace(program, facts={**program.facts, "loaders": small}))
 
 
+@pytest.mark.parametrize("storage", [0.0, -1.0, math.nan])
+def test_storage_of_no_speed_is_refused(storage: float) -> None:
+    with pytest.raises(InputError, match=r"storage is .*above 0"):
+        what_if(program_of(), storage=storage, shared_storage=True)
+
+
 def test_a_run_without_loads_is_refused() -> None:
     made = RunMaker(ranks=1, steps=20).make()
     bare = made.trace.where(~made.trace.named("input.next", "input.iter", "input.load"))

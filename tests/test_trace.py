@@ -120,6 +120,7 @@ def test_the_coverage_of_every_part_is_kept():
         ({"duration_ns": [4, -2]}, r"event 1 lasts -2 ns.*drop the row"),
         ({"lane": [0, 40_000]}, r"lane\[1\] is 40000; the column holds -32768..32767"),
         ({"stage": np.array([-40_000])}, r"stage\[0\] is -40000; the column holds"),
+        ({"seq": [2**80]}, r"a number in seq is beyond int64.*Leave it unknown"),
         ({"bytes": [1e30]}, r"bytes\[0\] is 1e\+30; the column holds"),
         ({"name": [0]}, r"name code 0 has no entry.*full name table"),
     ],

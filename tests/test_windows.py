@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -168,6 +169,36 @@ def test_a_fork_inside_a_window_drops_it(tmp_path):
     assert os.waitstatus_to_exitcode(status) == 0
     assert still_open is None
     assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_fork_in_another_thread_leaves_the_profiler_to_the_thread_that_stops_it(tmp_path):
+    import torch
+
+    with recording(tmp_path / "run") as session:
+        windows = session.windows
+        windows._cycle, windows._first_ns = 1, 1
+        windows._begin()
+        thread = threading.Thread(target=windows.drop)
+        thread.start()
+        thread.join()
+        windows.stopped = "the script runs a profiler"
+        assert torch._C._autograd._profiler_enabled()
+        windows.listen(0)
+
+        assert not torch._C._autograd._profiler_enabled()
+
+
+def test_a_full_disk_does_not_keep_the_profiler_from_stopping(tmp_path, monkeypatch):
+    import torch
+
+    with recording(tmp_path / "run") as session:
+        windows = session.windows
+        windows._cycle, windows._first_ns = 1, 1
+        windows._begin()
+        monkeypatch.setattr("tempfile.TemporaryFile", lambda: 1 // 0)
+        windows.listen(0)
+
+        assert not torch._C._autograd._profiler_enabled()
 
 
 def test_each_listener_is_called_at_its_own_steps_only(tmp_path):

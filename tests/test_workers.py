@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import re
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
@@ -139,3 +143,165 @@ def test_undone_means_undone():
         assert DataLoader.__iter__ is not before
 
     assert DataLoader.__iter__ is before
+
+
+class Phased(Squares):
+    """Its examples depend on an epoch that the script sets."""
+
+    epoch = 0
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.epoch])
+
+
+def test_workers_that_are_kept_see_what_the_script_changes_between_epochs():
+    def batches():
+        dataset = Phased()
+        loader = DataLoader(dataset, 5, shuffle=True, generator=torch.Generator().manual_seed(1))
+        seen = []
+        for epoch in range(3):
+            dataset.epoch = epoch
+            seen += [batch.tolist() for batch in loader]
+        loader._iterator = None
+        return seen
+
+    plain = batches()
+    with applied(workers, PARAMETERS):
+        assert batches() == plain
+
+
+def test_two_passes_at_once_over_one_loader_stay_apart():
+    def pairs():
+        torch.manual_seed(2)
+        loader = DataLoader(Squares(), 10)
+        return [(a.tolist(), b.tolist()) for a in loader for b in loader]
+
+    plain = pairs()
+    with applied(workers, PARAMETERS):
+        assert pairs() == plain
+
+
+def spoilt(batch):
+    return torch.stack(batch) + torch.rand(1)
+
+
+class HoldsAFile(Squares):
+    def __init__(self, read):
+        super().__init__()
+        self.file, self.read = None, read
+
+    def __getitem__(self, index):
+        self.file = self.file or open(__file__, "rb")  # noqa: SIM115
+        self.read(self.file)
+        return torch.tensor([index])
+
+
+class OnADevice(Squares):
+    """Works in the process that made it only, as a CUDA tensor does."""
+
+    def __init__(self):
+        super().__init__()
+        self.pid = os.getpid()
+
+    def __getitem__(self, index):
+        if os.getpid() != self.pid:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return torch.tensor([index])
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (DataLoader(Squares(), 4, collate_fn=spoilt), "draws random numbers"),
+        (DataLoader(HoldsAFile(lambda file: file.seek(0)), 4), "no other process can use"),
+        (DataLoader(OnADevice(), 4), "in a worker, .*forked subprocess"),
+    ],
+    ids=["random collate", "open file", "device"],
+)
+def test_a_loader_whose_batches_workers_could_not_make_is_left_alone(loader, reason):
+    assert re.search(reason, untunable(loader))
+
+
+def test_a_start_method_other_than_fork_and_a_daemon_are_left_alone(monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing.get_context(), "get_start_method", lambda *_: "spawn", raising=False)
+    assert "start by spawn" in untunable(DataLoader(Squares()))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
+    assert "daemon" in untunable(DataLoader(Squares()))
+
+
+def test_batches_that_shared_memory_could_not_hold_are_left_alone(monkeypatch):
+    monkeypatch.setattr("headway.data.runtime.workers.shared_memory_bytes", lambda: 100)
+
+    assert "/dev/shm has no room" in untunable(DataLoader(Squares()), 4)
+
+
+def test_a_report_that_fails_does_not_reach_the_script(monkeypatch):
+    with applied(workers, PARAMETERS) as context:
+        loader = DataLoader(Squares(), 5)
+        monkeypatch.setattr(type(loader.dataset), "__len__", lambda self: 1 // 0)
+        assert len(context.outcomes) == 0
+        with pytest.raises(ZeroDivisionError, match="division"):
+            list(loader)  # raised by torch, as without the remedy
+
+    assert isinstance(context.outcomes[-1], Refused)
+
+
+def shuffled():
+    return DataLoader(Squares(), 5, shuffle=True)
+
+
+def side_by_side():
+    first, second = shuffled(), shuffled()
+    return [batch.tolist() for _ in range(3) for pair in zip(first, second, strict=True) for batch in pair]
+
+
+def drawing_in_between():
+    loader, seen = shuffled(), []
+    for _ in range(3):
+        iterator = iter(loader)
+        seen += [torch.rand(1).tolist(), *(batch.tolist() for batch in iterator), torch.rand(1).tolist()]
+    return seen
+
+
+def asked_for_in_vain():
+    loader = shuffled()
+    iter(loader)
+    return [torch.rand(1).tolist(), *(batch.tolist() for batch in loader)]
+
+
+def one_generator_for_two():
+    generator = torch.Generator().manual_seed(8)
+    loaders = [DataLoader(Squares(), 5, shuffle=True, generator=generator) for _ in range(2)]
+    return [batch.tolist() for _ in range(2) for pair in zip(*loaders, strict=True) for batch in pair]
+
+
+def sampled_from_a_generator():
+    generator = torch.Generator().manual_seed(8)
+    sampler = RandomSampler(Squares(), replacement=True, num_samples=200, generator=generator)
+    loader = DataLoader(Squares(), 5, sampler=sampler)
+    return [next(iter(loader)).tolist() for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    "script", [side_by_side, drawing_in_between, asked_for_in_vain, one_generator_for_two, sampled_from_a_generator]
+)
+def test_scripts_that_draw_while_a_loader_starts_get_the_same_numbers(script):
+    torch.manual_seed(7)
+    plain = script(), torch.rand(1).item()
+
+    torch.manual_seed(7)
+    with applied(workers, PARAMETERS):
+        assert (script(), torch.rand(1).item()) == plain
+
+
+def test_a_script_that_makes_loaders_without_end_is_left_alone_and_nothing_grows(monkeypatch):
+    monkeypatch.setattr("headway.data.runtime.workers.MOST_LOADERS", 3)
+    with applied(workers, {**PARAMETERS, "num_workers": 1}) as context:
+        counts = []
+        for _ in range(6):
+            loader = DataLoader(Squares(4), 2)
+            list(loader)
+            counts.append(loader.num_workers)
+
+    assert counts == [1, 1, 1, 0, 0, 0]
+    assert len(context.outcomes[-1].facts["loaders"]) == 2

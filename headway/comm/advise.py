@@ -4,6 +4,10 @@ Both start from exposed communication, the part that backward does not hide.
 The size of buckets decides how much that is, but what is hidden is not in the
 always-on records, and on busy cores a small all-reduce takes ten times its
 idle time: so it is tried live rather than predicted.
+
+>>> setup = Setup.from_facts({"world_size": 1}, memory_bytes=0)
+>>> [row.reason for row in propose(None, None, setup)]  # one rank: the program is not even asked
+['no collective over ranks was recorded']
 """
 
 from __future__ import annotations

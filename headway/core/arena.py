@@ -5,7 +5,7 @@ no name in the file system (memfd), so it cannot be left behind: it is gone
 with its last holder. Payloads are only ever appended; a slot that is filled
 stays as it is. Safe across processes: space is reserved under a record lock
 that the kernel drops with its owner, and a slot becomes visible only after its
-payload is written.
+payload is written. Threads of one process must take turns to put.
 
 >>> arena = Arena(num_slots=4, capacity_bytes=100)
 >>> arena.put(2, b"payload"), arena.put(3, b"x" * 1000)

@@ -221,7 +221,8 @@ def what_if(
 ) -> Prediction:
     """Predict the step with another cache (fraction), workers, cores, or storage / accelerator x times as fast.
 
-    `shared_storage` overrides what the run shows: True = all readers share one pipe.
+    `shared_storage` overrides what the run shows: True = all readers share one pipe. Raises `InputError` on a value
+    that its knob cannot take, and as `Program.predict` does.
     """
     if storage is not None and not storage > 0:
         raise InputError(f"storage is {storage}; give how many times as fast it is, above 0.")

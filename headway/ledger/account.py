@@ -3,8 +3,8 @@
 Recorded runs (`attempts.py`), profiler traces (`kernels.py`) and operation
 traces (`operations.py`) build an `Account`; `ledger.py` sums it.
 
->>> blank_subs().sum()
-np.int64(0)
+>>> {sub: int(ns) for sub, ns in zip(SUBS, booked("host.gc", 7), strict=True) if ns}
+{'host.gc': 7}
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from headway.ledger.arrivals import Lateness
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
-from headway.ledger.sweep import Ints
+from headway.trace.sweep import Ints
 
 
 def blank_subs() -> Ints:

@@ -18,9 +18,9 @@ import numpy as np
 
 from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
 from headway.ledger.rows import NAME_ID
-from headway.ledger.sweep import Ints
 from headway.ledger.timeline import RankBook
 from headway.trace.nesting import number_alike
+from headway.trace.sweep import Ints
 
 BLAME_BUCKETS = tuple(BLAME)
 BLAME_CODES = np.array([SUB_CODE[sub] for sub in BLAME.values()], np.int64)

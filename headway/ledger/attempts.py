@@ -5,8 +5,8 @@ one from the end of the one before; the last one until the launcher's exit.
 Steps after the last save of a failed attempt are done again, so their compute
 is rework. All ranks answer for the same wall, so device time adds up.
 
->>> kept_steps([], num_steps=7, resumed=False)
-0
+>>> kept_steps([5, 3, None], num_steps=7, resumed=True), kept_steps([5, 3], num_steps=7, resumed=False)
+(3, 0)
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from headway.ledger.arrivals import Lateness, settle
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.ledger.rows import Rows, life_of, rows_by_rank
-from headway.ledger.sweep import Ints
 from headway.ledger.timeline import RankBook, Sheet, book_rank
+from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
 
 USEFUL_CODES = [SUB_CODE[sub] for sub in SUBS if bucket_of_sub(sub) == "useful"]
@@ -55,6 +55,7 @@ class RunBook:
     """Start and end of the wall, ns."""
 
     attempts: tuple[AttemptBook, ...]
+    """Oldest first; the last one ends with the run."""
 
     @property
     def ranks(self) -> list[int]:

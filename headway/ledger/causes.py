@@ -126,11 +126,13 @@ def find_causes(
     least_s = least_fraction * ledger.total_ns / NS_PER_S
     found = [cause for rule in RULES.values() for cause in rule(ledger) if cause.lost_device_s > 0]
     found = [cause for cause in found if cause.lost_device_s >= least_s]
-    if predict is not None:
-        found = [_predicted(cause, ledger, predict) for cause in found]
-    else:
-        found = [replace(cause, fix=cause.fix.partition(TRY)[0]) for cause in found]
+    found = [_booked(cause) if predict is None else _predicted(cause, ledger, predict) for cause in found]
     return ranked(_fixed(cause, (fixes or {}).get(cause.cause)) for cause in found)
+
+
+def _booked(cause: Cause) -> Cause:
+    """Leave out what to try in a replay: there is none."""
+    return replace(cause, fix=cause.fix.partition(TRY)[0])
 
 
 def _predicted(cause: Cause, ledger: Ledger, predict: Predictor) -> Cause:
@@ -141,7 +143,7 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor) -> Cause:
     try:
         forecast = predict((edit,))
     except InputError:  # This run cannot be replayed so; the booked seconds stand, without a prediction.
-        return cause
+        return _booked(cause)
     won_s = max(0.0, forecast.base_step_s - forecast.step_s) * ledger.steps * ledger.devices
     return replace(cause, lost_device_s=won_s, predicted_speedup=forecast.speedup, interval=forecast.interval)
 

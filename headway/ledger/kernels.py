@@ -27,8 +27,8 @@ from headway.core.errors import InputError
 from headway.ledger.account import Account, SpanFacts, blank_subs
 from headway.ledger.arrivals import Lateness, last_arrivals
 from headway.ledger.buckets import BUCKETS, SUB_CODE
-from headway.ledger.sweep import Ints, Pieces, sweep
 from headway.trace.nesting import number_alike
+from headway.trace.sweep import Ints, Pieces, sweep
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
 
@@ -63,6 +63,7 @@ class DeviceBook:
     """The time of one device inside its own window."""
 
     rank: int
+    """Rank of the process that used the device."""
     device: str
     """Device number in the file, '' when there is only one."""
     pieces: Pieces

@@ -30,7 +30,7 @@ from headway.ledger.cause import Cause
 from headway.ledger.kernels import profile_account
 from headway.ledger.operation_ledger import operation_account
 from headway.ledger.recorded import RECORDED, RecordedRun, recorded_account, recorded_trace_account
-from headway.ledger.sweep import Ints
+from headway.trace.sweep import Ints
 from headway.trace.trace import Trace, concat
 
 SCHEMA = "headway.why/1"

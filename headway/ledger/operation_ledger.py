@@ -29,8 +29,8 @@ from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE, SUBS
 from headway.ledger.clock_offsets import aligned
 from headway.ledger.dependencies import COMPUTE, STREAMS, infer
 from headway.ledger.operation_table import OperationTable, arrange, clock_ns
-from headway.ledger.sweep import Ints, sweep
 from headway.ledger.whatif_groups import COMMUNICATION
+from headway.trace.sweep import Ints, sweep
 from headway.trace.trace import Trace
 
 BASIS = {"useful": "recorded", "comm": "recorded", "bubble": "recorded", "straggler": "recorded", "host": "remainder"}

@@ -24,8 +24,8 @@ from headway.ledger.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.rows import NAME_ID, NAMES
 from headway.ledger.sampled import Windows, apply_windows, moved, window_shares
-from headway.ledger.sweep import Ints
 from headway.ledger.timeline import trained_until
+from headway.trace.sweep import Ints
 from headway.trace.trace import Trace, concat
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")

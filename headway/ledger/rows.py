@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.ledger.sweep import Ints
+from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import SPANS
 

@@ -6,8 +6,8 @@ window is cut against the host's labels at the same moments; the shares found
 there split the whole run's time under each label. Whole nanoseconds that add
 up exactly; how much of the step time was seen is part of the basis.
 
->>> Windows({}, 0, 0, 0).basis
-'sampled (0 windows, 0.00 % of step time)'
+>>> Windows({}, num_windows=4, window_ns=3_000, step_ns=1_000_000).basis
+'sampled (4 windows, 0.30 % of step time)'
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from headway.ledger.attempts import RunBook
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
 from headway.ledger.kernels import DeviceBook, device_books, lateness_of
 from headway.ledger.rows import NAMES
-from headway.ledger.sweep import Ints, share_out, sweep
 from headway.ledger.timeline import RankBook
+from headway.trace.sweep import Ints, share_out, sweep
 from headway.trace.trace import Trace, concat
 
 SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy")

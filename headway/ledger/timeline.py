@@ -5,8 +5,10 @@ steps and what follows them are booked by different tables of `buckets.py`.
 Communication pieces are left open here, because splitting them takes the
 arrivals of the other ranks (`arrivals.py`).
 
->>> Sheet.blank(3).ns.shape[1]
-5
+>>> sheet = Sheet.blank(3)
+>>> sheet.book("host.gc", 2, 9)
+>>> sheet.ns.sum(axis=0).tolist()
+[0, 0, 9, 0, 0]
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from numpy.typing import NDArray
 
 from headway.ledger.buckets import BUCKET_OF, REMAINDER_SUB, STARTUP_OF, SUB_CODE, SUBS, Booking
 from headway.ledger.rows import NAME_ID, NAMES, Life, Rows
-from headway.ledger.sweep import Ints, Pieces, share_out, sweep
 from headway.ledger.waits import (
     DRAIN_GC,
     DRAIN_OTHER,
@@ -30,6 +31,7 @@ from headway.ledger.waits import (
     inside_outside,
     match_batches,
 )
+from headway.trace.sweep import Ints, Pieces, share_out, sweep
 
 COMM_NAMES = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
 """Names whose time is split by the arrivals of other ranks."""
@@ -86,9 +88,13 @@ class RankBook:
     """One rank of one attempt, booked but for its communication waits."""
 
     rows: Rows
+    """What the rank recorded."""
     life: Life
+    """Its borders."""
     sheet: Sheet
+    """What is booked so far, ns."""
     waits: OpenWaits
+    """What the arrivals of other ranks will split."""
 
 
 def book_rank(rows: Rows, life: Life, *, restarted: bool) -> RankBook:

@@ -70,16 +70,29 @@ class Session:
         self.windows = windows.Windows(self.probes, windows.budget_from(os.environ))
 
     def finish(self) -> None:
-        """Write what is still in memory, and note the end of the process."""
-        if self.probes.steps[0]:
-            self.probes.mark_cpu()
-        if self.windows is not None:
-            self.windows.finish()
-        if self.probes.context is not None:
-            self.probes.context.write()  # facts may have grown since
-        self.probes.tables["memory"] = process_memory()
+        """Write what is still in memory, and note the end of the process; what fails leaves the rest to be done."""
+        for act in (self._end_of_steps, self._end_of_windows, self._end_of_remedies, self._end_of_memory):
+            try:
+                act()
+            except Exception as cause:  # after an error of the device, say, even asking for its memory fails
+                self.probes.failed("the end of the process", cause)
         self.probes.write_tables()
         self.probes.recorder.close()
+
+    def _end_of_steps(self) -> None:
+        if self.probes.steps[0]:
+            self.probes.mark_cpu()
+
+    def _end_of_windows(self) -> None:
+        if self.windows is not None:
+            self.windows.finish()
+
+    def _end_of_remedies(self) -> None:
+        if self.probes.context is not None:
+            self.probes.context.write()  # facts may have grown since
+
+    def _end_of_memory(self) -> None:
+        self.probes.tables["memory"] = process_memory()
 
     def stop(self) -> None:
         """Take every patch out again and finish."""

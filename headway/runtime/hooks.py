@@ -59,35 +59,40 @@ class PostImport:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a watched module through the other finders (PEP 451); None for every other name."""
+        """Find a watched module through the other finders (PEP 451); None for every other name.
+
+        Finding is not importing yet: many libraries only ask whether torch is there.
+        """
         if name not in self.names:
             return None
-        self.names.discard(name)
-        self._before(name)
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
             if finder is self or find is None:
                 continue
             spec: ModuleSpec | None = find(name, path, target)
             if spec is not None:
-                self._follow(spec)
+                self._follow(spec, name)
                 return spec
         return None
 
-    def _follow(self, spec: ModuleSpec) -> None:
-        """Make the loader call `after` behind `exec_module`; a loader that takes no attribute is left alone."""
+    def _follow(self, spec: ModuleSpec, name: str) -> None:
+        """Make the loader call `before` and `after` around `exec_module`; one that takes no attribute is left alone."""
         loader = spec.loader
         execute = getattr(loader, "exec_module", None)
         if loader is None or execute is None or isinstance(loader, type):
             return  # built-in and frozen modules share one loader, a class: watching one would watch them all
-        after = self._after
 
         def exec_module(module: ModuleType) -> None:
-            """Execute the module, then tell the watcher."""
+            """Execute the module, and tell the watcher the first time."""
             if loader.__dict__.get("exec_module") is exec_module:
                 del loader.exec_module  # a reload is not followed twice
+            if name not in self.names:
+                execute(module)
+                return
+            self.names.discard(name)
+            self._before(name)
             execute(module)
-            after(module)
+            self._after(module)
 
         try:
             loader.exec_module = exec_module  # type: ignore[method-assign]  # on this one loader object

@@ -142,6 +142,8 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError("--module and --no-python exclude each other. Drop one of them.")
     if options.max_restarts < 0:
         raise InputError(f"--max-restarts is {options.max_restarts}; it must be at least 0. Pass 0 for no restart.")
+    if not options.grace_s >= 0:
+        raise InputError(f"--grace-s is {options.grace_s}; it must be at least 0. Pass 30.")
     if not 0 <= options.windows <= 1:
         raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
     if not options.module and not options.no_python and not Path(script[0]).exists():

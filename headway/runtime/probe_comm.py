@@ -198,6 +198,8 @@ def collective(original: Callable[..., Any], probes: Probes) -> Callable[..., An
 
 def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `send`, `isend`, `recv` or `irecv`; seq counts per group, peer and direction."""
+    import torch
+
     emit, inside = probes.emit, probes.inside
     groups = groups_of(probes)
     code = SEND if original.__name__.endswith("send") else RECV
@@ -209,6 +211,8 @@ def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[...
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
         """Send or receive, and record how long it took, or remember it until its wait."""
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
         thread = _thread.get_ident()
         if thread in inside:
             return original(*args, **kwargs)
@@ -242,13 +246,15 @@ def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[...
 
 def work_wait(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `Work.wait`: the part of an asynchronous call that the training thread is blocked for."""
+    import torch
+
     emit, inside = probes.emit, probes.inside
     groups = groups_of(probes)
 
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait, and record how long that took."""
-        if _thread.get_ident() in inside:
+        if torch.compiler.is_compiling() or _thread.get_ident() in inside:
             return original(self, *args, **kwargs)
         start = now()
         result = original(self, *args, **kwargs)

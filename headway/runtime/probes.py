@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.runtime.saves import Saves
-from headway.trace.ring import CHILD, MAIN, SPAWNED, Recorder
+from headway.trace.ring import CHILD, MAIN, SPAWNED, Recorder, warn
 from headway.trace.vocabulary import SPANS
 
 now = time.perf_counter_ns
@@ -100,7 +100,7 @@ class Probes:
             return
         reason = f"{type(cause).__name__}: {cause}"
         self.tables["patches"][name] = reason
-        sys.stderr.write(f"headway: {name} is not recorded: {reason}\n")
+        warn(f"{name} is not recorded: {reason}")
 
     def wake(self, optimizer: int) -> None:
         """Call the listeners whose step has come: an optimizer step that one of them waits for has ended."""

@@ -105,10 +105,14 @@ class Context:
         self.write()
 
     def write(self) -> None:
-        """Write RUN/applied/r<rank>.json; only ranks do."""
-        if self.probes.leads:
+        """Write RUN/applied/r<rank>.json; only ranks do. A full disk is one warning: remedies write while jobs run."""
+        if not self.probes.leads:
+            return
+        try:
             content = {"rank": self.rank, "remedies": [outcome.json() for outcome in self.outcomes]}
             write_json(f"{self.run}/applied/r{self.rank}.json", content)
+        except (OSError, TypeError, ValueError) as cause:
+            self.probes.failed("applied file", cause)
 
 
 def apply_plan(probes: Probes, environ: Mapping[str, str]) -> list[Undo]:

@@ -21,7 +21,6 @@ import os
 import socket
 import struct
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -93,13 +92,14 @@ class Windows:
 
     def listen(self, optimizer: int) -> int:
         """Look at the end of an optimizer step; returns how many more until the next look."""
+        if self._open is not None:  # first: a profiler that nobody stops fills the memory
+            if self._open.thread == threading.get_ident():
+                self._close()
+            return self._cycle
         if self.stopped or not self.probes.leads:
             return NEVER
         if not self._cycle:
             return self._learn(optimizer)
-        if self._open is not None:
-            self._close()
-            return self._cycle
         step, start = self.probes.steps[0], self._schedule.read()
         if start == step:
             return self._begin()
@@ -152,6 +152,9 @@ class Windows:
         if torch._C._autograd._profiler_enabled():
             self.stopped = "the script runs a profiler"
             return NEVER
+        cuda: Any = torch.cuda
+        if cuda.is_initialized() and cuda.is_current_stream_capturing():
+            return self._cycle  # starting the profiler would spoil the script's CUDA graph
         started = now()
         usual = self._step_ns()
         with quiet_stderr():
@@ -227,8 +230,11 @@ class Windows:
         self.drop()
 
     def drop(self) -> None:
-        """Drop an open window: also before a fork, for a child would go on profiling for ever."""
-        if self._open is not None:
+        """Drop an open window: also before a fork, for a child would go on profiling for ever.
+
+        The profiler belongs to the thread that started it: from another one it cannot be stopped, nor is it inherited.
+        """
+        if self._open is not None and self._open.thread == threading.get_ident():
             self._open = None
             with contextlib.suppress(Exception), quiet_stderr():
                 low_level_stop()
@@ -246,10 +252,11 @@ class Windows:
 class _Open:
     """A window that is being recorded."""
 
-    __slots__ = ("opening_ns", "realtime_ns", "start_ns", "usual_ns")
+    __slots__ = ("opening_ns", "realtime_ns", "start_ns", "thread", "usual_ns")
 
     def __init__(self, start_ns: int, realtime_ns: int, opening_ns: int, usual_ns: int) -> None:
         self.start_ns, self.realtime_ns, self.opening_ns, self.usual_ns = start_ns, realtime_ns, opening_ns, usual_ns
+        self.thread = threading.get_ident()
 
 
 class Schedule:
@@ -259,9 +266,9 @@ class Schedule:
         recorder = probes.recorder
         self.leads = recorder.rank == 0 if recorder.role else recorder.local_rank == 0
         """Whether this rank writes; a rank that the script spawned itself knows only its rank."""
-        path = f"{probes.run}/windows/schedule-a{recorder.attempt}-{socket.gethostname()}"
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._path = f"{probes.run}/windows/schedule-a{recorder.attempt}-{socket.gethostname()}"
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def read(self) -> int:
         """Return the announced step, -1 when there is none."""
@@ -269,16 +276,25 @@ class Schedule:
         return struct.unpack("<q", data)[0] if len(data) == 8 else -1
 
     def write(self, step: int) -> None:
-        """Announce the next window."""
-        os.pwrite(self._descriptor, struct.pack("<q", step), 0)
+        """Announce the next window; through a descriptor of its own, for the script may have closed and reused ours."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, struct.pack("<q", step), 0)
+        finally:
+            os.close(descriptor)
 
 
 def low_level_start() -> None:
-    """Switch the profiler on: CPU, and CUDA where there is one."""
+    """Switch the profiler on: CPU, and CUDA where there is one.
+
+    CUPTI stays attached afterwards, as `torch.profiler` has it too: CUDA graphs do not survive its coming and going.
+    """
     import torch
     from torch._C._autograd import _enable_profiler, _prepare_profiler
     from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
 
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
     config = ProfilerConfig(ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig())
     activities = {ProfilerActivity.CPU, *({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())}
     _prepare_profiler(config, activities)
@@ -308,10 +324,11 @@ def quiet_stderr() -> Iterator[None]:
     try:
         sys.stderr.flush()
         kept = os.dup(2)
+        memory = os.memfd_create("headway-stderr")  # never a disk, which may be full when the profiler has to stop
     except (OSError, ValueError, AttributeError):
         yield
         return
-    with tempfile.TemporaryFile() as aside:
+    with os.fdopen(memory, "w+b") as aside:
         os.dup2(aside.fileno(), 2)
         try:
             yield
@@ -321,4 +338,5 @@ def quiet_stderr() -> Iterator[None]:
             aside.seek(0)
             rest = b"".join(line for line in aside if not line.startswith(b"USDT:"))
             if rest:
-                os.write(2, rest)
+                with contextlib.suppress(OSError):
+                    os.write(2, rest)

@@ -7,8 +7,8 @@ taking it costs the training thread. Workers take batches in turn, one at a
 time; a worker is told of batch `s` once batch `s - prefetch * workers` was
 taken. Times are int64 ns.
 
->>> Costs().fork_ns, Costs(fork_ns=2_000_000_000).fork_ns  # with spawn, a worker imports torch first
-(9000000, 2000000000)
+>>> untunable({"sampler": "RandomSampler"}), untunable({"sampler": "MySampler"})[:20]
+('', 'MySampler: a sampler')
 """
 
 from __future__ import annotations

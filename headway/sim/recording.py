@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.trace.nesting import enclosing
+from headway.trace.sweep import sweep
 from headway.trace.trace import Trace
 
 PRIORITY: dict[str, int] = {
@@ -169,7 +170,7 @@ class Recording:
     def from_trace(cls, trace: Trace, *, max_steps: int) -> Recording:
         """Cut a finalised run into segments; keep the first `max_steps` steps.
 
-        Raises `InputError` when no rank has a complete step.
+        Raises `InputError` when no rank has a complete step, or its steps took no time.
         """
         ranks = [int(rank) for rank in np.unique(trace.events["rank"][trace.named("step")]) if rank >= 0]
         if not ranks:
@@ -241,29 +242,26 @@ def _step_ends(rows: Trace, count: int) -> NDArray[np.int64]:
 
 
 def _lane(rows: Trace, rank: int, kept: int) -> Lane:
-    """Paint the spans over the steps, the weakest first, and cut where the owner or the step changes."""
+    """Give every instant of the steps to the strongest span over it, and cut where the owner or the step changes."""
     step_end = _step_ends(rows, kept)
+    if step_end[0] == step_end[-1]:
+        raise InputError(f"the steps of rank {rank} took no time: nothing to replay. Record a run with steps that do.")
     code = _codes(rows)
-    begin = np.clip(rows.events["start_ns"], step_end[0], step_end[-1])
-    end = np.clip(rows.events["start_ns"] + rows.events["duration_ns"], step_end[0], step_end[-1])
-    inside = np.flatnonzero((code >= 0) & (end > begin))
-    bounds = np.unique(np.concatenate([step_end, begin[inside], end[inside]]))
-    level = np.array(list(PRIORITY.values()))
-    inside = inside[np.argsort(level[code[inside]], kind="stable")]
-    owner = np.full(bounds.size - 1, -1, np.int64)
-    first, last = np.searchsorted(bounds, begin[inside]), np.searchsorted(bounds, end[inside])
-    for row, low, high in zip(inside.tolist(), first.tolist(), last.tolist(), strict=True):
-        owner[low:high] = row
-    step = np.searchsorted(step_end, bounds[:-1], side="right") - 1
+    begin, duration = rows.events["start_ns"], rows.events["duration_ns"]
+    low, high = int(step_end[0]), int(step_end[-1])
+    inside = np.flatnonzero((code >= 0) & (begin < high) & (begin + duration > low))
+    level = np.array(list(PRIORITY.values()))[code[inside]]
+    pieces = sweep(begin[inside], (begin + duration)[inside], level, window=(low, high), cuts=step_end)
+    owner = np.append(inside, -1)[pieces.row]
+    step = np.searchsorted(step_end, pieces.start_ns, side="right") - 1
     change = np.flatnonzero(np.concatenate([[True], (owner[1:] != owner[:-1]) | (step[1:] != step[:-1])]))
-    starts = bounds[change]
-    owners = owner[change]
+    starts, owners = pieces.start_ns[change], owner[change]
     return Lane(
         rank=rank,
         label=np.where(owners >= 0, code[owners], LABEL["compute"]),
         step=step[change].astype(np.int64),
         start_ns=starts,
-        duration_ns=np.diff(np.concatenate([starts, bounds[-1:]])),
+        duration_ns=np.diff(starts, append=high),
         row=owners,
         step_end_ns=step_end,
     )

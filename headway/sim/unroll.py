@@ -6,8 +6,8 @@ a lane with one place, all else is bounded by its edges only. Long CPU work is
 cut into quanta, as the scheduler of an operating system shares cores. Times
 are ns; the Dag is for `greedy`.
 
->>> QUANTUM_NS
-5000000
+>>> [LABELS[code] for code in np.flatnonzero(COMPUTE)]
+['compute', 'optimizer.step']
 """
 
 from __future__ import annotations

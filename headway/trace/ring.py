@@ -92,6 +92,7 @@ class Recorder:
         self.end_ns = 0
         self._buffer: mmap | None = None
         self._lock = _thread.allocate_lock()
+        self._entering: set[int] = set()
         self._threads: list[str] = []
         self.emit, self._bind = _emitter(self._enter)
         os.register_at_fork(after_in_child=self._after_fork)
@@ -120,7 +121,7 @@ class Recorder:
                     self._create()
                 except (OSError, ValueError) as cause:
                     self.broken = f"{self.folder}: {cause}"
-                    sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {self.broken}\n")
+                    warn(f"nothing is recorded in process {os.getpid()}: {self.broken}")
         return self._buffer is not None
 
     def _create(self) -> None:
@@ -132,6 +133,10 @@ class Recorder:
             # Blocks are reserved here: on a full disk a sparse mapping would kill the job with SIGBUS later.
             os.posix_fallocate(descriptor, 0, size)
             buffer = mmap(descriptor, size)
+        except (OSError, ValueError):
+            os.unlink(self.path)  # what it did get of a nearly full disk is the script's
+            self.path = ""
+            raise
         finally:
             os.close(descriptor)
         buffer[HEADER_BYTES:] = bytes(size - HEADER_BYTES)  # page faults now, not on the step path
@@ -163,7 +168,21 @@ class Recorder:
         HEADER.pack_into(buffer, 0, MAGIC, *numbers)
 
     def _enter(self) -> int:
-        """Return the lane of the calling thread after making sure that there is a ring; -1 when there is none."""
+        """Return the lane of the calling thread after making sure that there is a ring; -1 when there is none.
+
+        A garbage collection or a signal in the middle of this may want to record something as well. That record is
+        left out: this very thread holds the lock.
+        """
+        thread = _thread.get_ident()
+        if thread in self._entering:
+            return -1
+        self._entering.add(thread)
+        try:
+            return self._lane_of_thread()
+        finally:
+            self._entering.discard(thread)
+
+    def _lane_of_thread(self) -> int:
         if not self.open():
             return -1
         with self._lock:
@@ -172,7 +191,7 @@ class Recorder:
             if lane and lane <= MAX_THREADS and self._buffer is not None:
                 self._threads.append(name)
                 offset = THREADS_OFFSET + (lane - 1) * THREAD_BYTES
-                self._buffer[offset : offset + THREAD_BYTES] = name.encode()[: THREAD_BYTES - 1].ljust(
+                self._buffer[offset : offset + THREAD_BYTES] = name.encode(errors="replace")[: THREAD_BYTES - 1].ljust(
                     THREAD_BYTES, b"\0"
                 )
                 self._write_header()
@@ -182,6 +201,7 @@ class Recorder:
         """Forget the parent's ring: this process opens its own at its first record."""
         self._lock = _thread.allocate_lock()
         self._buffer, self._threads, self.path, self.end_ns = None, [], "", 0
+        self._entering = set()
         self.role = CHILD
         self._bind(None, 2)
 
@@ -219,6 +239,14 @@ def _emitter(enter: Callable[[], int]) -> tuple[Callable[..., None], Callable[[m
         take = None if new is None else count().__next__
 
     return emit, bind
+
+
+def warn(text: str) -> None:
+    """Write one line to stderr where there is one: closed, or a pipe without a reader, it must not stop the job."""
+    try:
+        sys.stderr.write(f"headway: {text}\n")
+    except (OSError, ValueError, AttributeError):
+        return
 
 
 def _thread_name() -> str:

@@ -4,8 +4,8 @@ Records become rows here: code to name and kind, the four numbers to the
 columns that the vocabulary gives them, threads and processes to lanes.
 Arrays are [n]; times int64 ns.
 
->>> len(Rows.of(0, np.array([5]), np.array([2]), kind=0))
-1
+>>> Rows.of(0, np.array([5, 1]), np.array([2, 9]), kind=0).by_end().start_ns.tolist()
+[5, 1]
 """
 
 from __future__ import annotations

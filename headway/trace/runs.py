@@ -146,6 +146,7 @@ def _merged_facts(parts: Sequence[dict[str, Any]], shifts: Sequence[int], offset
     own = [exit_ for exit_ in failed if exit_["class"] != "infra"]
     return {
         **first,
+        **_tightest_memory(parts),
         "hosts": [part.get("host") for part in parts],
         "start_ns": min(part["start_ns"] + shift for part, shift in zip(parts, shifts, strict=True)),
         "end_ns": max(ends) if len(ends) == len(parts) else None,
@@ -159,6 +160,18 @@ def _merged_facts(parts: Sequence[dict[str, Any]], shifts: Sequence[int], offset
         "loaders": {key: value for part in reversed(parts) for key, value in part.get("loaders", {}).items()},
         "clock_offset_ns": {str(rank): offset for rank, offset in offsets.items()},
     }
+
+
+def _tightest_memory(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the memory facts of the host whose ranks left least of it free: limits are per host."""
+
+    def headroom(part: dict[str, Any]) -> int:
+        ranks = (part.get("memory") or {}).values()
+        return int(part["memory_available_bytes"]) - sum(int(row.get("peak_rss_bytes", 0)) for row in ranks if row)
+
+    told = [part for part in parts if part.get("memory_available_bytes") is not None]
+    part = min(told, key=headroom, default={})
+    return {key: part[key] for key in ("memory", "memory_available_bytes", "memory_total_bytes") if key in part}
 
 
 def _shifted(row: dict[str, Any], shift: int) -> dict[str, Any]:

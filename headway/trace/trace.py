@@ -207,7 +207,10 @@ def _as_column(column: str, values: ArrayLike) -> NDArray[Any]:
             raise InputError(
                 f"{column}[{row}] is {array[row]}; the column holds {bounds.min}..{bounds.max}. Number from 0 upwards."
             )
-    return np.ascontiguousarray(array, dtype=dtype)
+    try:
+        return np.ascontiguousarray(array, dtype=dtype)
+    except OverflowError as cause:
+        raise InputError(f"a number in {column} is beyond {dtype}: {cause}. Leave it unknown (-1).") from cause
 
 
 def concat(traces: Sequence[Trace]) -> Trace:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,12 +117,24 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
         BarMissedError,
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
         return Explanation(source, run.trace, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
-    causes = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan))
-    return Explanation(source, run.trace, ledger, tuple(causes), run, program, plan)
+    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
+    causes = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused))
+    notes = tuple(f"{name} was not applied to this run: {why}" for name, why in refused.items())
+    return Explanation(source, run.trace, ledger, tuple(causes), run, program, plan, notes=notes)
 
 
-def fixes_of(plan: Plan) -> dict[str, Fix]:
-    """Return, for each cause, the proposal that wins most against it."""
+def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted((path / "applied").glob("r*.json")):
+        for row in json.loads(file.read_text())["remedies"]:
+            if row["name"] not in found or row.get("reason_not_applied"):
+                found[row["name"]] = row
+    return found
+
+
+def fixes_of(plan: Plan, refused: Collection[str] = ()) -> dict[str, Fix]:
+    """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script."""
     fixes: dict[str, Fix] = {}
     for row in plan.proposals:
         for cause in CAUSES_OF_REMEDY.get(row.name, ()):
@@ -130,5 +143,6 @@ def fixes_of(plan: Plan) -> dict[str, Fix]:
                 best is None or row.predicted_speedup > best.predicted_speedup
             ):
                 how = "headway plan, then headway run --apply" if row.applies else "predicted only"
+                how = "in the script itself: headway could not apply it" if row.name in refused else how
                 fixes[cause] = Fix(f"{row.name}: {', '.join(row.edits)} ({how})", row.predicted_speedup, row.interval)
     return fixes

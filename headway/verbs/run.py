@@ -10,7 +10,9 @@ from cyclopts import Parameter
 from headway.catalog import REMEDIES
 from headway.core.errors import HeadwayError, InputError
 from headway.core.planfile import PlanFile, read_plan
+from headway.core.tables import pick
 from headway.runtime.launch import ExitReport, launch
+from headway.trace.runs import is_run
 from headway.verbs.output import emit
 from headway.verbs.run_options import RunOptions
 
@@ -30,7 +32,11 @@ def run(
     """
     if not script:
         raise InputError("no script was given. Put it behind --, as in: headway run -- train.py --lr 1e-3")
+    if options.baseline is not None and not is_run(options.baseline):
+        raise InputError(f"--baseline {options.baseline} is not a run folder. Name one that headway run made.")
     plan = read_plan(options.plan_path) if options.plan_path else None
+    for remedy in plan.remedies if plan else ():
+        pick(REMEDIES, remedy.name, "remedy")
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
     report = launch(options.launch_options(REMEDIES if plan else {}, baseline), script)
     if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last

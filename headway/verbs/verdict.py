@@ -11,8 +11,9 @@ from headway.ledger.compare import steps_per_s
 from headway.ledger.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
+from headway.runtime.recording import write_json
 from headway.trace.runs import Run
-from headway.verbs.explain import Explanation, explain_run
+from headway.verbs.explain import Explanation, explain_run, outcomes
 
 
 def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:
@@ -29,18 +30,8 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
         measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
         facts["applied"] = applied_rows(plan, outcomes(path), measured)
         meta = json.loads((path / "run.json").read_text())
-        (path / "run.json").write_text(json.dumps({**meta, "applied": facts["applied"]}, indent=1))
+        write_json(path / "run.json", {**meta, "applied": facts["applied"]})
     return facts, explanation
-
-
-def outcomes(path: Path) -> dict[str, dict[str, Any]]:
-    """Return remedy -> its outcome over all ranks: refused as soon as one rank refused it."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in sorted((path / "applied").glob("r*.json")):
-        for row in json.loads(file.read_text())["remedies"]:
-            if row["name"] not in found or row.get("reason_not_applied"):
-                found[row["name"]] = row
-    return found
 
 
 def applied_rows(
@@ -63,7 +54,7 @@ def applied_rows(
         "predicted_speedup": plan.predicted_speedup,
         "interval": list(plan.interval) if plan.interval else None,
         "measured_speedup": measured_speedup,
-        "reason_not_applied": None,
+        "reason_not_applied": "none of its remedies could be" if all(r["reason_not_applied"] for r in rows) else None,
     })  # fmt: skip
     return rows
 

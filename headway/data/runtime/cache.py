@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -82,7 +83,7 @@ class CachedExamples:
                 examples.append(next(fresh))
                 self._keep(index, examples[-1])
             else:
-                examples.append(self._checked(payload, lambda index=index: many([index])[0]))  # type: ignore[misc]
+                examples.append(self._checked(payload, partial(_only, many, index)))
         return examples if not self._stale else many(indices)
 
     def _find(self, index: Any) -> memoryview | None:
@@ -110,6 +111,10 @@ class CachedExamples:
             return
         finally:
             _WRITING.release()
+
+
+def _only(many: Callable[[list[Any]], list[Any]], index: Any) -> Any:
+    return many([index])[0]
 
 
 @dataclass(slots=True)
@@ -157,8 +162,7 @@ class ExampleCaches:
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Give the dataset an arena, or leave it alone and say why."""
         dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
-        reason, example_bytes = uncacheable(loader)
-        reason = reason or (None if self.budget_bytes > 0 else "the byte budget is spent")
+        reason, example_bytes = ("the byte budget is spent", 0) if self.budget_bytes < 1 else uncacheable(loader)
         try:
             self.alive[id(dataset)] = dataset
         except TypeError:  # a list or tuple: it lies in memory already

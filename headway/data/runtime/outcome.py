@@ -19,6 +19,8 @@ def reporter(name: str, parameters: Mapping[str, Any], context: Context) -> Repo
     decisions: list[dict[str, Any]] = []
 
     def report(facts: Mapping[str, Any]) -> None:
+        if facts in decisions:
+            return  # a loader made anew for each epoch: nothing new to say, and nothing to keep
         decisions.append(dict(facts))
         reasons = [fact["reason_not_applied"] for fact in decisions if "reason_not_applied" in fact]
         if len(reasons) < len(decisions):

@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -112,14 +112,17 @@ def _picture(value: Any, depth: int, left: list[int]) -> object:
         return id(value), tuple(value.shape), 0 if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return id(value), value.shape, _sample(value)
+    # Everything from here on belongs to the dataset, not to this look at it: the identity of a temporary says nothing.
     if depth == 0 or left[0] < 0 or isinstance(value, (type, ModuleType, FunctionType)):
         return id(value)
     if isinstance(value, Mapping):
-        inside: Any = list(islice(value.items(), FEW)) if type(value) in (dict, OrderedDict) else []
+        inside: Any = (
+            list(chain.from_iterable(islice(value.items(), FEW))) if type(value) in (dict, OrderedDict) else []
+        )
     elif type(value) in (list, tuple):
         inside = value if len(value) <= FEW else value[:: len(value) // FEW]
     else:
-        inside = list(getattr(value, "__dict__", {}).items())
+        inside = list(chain.from_iterable(getattr(value, "__dict__", {}).items()))
     size = len(value) if type(value) in (dict, OrderedDict, list, tuple, set, bytearray) else -1
     return id(value) if type(value) is not tuple else 0, size, [_picture(part, depth - 1, left) for part in inside]
 

@@ -33,6 +33,9 @@ from headway.data.runtime.purity import picture
 from headway.data.runtime.trial import EXAMPLES, unfit
 from headway.runtime.remedy import Applied, Context, Refused
 
+MOST_LOADERS = 64
+"""A script that makes more loaders than this gets no workers for the rest: trying each of them costs a fork."""
+
 SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 """Samplers whose order depends on nothing that training changes, so that reading them ahead is safe."""
 
@@ -70,6 +73,9 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0) -> str | None:
         loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler
     ):
         return "its sampler is its own class: workers would read it ahead of training"
+    sampler = loader.sampler
+    if type(sampler) is RandomSampler and sampler.generator is not None and _draws_all_along(sampler):
+        return "its sampler draws from the script's own generator all along, and would with workers sooner"
     if loader.num_workers == 0 and loader.worker_init_fn is not None:
         return "its worker_init_fn has never run, and would with workers"
     if len(loader.dataset) == 0:  # type: ignore[arg-type]  # IterableDataset was answered above
@@ -79,6 +85,51 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0) -> str | None:
         return f"its dataset is not pure: {finding}"
     needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
     return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
+
+
+def _draws_all_along(sampler: RandomSampler) -> bool:
+    """Whether the sampler goes on drawing after its first index."""
+    return sampler.replacement or sampler.num_samples > len(sampler.data_source)
+
+
+class Draws:
+    """The random numbers that the start of a pass draws, put off until its first batch is asked for.
+
+    A loader without workers draws a seed when its iterator is made, and its sampler draws with the first batch; with
+    workers both happen at once. A script that draws in between, or starts two loaders side by side, would tell.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        """Note where the generators are before the iterator is made."""
+        self.loader = loader
+        own = (loader.generator, getattr(loader.sampler, "generator", None))
+        self._generators = [torch.default_generator, *(g for g in dict.fromkeys(own) if g is not None)]
+        self._before, self._after = self._states(), self._states()
+
+    def later(self) -> None:
+        """Go back to where a loader without workers would be now: after the seed."""
+        self._after = self._states()
+        self.restore()
+        torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
+        self._before = self._states()
+
+    def now(self) -> bool:
+        """Go on to where the iterator was when it had been made; False when somebody has drawn since."""
+        same = all(map(torch.equal, self._states(), self._before))
+        if same:
+            self._set(self._after)
+        return same
+
+    def restore(self) -> None:
+        """Go back to where the generators were at first."""
+        self._set(self._before)
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
 
 def shared_memory_bytes() -> int:
@@ -110,6 +161,8 @@ class _Tuning:
     """Whether the search for a better number of workers is over."""
     ended: bool = False
     """Whether that iterator has handed out all of its batches."""
+    as_made: tuple[int, int | None, bool] = (0, None, False)
+    """num_workers, prefetch_factor and pin_memory of the script."""
     seen: object = None
     """Picture of dataset and collate function when the present workers were started."""
 
@@ -130,6 +183,8 @@ class LoaderTuner:
     """Where the search for a better number ends."""
     report: Report
     """Called when something about a loader was decided."""
+    num_tried: int = 0
+    """Loaders decided on so far."""
     tunings: WeakKeyDictionary[DataLoader[Any], _Tuning | None] = field(default_factory=WeakKeyDictionary)
     """Loader -> its tuning, None when it is left alone."""
 
@@ -137,8 +192,14 @@ class LoaderTuner:
         """Wrap `DataLoader.__iter__`: set the loader up before its iterator is made."""
 
         def __iter__(loader: DataLoader[Any]) -> Any:  # noqa: N807 - it stands in for the method of that name
-            self._before_iterator(loader)
-            return original(loader)
+            tuning = self._before_iterator(loader)
+            if tuning is None or tuning.as_made[0]:
+                return original(loader)
+            draws = Draws(loader)
+            iterator = original(loader)
+            draws.later()
+            iterator._headway_draws = draws
+            return iterator
 
         return __iter__
 
@@ -166,6 +227,12 @@ class LoaderTuner:
         def _next_data(iterator: Any) -> Any:
             before_ns = perf_counter_ns()
             tuning = getattr(iterator, "_headway_tuning", None)
+            draws = iterator.__dict__.pop("_headway_draws", None)
+            if draws is not None and not draws.now():
+                self._start_over(iterator, draws.loader)
+            single = iterator.__dict__.get("_headway_single")
+            if single is not None:
+                return single._next_data()
             try:
                 batch = original(iterator)
             except StopIteration:
@@ -179,8 +246,11 @@ class LoaderTuner:
 
         return _next_data
 
-    def _before_iterator(self, loader: DataLoader[Any]) -> None:
-        """Decide on a loader the first time, re-tune it the next times. A failure leaves its settings as they are."""
+    def _before_iterator(self, loader: DataLoader[Any]) -> _Tuning | None:
+        """Decide on a loader the first time, re-tune it the next times; return its tuning, None = it is left alone.
+
+        A failure leaves its settings as they are.
+        """
         try:
             if loader not in self.tunings:
                 self._decide(loader)
@@ -189,8 +259,10 @@ class LoaderTuner:
                 self._renew(loader, tuning)
                 tuning.wait_ns = tuning.num_batches = 0
                 tuning.started_ns = perf_counter_ns()
+            return self.tunings[loader]
         except Exception as failure:
             self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
+            return None
 
     def _renew(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
         """Let kept workers go where fresh ones would do something else.
@@ -203,10 +275,31 @@ class LoaderTuner:
             loader._iterator = None
         tuning.seen, tuning.ended = seen, False
 
+    def _start_over(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        """Let this pass, which has not handed out a batch, and all later ones run as the script made the loader.
+
+        Without workers, the sampler would have drawn its order now, and not when the iterator was made.
+        """
+        tuning = self.tunings[loader]
+        self.tunings[loader] = loader._iterator = None
+        if tuning is not None:
+            loader.num_workers, loader.prefetch_factor, loader.pin_memory = tuning.as_made
+        object.__setattr__(loader, "persistent_workers", False)
+        iterator._shutdown_workers()
+        draws = Draws(loader)
+        iterator._headway_single = loader._get_iterator()
+        draws.restore()  # it draws a seed, as the iterator in its place has done
+        reason = "the script draws random numbers between iter(loader) and the first batch"
+        self.report({"dataset": type(loader.dataset).__name__, "reason_not_applied": reason})
+
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Apply the plan to a loader not seen before, or leave it alone and say why."""
         facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}
         self.tunings[loader] = None
+        self.num_tried += 1
+        if self.num_tried > MOST_LOADERS:
+            self.report({"reason_not_applied": f"the script makes more than {MOST_LOADERS} loaders"})
+            return
         reason = untunable(loader, self.max_workers * self.prefetch_factor)
         if reason is not None:
             self.report({**facts, "reason_not_applied": reason})
@@ -215,6 +308,7 @@ class LoaderTuner:
         count = max(loader.num_workers, min(self.num_workers, len(loader)))
         ours = self.persistent_workers and not loader.persistent_workers and count > 0
         tuning = _Tuning(count, ours, started_ns=perf_counter_ns(), settled=self.max_workers <= count)
+        tuning.as_made = (loader.num_workers, loader.prefetch_factor, loader.pin_memory)
         tuning.seen = picture((loader.dataset, loader.collate_fn))
         self.tunings[loader] = tuning
         self._set(loader, count)

@@ -56,7 +56,10 @@ def _begin(finder: Any) -> None:
 
 
 def _warn(cause: Exception) -> None:
-    sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
+    try:
+        sys.stderr.write(f"headway: nothing is recorded in process {os.getpid()}: {cause!r}\n")
+    except (OSError, ValueError, AttributeError):  # no stderr
+        return
 
 
 def _chain() -> None:

@@ -1,0 +1,132 @@
+"""The verbs on odd input: one clear line for every mistake, and advice that fits the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from headway.core.errors import InputError
+from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.ledger.causes import find_causes
+from headway.ledger.ledger import Ledger
+from headway.report.figures import verdict
+from headway.report.screens import render_compare
+from headway.runtime.exit_class import HEADER, RankEnd
+from headway.runtime.launch import _failure_text
+from headway.runtime.recording import Exit
+from headway.sim.edits import EDITS
+from headway.trace.trace import Trace
+from headway.verbs.trace import interval
+from headway.verbs.verdict import applied_rows
+from tests.paths import ROOT
+
+BEFORE = str(ROOT / "tests" / "golden" / "runs" / "before")
+
+
+def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "headway.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "train.py", "--lr", "1"], "stand behind `--`. Write: headway run -- train.py --lr 1"),
+        (["run", "-m", "package", "x"], "Write: headway run -m -- package x"),
+        (["run", "--", "-m", "package"], "For a module write: headway run --module -- package"),
+        (["run", "--baseline", "nope", "--", "go.py"], "--baseline nope is not a run folder."),
+        (["run", "--grace-s", "-1", "--", "go.py"], "--grace-s is -1.0; it must be at least 0."),
+        (["compare", "a"], "AFTER requires an argument. See: headway compare --help"),
+        (["whatif", "a", "b"], "no use for the argument 'b'. Drop it"),
+        (["whatif", BEFORE, "--set", "workers=-1"], "workers: '-1' is not a count."),
+        (["plan", BEFORE, "--allow", "all"], "--allow is 'all'; it must be result-equivalent."),
+        (["report", BEFORE, "-o", "docs"], "docs is a folder; a report is a file."),
+        (["report", BEFORE, "--steps", "900:910"], "holds steps 0 to"),
+        (["trace", "export", BEFORE, "x.json", "--ranks", "7:9"], "lies in ranks 7:9."),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_fix(arguments, message):
+    answer = headway(*arguments)
+
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert answer.stderr.startswith("headway: ")
+    assert answer.stderr.count("\n") == 1
+    assert message in answer.stderr
+
+
+def test_help_to_a_reader_who_leaves_is_no_error():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m headway.cli --help | true; echo ${{PIPESTATUS[0]}}"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_the_help_of_whatif_lists_every_edit():
+    page = " ".join(headway("whatif", "--help").stdout.replace("│", " ").split())
+
+    assert [target for target in EDITS if target not in page] == []
+
+
+def test_an_empty_range_is_refused():
+    with pytest.raises(InputError, match=r"'5:2' is an empty range of steps.*Write 5:6"):
+        interval("5:2", "step")
+
+
+def test_a_start_up_that_dwarfs_the_first_cause_is_said_beside_it():
+    cause = {"cause": "input.fetch", "lost_device_s": 0.4, "fix": "read ahead", "predicted_speedup": 4.0}
+    why = {"devices": 1, "steps": 12, "wall_s": 10.0, "goodput": 0.1, "causes": [cause]}
+
+    short = verdict({**why, "ledger": {"useful": 1.0, "input": 0.4, "startup": 7.3, "idle": 1.3}})
+    long = verdict({**why, "ledger": {"useful": 1.0, "input": 6.4, "startup": 2.3, "idle": 0.3}})
+    blind = verdict({**why, "causes": [], "ledger": {"useful": 1.0, "unknown": 9.0}})
+
+    assert short.sentence == "4.0 % of 1 device x 10 s went to waiting for input; start-up took 73 %."
+    assert long.sentence == "64 % of 1 device x 10 s went to waiting for input."
+    assert blind.sentence == "10.0 % of 1 device x 10 s was useful work; time nobody recorded took 90 %."
+
+
+def test_equal_runs_are_not_called_faster():
+    assert "is as fast as the first (10 -> 10 steps/s)." in render_compare({"speedup": 1.0, "steps_per_s": [10, 10]})
+
+
+def test_advice_names_no_edit_where_nothing_can_be_replayed():
+    trace = Trace.from_columns(
+        {"rank": [0] * 3, "start_ns": [0, 0, 20], "duration_ns": [100, 100, 30]},
+        name=[0, 1, 2], names=["process", "step", "host.gc"],
+    )  # fmt: skip
+
+    assert [cause.fix for cause in find_causes(Ledger.of(trace)) if "--set" in cause.fix] == []
+
+
+def test_a_plan_of_which_nothing_was_applied_has_no_measured_gain_to_compare():
+    plan = PlanFile(remedies=(Remedy("data.workers", {"num_workers": 2}, 2.0),), predicted_speedup=2.0)
+
+    refused = applied_rows(plan, {"data.workers": {"reason_not_applied": "not pure"}}, 1.0)
+    applied = applied_rows(plan, {"data.workers": {}}, 1.9)
+
+    assert refused[-1]["reason_not_applied"] == "none of its remedies could be"
+    assert (applied[-1]["reason_not_applied"], applied[-1]["measured_speedup"]) == (None, 1.9)
+
+
+def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path):
+    traceback = HEADER + "\nValueError: x"
+    first, end = RankEnd(0, 1, stderr=f"before\n{traceback}\n"), Exit(1, "user", 0, traceback)
+
+    assert "ValueError" not in _failure_text(first, end, tmp_path, interrupted=False, alone=True)
+    assert _failure_text(first, end, tmp_path, interrupted=False, alone=False).endswith("ValueError: x\n")
+    stopped = _failure_text(first, end, tmp_path, interrupted=True, alone=True)
+    assert stopped == f"headway: stopped by Ctrl-C. The run is in {tmp_path}\n"
+
+
+def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):
+    plan = tmp_path / "plan.json"
+    write_plan(PlanFile(remedies=(Remedy("data.wrokers", {}, 2.0),)), plan)
+
+    answer = headway("run", "--apply", str(plan), "--", "go.py")
+
+    assert answer.returncode == 2
+    assert "unknown remedy 'data.wrokers'. Did you mean 'data.workers'?" in answer.stderr
