@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from headway.core.errors import InputError
@@ -18,9 +21,11 @@ from headway.runtime.launch import _failure_text
 from headway.runtime.recording import Exit
 from headway.sim.edits import EDITS
 from headway.trace.trace import Trace
+from headway.verbs.report import heat_maps, step_durations
 from headway.verbs.trace import interval
 from headway.verbs.verdict import applied_rows
 from tests.paths import ROOT
+from tests.runs_made import RunMaker
 
 BEFORE = str(ROOT / "tests" / "golden" / "runs" / "before")
 
@@ -130,3 +135,30 @@ def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):
 
     assert answer.returncode == 2
     assert "unknown remedy 'data.wrokers'. Did you mean 'data.workers'?" in answer.stderr
+
+
+def test_an_exported_window_stands_beside_its_ideal(tmp_path):
+    target = tmp_path / "window.json.gz"
+    answer = headway("trace", "export", BEFORE, str(target), "--steps", "10:14", "--ideal")
+    events = json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
+    titles = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
+
+    assert answer.returncode == 0, answer.stderr
+    assert sorted(titles) == ["rank 0", "rank 0, ideal", "rank 1", "rank 1, ideal"]
+
+
+def test_an_ideal_without_a_timeline_is_refused(tmp_path):
+    answer = headway("trace", "export", BEFORE, str(tmp_path / "w.parquet"), "--ideal")
+
+    assert answer.returncode == 2
+    assert "End it with .json.gz" in answer.stderr
+
+
+def test_the_heat_map_shows_the_slow_rank_and_not_those_that_wait_for_it():
+    made = RunMaker(ranks=3, steps=40, compute_ns=lambda rank, step: (15 if rank == 1 else 5) * 1_000_000).make()
+    ranks, step_s = step_durations(made.trace)
+    (heat,) = heat_maps(made.trace, ranks, step_s)
+
+    assert heat.values.shape == (3, 40)
+    assert np.nanmedian(heat.values[1]) > 1.2
+    assert np.nanmedian(heat.values[[0, 2]]) == pytest.approx(1.0, abs=0.05)

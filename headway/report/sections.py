@@ -91,11 +91,13 @@ def key_figures(why: Json, run: Json | None) -> str:
     rate = finite((run or {}).get("steps_per_s"))
     fidelity = finite(why.get("fidelity"))
     slowdown = finite((why.get("straggler") or {}).get("slowdown"))
+    whole = [row for row in (run or {}).get("applied") or () if row.get("name") == WHOLE_PLAN]
     rows = [
         ("Devices", count(why.get("devices"))),
         ("Wall time", seconds(why.get("wall_s"))),
         ("Steps", count(why.get("steps"))),
         ("Steps per second", f"{rate:.3g}" if rate is not None else "-"),
+        ("Faster than before", speedup(next((row.get("measured_speedup") for row in whole), None))),
         ("Goodput", percent(why.get("goodput"))),
         ("Straggler slowdown", speedup(slowdown)),
         ("Coverage", percent(why.get("coverage"))),

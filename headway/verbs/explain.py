@@ -14,10 +14,11 @@ from headway.core.units import format_bytes
 from headway.ledger.cause import Cause
 from headway.ledger.causes import Fix, find_causes
 from headway.ledger.ledger import Ledger
-from headway.ledger.straggler import StragglerReport, analyse, root_causes
+from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.plan.setup import Setup
+from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
 from headway.trace.runs import Run, is_run, merge
 from headway.trace.trace import Trace
@@ -63,6 +64,13 @@ class Explanation:
         answer["memory"] = memory
         answer["notes"] = [*answer["notes"], *self.notes, *memory_notes(memory)]
         return answer
+
+
+def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program | None) -> Trace | None:
+    """Return `trace` as it would have been without its losses, None where nothing can replay it."""
+    if straggler is not None:
+        return ideal_trace(trace, straggler)
+    return replayed_trace(program) if program is not None else None
 
 
 def memory_headroom(meta: Mapping[str, Any]) -> dict[str, int]:

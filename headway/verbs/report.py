@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,13 +16,16 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.compare import steps_per_s
-from headway.ledger.straggler import ideal_trace
+from headway.report.charts import HeatMap
 from headway.report.html import ReportData, write_report
 from headway.report.timeline import Timeline, timeline
 from headway.trace.trace import Trace
-from headway.verbs.explain import Explanation, explain
+from headway.verbs.explain import Explanation, explain, ideal_of
 from headway.verbs.output import emit
 from headway.verbs.source import newest_run
+
+HEAT_BINS = 48
+"""Columns of the heat map at most."""
 
 WINDOW_STEPS = 6
 """Steps shown in the timeline."""
@@ -76,6 +81,7 @@ def report_data(explanation: Explanation, steps: str | None = None) -> ReportDat
         },
         timeline=window,
         ideal=ideal,
+        heat_maps=heat_maps(trace, ranks, durations),
         facts=facts_of(meta, trace),
         created=created(meta),
     )
@@ -112,10 +118,34 @@ def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | N
     if not chosen:
         return (timeline(trace), None) if len(trace) else (None, None)
     window = timeline(trace, steps=chosen)
-    ideal = None
-    if explanation.straggler is not None:
-        ideal = timeline(ideal_trace(trace, explanation.straggler), steps=chosen, ranks=window.ranks)
-    return window, ideal
+    ideal = ideal_of(trace, explanation.straggler, explanation.program)
+    return window, None if ideal is None else timeline(ideal, steps=chosen, ranks=window.ranks)
+
+
+def heat_maps(trace: Trace, ranks: list[int], step_s: NDArray[np.float64] | None) -> list[HeatMap]:
+    """Return each rank's own time per step (waits for other ranks taken out) against the median rank's, in bins."""
+    if step_s is None or len(ranks) < 2 or not step_s.shape[1]:
+        return []
+    waits = trace.where(trace.named("comm.wait", "comm.collective", "comm.recv") & (trace.events["step"] >= 0)).events
+    inside = waits["step"] < step_s.shape[1]
+    own_s = step_s.copy()
+    place = np.searchsorted(ranks, waits["rank"][inside])
+    np.subtract.at(own_s, (place, waits["step"][inside]), waits["duration_ns"][inside] / NS_PER_S)
+    edges = np.unique(np.linspace(0, own_s.shape[1], min(HEAT_BINS, own_s.shape[1]) + 1).astype(int))
+    with warnings.catch_warnings():  # a bin in which no rank recorded a step is NaN, and drawn as empty
+        warnings.simplefilter("ignore", RuntimeWarning)
+        binned = np.stack([np.nanmean(own_s[:, a:b], axis=1) for a, b in pairwise(edges)], axis=1)
+        slowdown = binned / np.nanmedian(binned, axis=0)
+    return [
+        HeatMap(
+            "Own time of each rank against the median rank, waits for others taken out",
+            slowdown,
+            "rank",
+            "from step",
+            tuple(map(str, ranks)),
+            tuple(map(str, edges[:-1])),
+        )
+    ]
 
 
 def run_object(explanation: Explanation) -> dict[str, Any]:

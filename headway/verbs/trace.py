@@ -7,9 +7,14 @@ from pathlib import Path
 import numpy as np
 
 from headway.core.errors import InputError
+from headway.ledger.straggler import analyse
 from headway.report.terminal import render_trace_info
+from headway.sim.program import Program
+from headway.trace import chrome
 from headway.trace.formats import describe
+from headway.trace.runs import Run, is_run
 from headway.trace.trace import Trace
+from headway.verbs.explain import ideal_of
 from headway.verbs.output import emit
 
 
@@ -35,7 +40,14 @@ def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
 
 
 def export(
-    source: Path, target: Path, /, *, steps: str | None = None, ranks: str | None = None, json: bool = False
+    source: Path,
+    target: Path,
+    /,
+    *,
+    steps: str | None = None,
+    ranks: str | None = None,
+    ideal: bool = False,
+    json: bool = False,
 ) -> int:
     """Write a window of SOURCE for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
@@ -51,24 +63,47 @@ def export(
         FIRST:END, the end excluded; all steps by default.
     ranks
         FIRST:END, the end excluded; all ranks by default.
+    ideal
+        Put the same window, replayed without the losses, beside the real one (a run or an operation trace; .json only).
     json
         Print one JSON object instead of text.
     """
-    trace = Trace.open(source)
-    for column, text in (("step", steps), ("rank", ranks)):
-        if text is not None:
-            first, end = interval(text, column)
-            values = trace.events[column]
-            trace = trace.where(np.flatnonzero((values >= first) & (values < end)))
+    whole = Trace.open(source)
+    trace = window(whole, steps, ranks)
     if not len(trace):
         chosen = " and ".join(f"{name}s {text}" for name, text in (("step", steps), ("rank", ranks)) if text)
         raise InputError(
             f"no event of {source} lies in {chosen or 'it'}. `headway trace info {source}` lists its steps and ranks."
         )
-    trace.save(target)
-    answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace)}
+    if ideal:
+        if not target.name.endswith((".json", ".json.gz")):
+            raise InputError(f"--ideal needs a timeline to stand beside, and {target} is none. End it with .json.gz.")
+        chrome.write(trace, target, ideal=window(replayed(source, whole), steps, ranks))
+    else:
+        trace.save(target)
+    answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace), "ideal": ideal}
     emit(answer, lambda _: f"{target}: {len(trace)} events", as_json=json)
     return 0
+
+
+def window(trace: Trace, steps: str | None, ranks: str | None) -> Trace:
+    """Return the events of these steps and ranks, both FIRST:END or None for all."""
+    for column, text in (("step", steps), ("rank", ranks)):
+        if text is not None:
+            first, end = interval(text, column)
+            values = trace.events[column]
+            trace = trace.where(np.flatnonzero((values >= first) & (values < end)))
+    return trace
+
+
+def replayed(source: Path, trace: Trace) -> Trace:
+    """Return the trace without its losses. Raises `InputError` where nothing can replay it."""
+    program = Program.from_run(Run.open(source)) if is_run(source) else None
+    straggler = analyse(trace) if trace.meta.get("source") == "straggler" else None
+    ideal = ideal_of(trace, straggler, program)
+    if ideal is None:
+        raise InputError(f"{source} cannot be replayed, so it has no ideal timeline. Leave --ideal out.")
+    return ideal
 
 
 def info(source: Path, /, *, json: bool = False) -> int:
