@@ -97,7 +97,7 @@ def key_figures(why: Json, run: Json | None) -> str:
         ("Wall time", seconds(why.get("wall_s"))),
         ("Steps", count(why.get("steps"))),
         ("Steps per second", f"{rate:.3g}" if rate is not None else "-"),
-        ("Faster than before", speedup(next((row.get("measured_speedup") for row in whole), None))),
+        ("Speedup", speedup(next((row.get("measured_speedup") for row in whole), None))),
         ("Goodput", percent(why.get("goodput"))),
         ("Straggler slowdown", speedup(slowdown)),
         ("Coverage", percent(why.get("coverage"))),

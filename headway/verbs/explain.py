@@ -16,7 +16,6 @@ from headway.ledger.causes import Fix, find_causes
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
-from headway.plan.proposal import MIN_SPEEDUP
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
@@ -147,9 +146,7 @@ def fixes_of(plan: Plan, refused: Collection[str] = ()) -> dict[str, Fix]:
     for row in plan.proposals:
         for cause in CAUSES_OF_REMEDY.get(row.name, ()):
             best = fixes.get(cause)
-            if row.predicted_speedup >= MIN_SPEEDUP and (
-                best is None or row.predicted_speedup > best.predicted_speedup
-            ):
+            if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
                 how = "headway plan, then headway run --apply" if row.applies else "predicted only"
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
                 fixes[cause] = Fix(f"{row.name}: {', '.join(row.edits)} ({how})", row.predicted_speedup, row.interval)
