@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-STEPS = 800
+STEPS = 600
 
 torch.manual_seed(0)
 torch.set_num_threads(1)

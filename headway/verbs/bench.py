@@ -80,7 +80,48 @@ def results_page() -> str:
         source = table.get(path.stem)
         lines += [f"## {path.stem}", ""]
         lines += [claim(source), ""] if source else []
-        lines += [f"`{result.pop('command', '')}`, {result.pop('date', '')}", "", "| figure | value |", "|---|---|"]
-        lines += [f"| {key} | {jsonlib.dumps(value)} |" for key, value in result.items() if key != "bench"]
-        lines.append("")
+        lines += [f"`{result.pop('command', '')}`, {result.pop('date', '')}", ""]
+        result.pop("bench", None)
+        tables = {key: value for key, value in result.items() if _is_table(value)}
+        figures = {key: value for key, value in result.items() if key not in tables}
+        lines += [
+            "| figure | value |",
+            "|---|---|",
+            *(f"| {key} | {_cell(value)} |" for key, value in figures.items()),
+            "",
+        ]
+        for value in tables.values():
+            lines += [*_table(value), ""]
     return "\n".join(lines)
+
+
+def _is_table(value: Any) -> bool:
+    """Tell whether a figure is rows of figures: a list of objects, or objects by name."""
+    rows = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else []
+    return len(rows) > 1 and all(isinstance(row, dict) for row in rows)
+
+
+def _table(value: Any) -> list[str]:
+    """Return rows of figures as the lines of a table."""
+    rows = value if isinstance(value, list) else [{"": name, **row} for name, row in value.items()]
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    return [*lines, *(f"| {' | '.join(_cell(row.get(key, '')) for key in columns)} |" for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    """Write one figure for a person: four digits, no quotes or braces."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(entry)}" for key, entry in value.items())
+    if isinstance(value, list):
+        return " to ".join(map(_cell, value)) if _is_range(value) else ", ".join(map(_cell, value))
+    return str(value).replace("|", "\\|")
+
+
+def _is_range(value: list[Any]) -> bool:
+    """Tell whether a list is a low and a high end."""
+    return len(value) == 2 and all(isinstance(entry, (int, float)) and not isinstance(entry, bool) for entry in value)
