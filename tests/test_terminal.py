@@ -121,10 +121,10 @@ def test_ascii_keeps_the_number_of_characters(text: str) -> None:
 
 @pytest.mark.parametrize("name", SCREENS)
 def test_the_screen_is_the_one_on_record(name: str) -> None:
-    """Set HEADWAY_GOLDEN=write to record the screens anew, then read the difference."""
+    """Set HEADWAY_WRITE_GOLDEN=1 to record the screens anew, then read the difference."""
     path = GOLDEN / f"screen_{name}.txt"
     text = SCREENS[name](width=88) + "\n"
-    if os.environ.get("HEADWAY_GOLDEN") == "write":
+    if os.environ.get("HEADWAY_WRITE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
 

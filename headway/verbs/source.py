@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.core.errors import InputError
+from headway.runtime.launch import RUNS
 from headway.trace.runs import Run, is_run
-
-RUNS = Path("headway-runs")
-"""Where `headway run` puts run folders that were not given a place."""
 
 
 def newest_run() -> Path:
