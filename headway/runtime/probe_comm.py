@@ -50,6 +50,8 @@ class Groups:
         self.probes = probes
         self.counts: dict[tuple[int, ...], int] = {}
         self.pending: dict[int, Pending] = {}
+        self.models: list[weakref.ref[Any]] = []
+        """Every DistributedDataParallel, for what deep windows note of them (`ddp_facts`)."""
         self._numbers: dict[int, int] = {}
 
     def of(self, group: Any) -> int:
@@ -285,6 +287,7 @@ def ddp_init(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
         """Construct, then watch."""
         original(self, *args, **kwargs)
         try:
+            groups_of(probes).models.append(weakref.ref(self))
             watch_ddp(self, probes)
         except Exception as cause:
             probes.failed("comm.wait", cause)
@@ -304,10 +307,11 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
     parameters = [p for p in ddp.module.parameters() if p.requires_grad]
     if not parameters or parameters[0].device.type != "cpu":
         return
-    emit, groups = probes.emit, groups_of(probes)
+    emit, groups, is_compiling = probes.emit, groups_of(probes), torch.compiler.is_compiling
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     group, size = groups.of(ddp.process_group), sum(p.nbytes for p in parameters)
     model = weakref.ref(ddp)
+    counts, key = groups.counts, (WAIT, group)
     arrived = 0
     # The first backward under static_graph reduces before the callbacks of hooks run: its arrival cannot be seen.
     skip = bool(getattr(ddp, "static_graph", False))
@@ -317,11 +321,11 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
         nonlocal skip
         try:
             owner = model()
-            if owner is None or not owner.require_forward_param_sync or torch.compiler.is_compiling():
+            if owner is None or not owner.require_forward_param_sync or is_compiling():
                 return
             if skip:
                 skip = False
-                groups.take(WAIT, group)
+                counts[key] = counts.get(key, 0) + 1
                 return
             queue(arrive)
         except Exception as cause:
@@ -336,7 +340,10 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
     def reduced() -> None:
         nonlocal arrived
         try:
-            emit(WAIT, arrived, now() - arrived, group, groups.take(WAIT, group), size)
+            duration = now() - arrived
+            seq = counts.get(key, 0)
+            counts[key] = seq + 1
+            emit(WAIT, arrived, duration, group, seq, size)
         except Exception as cause:
             probes.failed("comm.wait", cause)
         arrived = 0
