@@ -1,0 +1,120 @@
+"""Interruptions, other world sizes and worker counts: does a loader deliver what it would have delivered?
+
+Claim: headway's DataLoader delivers the uninterrupted sequence bit for bit (items and their random augmentation) in
+every random case, with a state of at most 1 KB; a billion items resume in 50 ms of CPU. Ranks are objects in one
+process, a tenth of the cases load in real worker processes. Peer: torchdata's StatefulDataLoader on the kinds of case
+that it can be asked, in an environment of its own. 50 cases, `--full` 500.
+"""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from _command import ROOT
+from peers.env import python_of
+
+from headway.core.rng import stream
+from headway.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from jobs.augmented import Augmented, rows
+
+
+def uninterrupted(num_items: int, global_batch: int, epochs: int, seed: int) -> list[list[tuple[float, ...]]]:
+    """Return every global batch of one rank without workers."""
+    loader = DataLoader(Augmented(num_items), global_batch, True, seed=seed)
+    return [rows(batch) for _ in range(epochs) for batch in loader]
+
+
+def interrupted(num_items: int, global_batch: int, seed: int, lives: list[tuple[int, int, int]]) -> tuple[list, int]:
+    """Return the global batches delivered over `lives` of (world size, workers, steps), and the largest state."""
+    delivered, state, largest = [], b"", 0
+    for world, workers, steps in lives:
+        options = {"num_workers": workers, "seed": seed, "world_size": world}
+        ranks = [DataLoader(Augmented(num_items), global_batch // world, True, rank=r, **options) for r in range(world)]
+        for loader in ranks if state else ():
+            loader.load_state_dict(pickle.loads(state))
+        iterators = [iter(loader) for loader in ranks]
+        while steps:
+            parts = [rows(batch) for batch in (next(it, None) for it in iterators) if batch is not None]
+            if not parts:
+                iterators = [iter(loader) for loader in ranks]
+                continue
+            width = max(map(len, parts))
+            delivered.append([part[k] for k in range(width) for part in parts if k < len(part)])
+            steps -= 1
+        state = pickle.dumps(ranks[steps % world].state_dict())
+        largest = max(largest, len(state))
+    return delivered, largest
+
+
+def case(number: int, *, processes: bool) -> tuple[bool, int]:
+    """Play one random case; returns whether everything came as it would have come, and the largest state."""
+    rng = stream(number, "resume cases")
+    world_sizes = [1, 2, 3, 4, 6, 8]
+    batch = int(rng.integers(1, 5)) * 24
+    num_items = int(rng.integers(1, 5001))
+    lives = []
+    for _ in range(int(rng.integers(2, 8))):
+        world = int(rng.choice(world_sizes[:2] if processes else world_sizes))
+        workers = int(rng.integers(0, 5)) if processes else 0
+        lives.append((world, workers, int(rng.integers(0, 3 * max(1, num_items // batch // 4) + 2))))
+    expected, epochs = [], 1
+    while len(expected) < sum(steps for _, _, steps in lives):
+        expected, epochs = uninterrupted(num_items, batch, epochs, number), epochs * 2
+    delivered, largest = interrupted(num_items, batch, number, lives)
+    return delivered == expected[: len(delivered)], largest
+
+
+def resume_seconds() -> float:
+    """Return the CPU seconds from a state deep inside a billion items to its next batch's indices."""
+    loader = DataLoader(range(1_000_000_000), 256, True)
+    state = {**loader.state_dict(), "position": 999_999_488}
+    start = time.process_time()
+    loader.load_state_dict(state)
+    next(iter(loader))
+    return time.process_time() - start
+
+
+def peer_table() -> dict[str, dict[str, dict[str, object]]]:
+    """Return kind of case -> {loader: whether items and bits went on exactly}, both asked on the same data."""
+    job = ROOT / "benchmarks" / "jobs" / "resume_peer.py"
+    table: dict[str, dict[str, dict[str, object]]] = {}
+    for name, python in (("headway", sys.executable), ("torchdata", str(python_of("torchdata")))):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run([python, str(job), name], cwd=folder, env=env, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{name}:\n{done.stderr[-2000:]}")
+        for kind, same in json.loads(done.stdout.strip().splitlines()[-1]).items():
+            table.setdefault(kind, {})[name] = same
+    return table
+
+
+def main() -> int:
+    """Play the cases; print one JSON line."""
+    warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
+    cases = 500 if "--full" in sys.argv else 50
+    outcomes = [case(number, processes=number % 10 == 0) for number in range(cases)]
+    seconds = min(resume_seconds() for _ in range(3))
+    table = peer_table()
+    different = sum(not same for same, _ in outcomes)
+    ok = not different and max(size for _, size in outcomes) <= 1024 and seconds <= 0.05
+    ok = ok and all(row["headway"]["bits"] for row in table.values())
+    print(json.dumps({
+        "bench": "resume_exact", "cases": cases, "different": different, "state_bytes": max(s for _, s in outcomes),
+        "resume_1e9_cpu_ms": round(1000 * seconds, 2), "kinds": table,
+        "peer": "torchdata 0.11.0 StatefulDataLoader", "claim": "0 different, <= 1 KB, <= 50 ms", "ok": bool(ok),
+    }))  # fmt: skip
+    return 0 if ok else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
