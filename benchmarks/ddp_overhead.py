@@ -14,7 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from _command import ROOT
+from _noise import added, cheapest
+
 ROUNDS = 3
 LIMIT_US = 30.0
 
@@ -88,15 +90,13 @@ def main() -> None:
             for recorded, found in costs.items():
                 answers = measure(recorded, Path(folder))
                 losses.add(tuple(answer["loss"] for answer in answers))
-                # The cheapest chunks, mean of both ranks: what the code costs when it is not disturbed.
-                found.append(statistics.mean(statistics.quantiles(a["costs_us"], n=10)[0] for a in answers))
+                # Mean of both ranks.
+                found.append(statistics.mean(cheapest(answer["costs_us"]) for answer in answers))
     assert len(losses) == 1, f"losses differ: {losses}"
-    added = sorted(ours - bare for bare, ours in zip(costs[False], costs[True], strict=True))
-    bare_us, ours_us = min(costs[False]), min(costs[True])
-    added_us = ours_us - bare_us
+    added_us, (least_us, most_us) = added(costs[False], costs[True])
     line = {
-        "bench": "ddp_overhead", "bare_us": round(bare_us, 1),
-        "added_us": round(added_us, 1), "added_us_range": [round(added[0], 1), round(added[-1], 1)],
+        "bench": "ddp_overhead", "bare_us": round(min(costs[False]), 1),
+        "added_us": round(added_us, 1), "added_us_range": [round(least_us, 1), round(most_us, 1)],
         "baseline": "the same job without headway", "claim": f"<={LIMIT_US} us",
         "ok": added_us <= LIMIT_US,
     }  # fmt: skip

@@ -9,15 +9,16 @@ Deep windows are off here: they have a budget of their own.
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from _command import ROOT
+from _noise import added, cheapest
+
 from benchmarks.peers.env import python_of
 
-ROOT = Path(__file__).resolve().parent.parent
 ROUNDS = 3
 LIMIT_US = 20.0
 LIMIT_RATIO = 0.3
@@ -101,15 +102,13 @@ def main() -> None:
             for tool, found in costs.items():
                 answer = measure(tool, Path(folder))
                 losses.add(answer["loss"])
-                # The cheapest chunks: what the code costs when nobody else disturbs the core and its caches.
-                found.append(statistics.quantiles(answer["costs_us"], n=10)[0])
+                found.append(cheapest(answer["costs_us"]))
     assert len(losses) == 1, f"losses differ: {losses}"
-    bare_us, ours_us, theirs_us = (min(found) for found in costs.values())
-    added_us, peer_us = ours_us - bare_us, theirs_us - bare_us
-    added = sorted(ours - bare for ours, bare in zip(costs["headway"], costs["bare"], strict=True))
+    added_us, (least_us, most_us) = added(costs["bare"], costs["headway"])
+    peer_us, _ = added(costs["bare"], costs["traceml"])
     line = {
-        "bench": "recording_overhead", "bare_us": round(bare_us, 1), "added_us": round(added_us, 1),
-        "added_us_range": [round(added[0], 1), round(added[-1], 1)], "peer": "traceml-ai 0.5.0",
+        "bench": "recording_overhead", "bare_us": round(min(costs["bare"]), 1), "added_us": round(added_us, 1),
+        "added_us_range": [round(least_us, 1), round(most_us, 1)], "peer": "traceml-ai 0.5.0",
         "peer_added_us": round(peer_us, 1), "ratio": round(added_us / peer_us, 3),
         "claim": f"<={LIMIT_US} us and <={LIMIT_RATIO}",
         "ok": added_us <= LIMIT_US and added_us / peer_us <= LIMIT_RATIO,

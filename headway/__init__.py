@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from headway.plan.planner import Plan as Plan
     from headway.plan.proposal import Proposal as Proposal
     from headway.plan.setup import Setup as Setup
+    from headway.runtime.annotate import log_to as log_to
     from headway.runtime.annotate import run as run
     from headway.runtime.annotate import steps as steps
+    from headway.runtime.annotate import timer as timer
     from headway.sim.dag import Dag as Dag
     from headway.trace.trace import Trace as Trace
 
@@ -35,8 +37,10 @@ PUBLIC: dict[str, str] = {
     "Proposal": "headway.plan.proposal:Proposal",
     "Setup": "headway.plan.setup:Setup",
     "Trace": "headway.trace.trace:Trace",
+    "log_to": "headway.runtime.annotate:log_to",
     "run": "headway.runtime.annotate:run",
     "steps": "headway.runtime.annotate:steps",
+    "timer": "headway.runtime.annotate:timer",
 }
 """Every lazily loaded public name -> "module:attribute"."""
 

@@ -4,7 +4,7 @@ Nothing is imported here: an entry is "module:function", resolved where it is
 used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
-['comm.bucket', 'data.cache', 'data.workers', 'host.gc', 'host.logging']
+['comm.bucket', 'comm.gradient_view', 'comm.static_graph', 'data.cache', 'data.workers', 'host.gc', 'host.logging']
 """
 
 from __future__ import annotations
@@ -20,10 +20,26 @@ REMEDIES: dict[str, str] = {
     "data.workers": "headway.data.runtime.workers:workers",
     "data.cache": "headway.data.runtime.cache:cache",
     "comm.bucket": "headway.comm.runtime:bucket",
+    "comm.gradient_view": "headway.comm.runtime:gradient_view",
+    "comm.static_graph": "headway.comm.runtime:static_graph",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
 }
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
+
+PARAMETERS: dict[str, dict[str, str]] = {
+    "data.workers": {
+        "num_workers": "count", "prefetch_factor": "size", "persistent_workers": "flag", "pin_memory": "flag",
+        "max_workers": "count",
+    },
+    "data.cache": {"bytes": "size"},
+    "comm.bucket": {"bucket_mb": "number", "bucket_mb_list": "numbers", "respect_explicit": "flag"},
+    "comm.gradient_view": {},
+    "comm.static_graph": {},
+    "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
+    "host.logging": {"queue": "size"},
+}  # fmt: skip
+"""Remedy -> its parameters and their kinds (`headway.plan.parameters.KINDS`): a plan file is checked before a run."""
 
 MEASUREMENTS: dict[str, str] = {
     "measure.cold": "headway.data.runtime.measurements:cold",
@@ -32,10 +48,15 @@ MEASUREMENTS: dict[str, str] = {
 }
 """Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
 
+CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.resume_check:resume"}
+"""Check -> the function that makes it inside a rank, for `headway data verify-resume`."""
+
 CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "data.workers": ("input.fetch", "input.prep"),
     "data.cache": ("input.fetch", "input.prep"),
     "comm.bucket": ("comm.exposed",),
+    "comm.gradient_view": ("comm.exposed",),
+    "comm.static_graph": ("comm.exposed",),
     "comm.links": ("comm.exposed",),
     "host.gc": ("host.gc",),
     "host.logging": ("host.logging",),

@@ -27,18 +27,24 @@ VERBS: dict[str, tuple[str, str]] = {
     "whatif": ("headway.verbs.whatif:whatif", "Predict the step time after edits, by replaying the run."),
     "plan": ("headway.verbs.plan:plan", "Rank the remedies, compose the best set, write a plan file."),
     "compare": ("headway.verbs.compare:compare", "Compare two runs; exit 3 when the second is slower."),
+    "hang": ("headway.verbs.hang:hang", "Find the ranks that block a job which makes no progress."),
     "report": ("headway.verbs.report:report", "Write one self-contained HTML page of a run."),
+    "watch": ("headway.verbs.watch:watch", "Serve the page of a run live, while it goes on."),
     "doctor": ("headway.verbs.doctor:doctor", "Check this host before a run: memory, limits, threads, versions."),
     "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
     "bench": ("headway.verbs.bench:bench", "Run a benchmark by name; each holds headway to a stated bar."),
     "trace import": ("headway.verbs.trace:import_", "Convert any known trace format into headway's own."),
     "trace export": ("headway.verbs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
+    "trace align": ("headway.verbs.trace_align:align", "Put the clocks of all ranks on one: offset, drift, causality."),
+    "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
     "data stalls": ("headway.verbs.data:stalls", "Split a run's input stalls into fetch, prep and transfer; what-if."),
+    "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
 }
 """Verb -> ("module:function", one line for `--help`)."""
 
 GROUPS: dict[str, str] = {
+    "comm": "Communication between ranks.",
     "trace": "Read, convert and describe traces.",
     "data": "The input side of a run.",
 }
@@ -125,7 +131,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
         raise InputError(
-            "only `headway run` and `headway data stalls` take a script behind `--`. Drop the `--` and what follows it."
+            "only `headway run`, `data stalls` and `data verify-resume` take a script behind `--`. Drop the `--` and "
+            "what follows it."
         )
     return int(command(*bound.args, **bound.kwargs) or 0)
 

@@ -12,8 +12,8 @@ class TestContext:
 
     __test__ = False
 
-    def __init__(self):
-        self.undos, self.outcomes = [], []
+    def __init__(self, allow=""):
+        self.allow, self.undos, self.outcomes = allow, [], []
 
     def patch(self, target, wrapper):
         undo = replace_attribute(target, wrapper)
@@ -25,9 +25,9 @@ class TestContext:
 
 
 @contextmanager
-def applied(remedy, parameters):
+def applied(remedy, parameters, allow=""):
     """Apply `remedy` for the length of a block; yields the context."""
-    context = TestContext()
+    context = TestContext(allow)
     try:
         remedy(parameters, context)
         yield context

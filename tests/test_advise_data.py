@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headway.data.advise import propose, worker_counts
+from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.program import Program
@@ -91,6 +92,55 @@ def test_a_loader_that_must_stay_as_it_is_is_refused_with_the_reason(loader: dic
     assert reason in row.reason
 
 
+@pytest.mark.parametrize("key", ["draws", "collate_draws"])
+def test_workers_for_examples_that_are_drawn_need_the_users_leave(key: str) -> None:
+    made = made_of(fetch_ns=30 * MS)
+    row = advice(made, dataset="Pictures", **{key: ["random", "torch"]})["data.workers"]
+
+    assert isinstance(row, Proposal)
+    assert row.allow == "result-equivalent"
+    assert row.risk == "loader 0 (Pictures) draws random numbers (random, torch), and workers draw others"
+    pure = advice(made, draws=[], collate_draws=[])["data.workers"]
+    assert isinstance(pure, Proposal)
+    assert pure.allow is None
+
+
+def test_without_leave_the_plan_says_what_to_grant_and_with_it_the_plan_file_carries_it() -> None:
+    made = made_of(fetch_ns=30 * MS)
+    meta = {**made.meta, "compute_cpu_fraction": 0.0}
+    meta["loaders"] = {"0": {**made.meta["loaders"]["0"], "draws": ["torch"]}}
+    plans = [
+        Plan.of(
+            None,
+            Program.from_trace(made.trace, meta),
+            Setup.from_facts(meta, memory_bytes=10**9, allow=allow),
+            {"data": propose},
+        )
+        for allow in ((), ("result-equivalent",))
+    ]
+    refusals = {row.name: row.reason for row in plans[0].refused}
+
+    assert plans[0].chosen == ()
+    assert "grant --allow result-equivalent" in refusals["data.workers"]
+    assert "draws random numbers (torch)" in refusals["data.cache"]
+    assert plans[1].chosen == ("data.workers",)
+    assert plans[1].plan_file().remedies[0].allow == "result-equivalent"
+
+
+def test_a_generator_that_workers_would_share_is_no_ground_for_workers() -> None:
+    row = advice(made_of(fetch_ns=30 * MS), draws=["own"])["data.workers"]
+
+    assert isinstance(row, Refusal)
+    assert "each worker would draw the same numbers" in row.reason
+
+
+def test_collating_at_random_is_no_hindrance_to_a_cache() -> None:
+    made = made_of(fetch_ns=20 * MS)
+
+    assert isinstance(advice(made, collate_draws=["torch"])["data.cache"], Proposal)
+    assert isinstance(advice(made, draws=["torch"])["data.cache"], Refusal)
+
+
 def test_examples_without_an_index_are_not_cached_but_a_sampler_of_ones_own_is_no_hindrance() -> None:
     made = made_of(fetch_ns=20 * MS)
 
@@ -139,3 +189,28 @@ def test_a_run_without_a_loader_gets_no_advice() -> None:
 def test_counts_of_workers_are_dense_where_one_more_matters() -> None:
     assert worker_counts(0) == []
     assert worker_counts(5) == [1, 2, 3, 4]
+
+
+def test_with_two_loaders_the_proposal_names_those_it_is_about() -> None:
+    made = made_of(fetch_ns=30 * MS)
+    first = {**made.meta["loaders"]["0"], "dataset": "Pictures"}
+    events = {name: column.copy() for name, column in made.trace.events.items()}
+    odd = made.trace.named("input.iter", "input.next", "input.load", "input.fetch") & (events["step"] // 30 % 2 == 1)
+    events["group"][odd] = 1  # every other pass goes through the second loader
+    two = replace(made, trace=replace(made.trace, events=events))
+
+    def both(**second: Any) -> dict[str, Proposal | Refusal]:
+        meta = {**two.meta, "loaders": {"0": first, "1": {**first, "dataset": "Labels", **second}}}
+        program = Program.from_trace(two.trace, {**meta, "compute_cpu_fraction": 0.0})
+        return {row.name: row for row in propose(None, program, Setup.from_facts(meta, memory_bytes=10**9))}
+
+    alike, own, drawn = both(), both(sampler="MySampler"), both(draws=["torch"])
+
+    assert "for loader 0 (Pictures), loader 1 (Labels)" in alike["data.workers"].reason
+    assert "for loader 0 (Pictures)." in own["data.workers"].reason
+    assert "Left alone: loader 1 (Labels): MySampler" in own["data.workers"].reason
+    assert "For loader 0 (Pictures)." in drawn["data.cache"].reason
+    assert "Left alone: loader 1 (Labels): reading an example draws" in drawn["data.cache"].reason
+    assert isinstance(drawn["data.workers"], Proposal)
+    assert drawn["data.workers"].allow == "result-equivalent"
+    assert drawn["data.workers"].risk.startswith("loader 1 (Labels) draws")

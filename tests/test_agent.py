@@ -25,6 +25,16 @@ def group_of(*scripts: str) -> Group:
     return group
 
 
+def test_a_group_that_is_overdue_is_stopped_and_says_so():
+    group = group_of("time.sleep(60)", "time.sleep(60)")
+    group.overdue = lambda: True
+    with Signals() as signals:
+        group.wait(signals, grace_s=5.0)
+
+    assert group.hung
+    assert [rank.code for rank in group.ranks] == [-signal.SIGTERM] * 2
+
+
 @settings(max_examples=5)
 @given(codes=st.lists(st.integers(0, 255), min_size=1, max_size=3))
 def test_the_first_failure_ends_the_others_and_successes_end_by_themselves(codes):

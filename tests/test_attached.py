@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.runtime.attached import launch_line_id, place_of
 from headway.trace.runs import Run
+from tests.launching import DDP, script, wait_for
 from tests.paths import ROOT
-from tests.test_launch import DDP, script, wait_for
 
 ONE_RANK = """
 import sys

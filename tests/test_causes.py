@@ -206,3 +206,12 @@ def test_a_missing_run_json_costs_only_the_words_it_would_have_given():
 
     assert bare.cause == "input.fetch"
     assert bare.where == "loader"
+
+
+def test_with_two_loaders_where_names_both():
+    made = RunMaker(steps=20, fetch_ns=20 * MS).make()
+    first = made.meta["loaders"]["0"]
+    made.meta["loaders"] = {"0": first, "1": {**first, "dataset": "Labels", "num_workers": 2}}
+    causes = {cause.cause: cause for cause in find_causes(Ledger.of(made))}
+
+    assert causes["input.fetch"].where == "MadeDataset, 0 workers per rank; Labels, 2 workers per rank"

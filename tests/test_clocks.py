@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.clocks import SYNCHRONISING, offset_bounds, refined, within
+from headway.trace.clocks import (
+    SYNCHRONISING,
+    Clocks,
+    aligned_ns,
+    common_ns,
+    is_mapped,
+    offset_at,
+    offset_bounds,
+    on_common_clock,
+    refined,
+    within,
+)
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import COLLECTIVES
 
@@ -63,3 +74,55 @@ def test_every_synchronising_collective_is_known(name):
 
 def test_bounds_that_exclude_each_other_prove_nothing():
     assert within(5, 10, -10) == 5
+
+
+RAW = st.lists(st.integers(-(10**17), 10**17), min_size=1, max_size=8).map(
+    lambda values: np.array(sorted(values), np.int64)
+)
+
+
+@st.composite
+def maps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Knots within an hour of each other anywhere in the range of Unix times, and what a drift below 500 ppm adds."""
+    gaps = draw(st.lists(st.integers(10**6, 3600 * 10**9), min_size=0, max_size=4))
+    first = draw(st.integers(-(10**18), 2 * 10**18))
+    knots = first + np.cumsum([0, *gaps])
+    rises = [draw(st.integers(-gap // 2000, gap // 2000)) for gap in gaps]
+    return knots, draw(st.integers(-(10**17), 10**17)) + np.cumsum([0, *rises])
+
+
+@given(clock=maps(), near=st.lists(st.integers(-(10**13), 10**13), min_size=1, max_size=8))
+def test_a_clocks_map_keeps_order_and_is_exact_at_its_knots(clock, near):
+    knots, theta = clock
+    raw = np.sort(knots[0] + np.array(near, np.int64))
+    aligned = raw + offset_at(raw, knots, theta)
+
+    assert (np.diff(aligned) >= 0).all()
+    assert offset_at(knots, knots, theta).tolist() == theta.tolist()
+    assert (np.abs(np.diff(aligned) - np.diff(raw)) <= np.diff(raw) / 1990 + 1).all()
+
+
+@given(clock=maps(), near=st.lists(st.integers(-(10**13), 10**13), min_size=1, max_size=8))
+def test_a_rank_is_mapped_by_its_entry_as_by_the_clocks_it_came_from(clock, near):
+    knots, theta = clock
+    raw = knots[0] + np.array(near, np.int64)
+    known = {
+        "offset_ns": int(theta[0]),
+        "drift_ns": [[int(k), int(t - theta[0])] for k, t in zip(knots, theta, strict=True)],
+    }
+
+    assert aligned_ns(known, raw).tolist() == Clocks(knots[None], theta[None]).aligned_ns(raw * 0, raw).tolist()
+
+
+@given(raw=RAW, offset=st.integers(-(10**17), 10**17))
+def test_an_offset_alone_is_added_and_nothing_known_changes_nothing(raw, offset):
+    assert aligned_ns({"offset_ns": offset}, raw).tolist() == (raw + offset).tolist()
+    assert aligned_ns({"host": "a"}, raw).tolist() == raw.tolist()
+
+
+def test_a_trace_whose_clocks_are_not_mapped_is_left_alone():
+    trace = host([0, 5], [9, 9])
+
+    assert not is_mapped(trace)
+    assert on_common_clock(trace) is trace
+    assert common_ns(trace)[1].tolist() == [9, 9]

@@ -22,8 +22,8 @@ SLOWER = {
     "checkpoint": replace(BASE, save_ns=3 * MS),
     "host": replace(BASE, logging_ns=3 * MS),
     "straggler": replace(BASE, compute_ns=lambda rank, step: (5 + 4 * (rank == 1)) * MS),
-    "startup": replace(BASE, startup_ns=3000 * MS),
 }
+LATE = replace(BASE, startup_ns=3000 * MS)
 
 
 def ledger(maker: RunMaker) -> Ledger:
@@ -55,7 +55,38 @@ def test_the_bucket_that_grew_is_named_and_the_gate_closes(bucket):
     assert regressed <= {bucket, "useful"}  # a slow rank computes more and the others wait for it
     assert found.exit_code == 3
     assert any(line.startswith(bucket) for line in found.regressions)
-    assert found.slower == (bucket != "startup")
+    assert found.slower
+    assert found.notes == ()
+
+
+def test_start_up_is_noted_and_closes_the_gate_for_whole_runs_only():
+    steps, whole = compare(ledger(BASE), ledger(LATE)), compare(ledger(BASE), ledger(LATE), whole=True)
+    change = next(change for change in steps.changes if change.bucket == "startup")
+
+    assert (steps.exit_code, steps.regressions, steps.slower) == (0, [], False)
+    assert change.per == "run"
+    assert change.delta_s > 1
+    assert [note.split()[0] for note in steps.notes] == ["startup"]
+    assert "--whole" in steps.notes[0]
+    assert (whole.exit_code, whole.notes) == (3, ())
+    assert [line.split()[0] for line in whole.regressions] == ["startup"]
+
+
+def test_the_first_step_decides_nothing():
+    slow_start = replace(BASE, compute_ns=lambda rank, step: (5 + 200 * (step == 0)) * MS)
+    base = replace(BASE, compute_ns=5 * MS)
+
+    assert compare(ledger(base), ledger(slow_start)).exit_code == 0
+    assert compare(ledger(base), ledger(slow_start), whole=True).exit_code == 3
+
+
+def test_goodput_in_steps_is_the_useful_share_of_their_time():
+    found = compare(ledger(BASE), ledger(SLOWER["input"]))
+    useful, lost = next(c for c in found.changes if c.bucket == "useful"), found.step_goodput
+    total_s = [sum(getattr(c, side) for c in found.changes if c.per == "step") for side in ("before_s", "after_s")]
+
+    assert lost == pytest.approx((useful.before_s / total_s[0], useful.after_s / total_s[1]))
+    assert lost[0] > lost[1]
 
 
 @pytest.mark.parametrize("bucket", SLOWER)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from headway.core.errors import InputError
 from headway.trace.runs import Run, merge
-from tests.test_launch import DDP, alive, run, script, start, wait_for
+from tests.launching import DDP, alive, run, script, start, wait_for
 
 
 def free_port() -> int:
@@ -120,3 +121,38 @@ def test_sigterm_to_one_host_ends_its_ranks_and_is_a_preemption(tmp_path):
     assert [host.returncode for host in hosts] == [143, 143]
     assert not any(alive(pid) for pid in pids)
     assert json.loads((tmp_path / "host1" / "run-host1.json").read_text())["exit"]["class"] == "preempted"
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, {"node_rank": 0}),  # keeps the store, host 1 does not come
+        (signal.SIGINT, {"node_rank": 1}),  # host 0 does not answer
+        (signal.SIGTERM, {"rdzv_backend": "c10d"}),  # has joined, the second does not
+        (signal.SIGINT, {"rdzv_backend": "c10d", "rdzv_conf": {"is_host": "false"}}),  # the store's host is not up
+    ],
+    ids=["static-host0", "static-host1", "c10d-joined", "c10d-no-store"],
+)
+def test_a_signal_ends_the_wait_for_hosts_that_do_not_come(tmp_path, number, options):
+    process = start(
+        tmp_path / "run", [script(tmp_path, "raise SystemExit('never started')")], nnodes=2, rdzv_id="lonely",
+        rdzv_endpoint=f"127.0.0.1:{free_port()}", local_addr="127.0.0.1", grace_s=600.0, **options,
+    )  # fmt: skip
+    wait_for(lambda: catches(process.pid, number))
+    asked = time.monotonic()
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+
+    assert process.returncode == 128 + number
+    assert time.monotonic() - asked < 30, "it waited for its rendezvous"
+    assert "while waiting for the other hosts" in stderr
+    assert ("class preempted" if number == signal.SIGTERM else "class user") in stderr
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "run").exists()
+
+
+def catches(pid: int, number: int) -> bool:
+    """Say whether a launcher has come to its wait: it has taken the signals over that Python leaves alone."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return all(caught >> (signum - 1) & 1 for signum in (signal.SIGTERM, number))

@@ -183,3 +183,11 @@ def test_the_kernels_log_names_the_process(tmp_path):
     log.write_text("6,1,0,-;Out of memory: Killed process 4242 (python) total-vm:1kB\n")
     assert not watch.killed(4242)  # it was another process of that number, before the start
     assert not OomWatch(Path("/nonexistent"), Path("/nonexistent")).killed(1)
+
+
+def test_the_rank_that_a_run_was_ended_for_is_named_whatever_its_code():
+    ends = [RankEnd(0, -15, end_ns=1, told=True), RankEnd(1, 0, end_ns=9, told=True, hung=True)]
+
+    assert first_failure(ends).rank == 1
+    assert classify(first_failure(ends)) == "hang"
+    assert classify(first_failure(ends), preempted=True) == "preempted"

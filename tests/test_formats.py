@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
+from headway.trace import chakra
 from headway.trace.content import PIECE_BYTES, Content
 from headway.trace.formats import READERS, WRITERS, describe, open_any, recognise, save_any
 from headway.trace.trace import Trace
@@ -62,6 +63,8 @@ def files(tmp_path) -> dict[str, bytes]:
         "chrome": PROFILE,
         "flight-json": (GOLDEN / "flight_rank_0.json").read_bytes(),
         "flight-pickle": pickle.dumps(dump, protocol=2),
+        "chakra": b"".join(chakra.messages(TRACE, -1)),
+        "torchtitan": b'{"time_us": 4, "log_type": "instant", "log_type_name": "training_start", "rank": 3}\n',
     }
 
 
@@ -74,7 +77,7 @@ def test_content_decides_and_the_suffix_does_not(name, tmp_path):
     assert len(open_any(path)) > 0
 
 
-@pytest.mark.parametrize("name", ["chrome", "headway-chrome", "flight-json", "flight-pickle"])
+@pytest.mark.parametrize("name", sorted(set(READERS) - {"run", "straggler", "headway"}))
 def test_gzip_and_plain_give_the_same_trace(name, tmp_path):
     data = files(tmp_path)[name]
     (tmp_path / "plain_0").write_bytes(data)
@@ -89,7 +92,7 @@ def test_the_straggler_operation_trace_is_recognised():
     assert recognise(Content(path)) == "straggler"
 
 
-@pytest.mark.parametrize("suffix", sorted(set(WRITERS) - {".straggler.parquet"}))
+@pytest.mark.parametrize("suffix", sorted(set(WRITERS) - {".straggler.parquet", ".et", ".pftrace", ".perfetto-trace"}))
 @settings(max_examples=25)
 @given(trace=traces())
 def test_what_is_saved_under_a_suffix_is_recognised(suffix, trace, tmp_path_factory):
@@ -119,7 +122,9 @@ def test_an_operation_trace_survives_its_own_suffix(tmp_path):
 
 
 def test_an_unknown_suffix_lists_the_known_ones(tmp_path):
-    with pytest.raises(InputError, match=r"a\.csv names no format.*End it with one of: \.json, \.json\.gz, \.parquet"):
+    with pytest.raises(
+        InputError, match=r"a\.csv names no format.*End it with one of: \.et, \.json, \.json\.gz, \.parquet"
+    ):
         save_any(TRACE, tmp_path / "a.csv")
 
 

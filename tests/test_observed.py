@@ -266,5 +266,5 @@ def test_a_window_that_does_not_replay_refuses_what_ifs() -> None:
     seen = observe(step(), delays="none")
     broken = replace(seen, dag=replace(seen.dag, fidelity=1.2))
 
-    with pytest.raises(BarMissedError, match=r"misses the trace by 20.0%"):
+    with pytest.raises(BarMissedError, match=r"misses the trace by 20.0 %"):
         broken.durations(["comm=none"])

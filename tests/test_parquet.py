@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
 from headway.trace import parquet
@@ -149,3 +150,14 @@ def test_a_writer_killed_half_way_leaves_the_old_file(tmp_path):
 
     assert ended.returncode == -signal.SIGKILL
     assert Trace.open(path) == old
+
+
+@given(data=st.data(), n=st.integers(1, 9))
+def test_listed_edges_survive_and_others_are_not_invented(data, n, tmp_path_factory):
+    path = tmp_path_factory.mktemp("edges") / "a.parquet"
+    ends = st.lists(st.integers(0, n - 1), min_size=3, max_size=3)
+    trace = Trace.from_columns({"start_ns": np.arange(n)}, edges=[data.draw(ends), data.draw(ends)])
+    trace.save(path)
+
+    assert Trace.open(path) == trace
+    assert Trace.from_columns({"start_ns": np.arange(n)}) != trace

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from headway.runtime.finalise import loaders
 from headway.runtime.probe_input import batch_bytes, loader_facts, read_delay
 from tests.recorded import recording, rows
 
@@ -198,3 +201,83 @@ def test_bytes_of_a_batch_are_counted_through_lists_and_mappings():
 def test_a_kernel_without_scheduler_statistics_gives_unknown_not_zero():
     assert read_delay(-1) == -1
     assert read_delay(12345) == -1
+
+
+class Augmented(Dataset):
+    """Draws from the generators it is told to draw from, only `often` enough."""
+
+    def __init__(self, *draws, every=1):
+        self.draws, self.every = draws, every
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index % self.every == 0:
+            for draw in self.draws:
+                draw()
+        return torch.ones(2)
+
+
+class OwnGenerator(Augmented):
+    def __init__(self):
+        self.transforms = [np.random.default_rng(0)]
+
+    def __getitem__(self, index):
+        return self.transforms[0].random()
+
+
+def masking_collate(examples):
+    """Collate with random masks, as for language models."""
+    return torch.stack(examples) * (torch.rand(2) > 0.5)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("dataset", "collate", "draws", "collate_draws"),
+    [
+        (Augmented(), None, [], []),
+        (Augmented(random.random), None, ["random"], []),
+        (Augmented(np.random.rand, lambda: torch.rand(1)), None, ["numpy", "torch"], []),
+        (Augmented(random.random, every=8), None, ["random"], []),  # seen in the third or fourth batch, or in the first
+        (OwnGenerator(), None, ["own"], []),
+        (Augmented(), masking_collate, [], ["torch"]),
+    ],
+    ids=["pure", "random", "numpy and torch", "now and then", "own generator", "collate"],
+)
+def test_what_examples_draw_from_is_a_fact_of_their_loader(tmp_path, workers, dataset, collate, draws, collate_draws):
+    with recording(tmp_path):
+        for _ in DataLoader(dataset, batch_size=4, num_workers=workers, collate_fn=collate):
+            pass
+    facts = loaders(tmp_path)["0"]
+
+    assert (facts["draws"], facts["collate_draws"]) == (draws, collate_draws)
+
+
+def test_two_loaders_are_told_apart_and_one_that_was_not_read_is_not_judged(tmp_path):
+    with recording(tmp_path):
+        first, second = DataLoader(Augmented(random.random), num_workers=1), DataLoader(Augmented(), num_workers=1)
+        for _, _ in zip(first, second, strict=True):
+            pass
+        iter(DataLoader(TensorDataset(torch.ones(2))))
+    facts = loaders(tmp_path)
+
+    assert [facts[group]["draws"] for group in "012"] == [["random"], [], None]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_looking_for_draws_changes_no_draw(tmp_path, workers):
+    def run():
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+        dataset = Augmented(random.random, np.random.rand, lambda: torch.rand(1))
+        for batch in DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers, collate_fn=masking_collate):
+            seen.append(batch.tolist())
+        return random.random(), np.random.rand(), torch.rand(1).item()
+
+    seen = []
+    plain = run(), seen
+    seen = []
+    with recording(tmp_path):
+        recorded = run(), seen
+
+    assert recorded == plain

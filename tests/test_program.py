@@ -439,7 +439,7 @@ def test_a_replay_that_misses_the_run_refuses_to_predict() -> None:
     duration[made.trace.named("input.fetch")] *= 3
     trace = replace(made.trace, events={**made.trace.events, "duration_ns": duration})
 
-    with pytest.raises(BarMissedError, match=r"misses the measured step time by .*needs at most 5%"):
+    with pytest.raises(BarMissedError, match=r"misses the measured step time by .*needs at most 5 %"):
         Program.from_trace(trace, made.meta).predict(["workers=2"])
 
 
@@ -459,7 +459,7 @@ def test_predictions_say_what_they_assume() -> None:
     note = program.predict(["workers=2", "cache_fraction=1", "bandwidth=2x"]).note
     assert "typical costs are assumed" in note
     assert "storage=shared if it does not" in note
-    assert "occupy 100% of a core" in note
+    assert "occupy 100 % of a core" in note
     assert "latency share" in note
 
 

@@ -54,7 +54,7 @@ class Noisy(Pure):
 
 
 class Own(Pure):
-    """Draws from a generator that the probe does not know, so only the result tells."""
+    """Draws from a generator of its own."""
 
     def __init__(self):
         self.rng = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def test_a_pure_dataset_passes():
         (Noisy(random.random), "draws random numbers"),
         (Noisy(lambda: torch.rand(1)), "draws random numbers"),
         (Noisy(np.random.rand), "draws random numbers"),
-        (Own(), "two different results"),
+        (Own(), "draws random numbers"),
     ],
     ids=["broken", "counting", "remembering", "random", "torch", "numpy", "own generator"],
 )
@@ -102,6 +102,24 @@ def test_random_states_and_threads_are_as_before():
         torch.get_num_threads(),
     )
     assert after == before
+
+
+def test_a_generator_of_the_datasets_own_is_put_back_too():
+    dataset, twin = Own(), Own()
+    impurity(dataset, [0, 1])
+
+    assert [dataset[k] for k in range(5)] == [twin[k] for k in range(5)]
+
+
+class Drawing(Pure):
+    def __getitem__(self, index):
+        return index + random.random() + np.random.rand() + float(torch.rand(1))
+
+
+def test_where_draws_are_allowed_equal_draws_must_give_equal_examples():
+    assert "draws random numbers" in impurity(Drawing(), [0, 3])
+    assert impurity(Drawing(), [0, 3], may_draw=True) is None
+    assert "draws random numbers" in impurity(Own(), [0], may_draw=True)
 
 
 class Nested:

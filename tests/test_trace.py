@@ -140,3 +140,28 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
 
     with pytest.raises(FormatError, match=r"not a trace.*it starts with the bytes b'hello'.*Give one of"):
         Trace.open(tmp_path / "a")
+
+
+@given(data=st.data(), parts=st.lists(st.integers(1, 4), min_size=1, max_size=3))
+def test_edges_follow_their_rows_through_joining_and_selection(data, parts):
+    def part(n: int) -> Trace:
+        ends = st.lists(st.integers(0, n - 1), min_size=2, max_size=2)
+        return Trace.from_columns({"start_ns": np.arange(n)}, edges=[data.draw(ends), data.draw(ends)])
+
+    made = [part(n) for n in parts]
+    joined = concat(made)
+    order = np.array(data.draw(st.permutations(range(len(joined)))))
+    kept = order[: data.draw(st.integers(0, len(joined)))]
+
+    first = np.cumsum([0, *parts])
+    expected = {(a + first[k], b + first[k]) for k, trace in enumerate(made) for a, b in trace.edges.T.tolist()}
+    place = {int(row): at for at, row in enumerate(kept)}
+    assert set(map(tuple, joined.edges.T.tolist())) == expected
+    assert set(map(tuple, joined.where(kept).edges.T.tolist())) == {
+        (place[a], place[b]) for a, b in expected if a in place and b in place
+    }
+
+
+def test_an_edge_to_a_row_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match=r"an edge names row 2 or 0 of 2 rows. Number rows from 0"):
+        Trace.from_columns({"start_ns": [1, 2]}, edges=[[0], [2]])

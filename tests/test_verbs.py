@@ -137,6 +137,17 @@ def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):
     assert "unknown remedy 'data.wrokers'. Did you mean 'data.workers'?" in answer.stderr
 
 
+def test_a_plan_with_a_parameter_of_another_kind_is_refused_before_the_run(tmp_path):
+    plan = tmp_path / "plan.json"
+    write_plan(PlanFile(remedies=(Remedy("data.workers", {"num_workers": "two"}, 2.0),)), plan)
+
+    answer = headway("run", "--apply", str(plan), "--out", str(tmp_path / "run"), "--", "go.py")
+
+    assert answer.returncode == 2
+    assert "num_workers of data.workers is 'two'; it must be a whole number from 0 upwards." in answer.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_exported_window_stands_beside_its_ideal(tmp_path):
     target = tmp_path / "window.json.gz"
     answer = headway("trace", "export", BEFORE, str(target), "--steps", "10:14", "--ideal")

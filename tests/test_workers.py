@@ -35,6 +35,11 @@ class Noisy(Squares):
         return torch.rand(2)
 
 
+class Augmented(Squares):
+    def __getitem__(self, index):
+        return torch.tensor([float(index), float(torch.rand(1))])
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(5))
@@ -305,3 +310,23 @@ def test_a_script_that_makes_loaders_without_end_is_left_alone_and_nothing_grows
 
     assert counts == [1, 1, 1, 0, 0, 0]
     assert len(context.outcomes[-1].facts["loaders"]) == 2
+
+
+def test_a_dataset_that_draws_gets_workers_only_where_other_draws_are_allowed():
+    def make():
+        return DataLoader(Augmented(), 5, shuffle=True)
+
+    with applied(workers, PARAMETERS) as refused:
+        plain, left = epochs(make)
+    with applied(workers, PARAMETERS, allow="result-equivalent") as context:
+        tuned, loader = epochs(make)
+        loader._iterator = None
+    rows, others = ([row for batch in seen if isinstance(batch, list) for row in batch] for seen in (plain, tuned))
+
+    assert left.num_workers == 0
+    assert "draws random numbers" in refused.outcomes[-1].reason
+    assert loader.num_workers == 2
+    assert isinstance(context.outcomes[-1], Applied)
+    assert sorted(int(row[0]) for row in rows) == sorted(int(row[0]) for row in others)
+    assert len({row[1] for row in others}) == len(others), "workers repeat each other's draws"
+    assert {row[1] for row in others} != {row[1] for row in rows}

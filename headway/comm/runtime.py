@@ -1,10 +1,13 @@
-"""The remedy 'comm.bucket': another bucket size for DistributedDataParallel, without touching the script.
+"""Remedies for DistributedDataParallel, without touching the script: other arguments where it is constructed.
 
-A bucket is all-reduced as soon as its gradients are there: small ones start
-early and pay latency often, large ones the reverse. Every sum is over the
-same gradients; with more than two ranks the backend may add them in another
-order, so only up to two ranks are results promised to stay the same bit for
-bit (`bit_exact` in the facts).
+'comm.bucket' changes the size of its buckets. A bucket is all-reduced as soon
+as its gradients are there: small ones start early and pay latency often,
+large ones the reverse. Every sum is over the same gradients; with more than
+two ranks the backend may add them in another order, so only up to two ranks
+are results promised to stay the same bit for bit (`bit_exact` in the facts).
+'comm.gradient_view' lets gradients live inside the buckets: no copies, and one
+copy of the gradients less in memory. 'comm.static_graph' tells DDP that every
+step uses the same parameters, which saves it the search for unused ones.
 
 >>> bucket({"bucket_mb": 0}, context=None)
 Traceback (most recent call last):
@@ -23,40 +26,108 @@ from headway.runtime.remedy import Applied, Context, Refused
 
 NAME = "comm.bucket"
 DDP_INIT = "torch.nn.parallel.distributed:DistributedDataParallel.__init__"
+LIST = "bucket_cap_mb_list"
+"""DDP's argument for a size per bucket, where torch has it (2.13 does, 2.6 does not)."""
 
 
 def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     """Install the remedy.
 
-    Parameters: bucket_mb (MiB, torch's `bucket_cap_mb`), respect_explicit (bool, default False: a size that the
-    script names itself is replaced too). Raises `InputError` when bucket_mb is not a positive number.
+    Parameters: bucket_mb (MiB, torch's `bucket_cap_mb`), bucket_mb_list (MiB of each bucket in order of readiness; used
+    instead where torch takes one, and then `per_bucket` in the facts is true), respect_explicit (bool, default False:
+    a size that the script names itself is replaced too). Raises `InputError` when a size is not a positive number.
     """
-    size = parameters.get("bucket_mb")
-    if not isinstance(size, (int, float)) or isinstance(size, bool) or not size > 0:
+    size, sizes = parameters.get("bucket_mb"), parameters.get("bucket_mb_list")
+    if not _is_size(size):
         raise InputError(f"bucket_mb is {size!r}; a bucket needs a positive number of MiB. Plan another size.")
+    if sizes is not None and not (isinstance(sizes, list) and sizes and all(map(_is_size, sizes))):
+        raise InputError(f"bucket_mb_list is {sizes!r}; give each bucket a positive number of MiB, or drop the list.")
     respect = bool(parameters.get("respect_explicit", False))
     facts: dict[str, Any] = {"bucket_mb": size, "models": 0, "kept_explicit": 0}
+    if sizes is not None:
+        facts |= {"bucket_mb_list": sizes, "per_bucket": False}
+
+    def change(bound: inspect.BoundArguments) -> None:
+        """Put the plan's sizes in."""
+        if respect and any(bound.arguments.get(name) is not None for name in ("bucket_cap_mb", LIST)):
+            facts["kept_explicit"] += 1
+            return
+        per_bucket = sizes is not None and LIST in bound.signature.parameters
+        if LIST in bound.signature.parameters:
+            bound.arguments[LIST] = sizes
+        bound.arguments["bucket_cap_mb"] = None if per_bucket else size
+        facts["models"] += 1
+        if sizes is not None:
+            facts["per_bucket"] = per_bucket
+
+    def note(model: Any) -> None:
+        """Say what is known after a model was constructed."""
+        facts["bit_exact"] = model.process_group.size() <= 2
+        context.note(_outcome(facts))
+
+    context.patch(DDP_INIT, _construct(change, note))
+    return Applied(NAME, facts)
+
+
+def gradient_view(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
+    """Install 'comm.gradient_view': `gradient_as_bucket_view=True`. It takes no parameters.
+
+    The values of gradients stay the same bit for bit. A script that calls `detach_()` on gradients cannot have it:
+    torch says so where that happens.
+    """
+    return _switch("comm.gradient_view", "gradient_as_bucket_view", parameters, context)
+
+
+def static_graph(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
+    """Install 'comm.static_graph': `static_graph=True`. It takes no parameters.
+
+    Nobody but the script knows that every step uses the same parameters: refused unless the plan was allowed
+    'result-equivalent' remedies.
+    """
+    if context.allow != "result-equivalent":
+        reason = "whether every step uses the same parameters cannot be checked: grant --allow result-equivalent"
+        return Refused("comm.static_graph", reason)
+    return _switch("comm.static_graph", "static_graph", parameters, context)
+
+
+def _switch(name: str, argument: str, parameters: Mapping[str, Any], context: Context) -> Applied:
+    """Construct every model with a flag of DDP set."""
+    if parameters:
+        raise InputError(f"{name} takes no parameters, but the plan gives {sorted(parameters)}. Remove them.")
+    facts: dict[str, Any] = {"models": 0, "had_it": 0}
+
+    def change(bound: inspect.BoundArguments) -> None:
+        facts["had_it" if bound.arguments.get(argument) else "models"] += 1
+        bound.arguments[argument] = True
+
+    context.patch(DDP_INIT, _construct(change, lambda model: context.note(Applied(name, facts))))
+    return Applied(name, facts)
+
+
+def _construct(
+    change: Callable[[inspect.BoundArguments], None], note: Callable[[Any], None]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a wrapper of DDP's constructor that changes its arguments first, and notes the model afterwards."""
 
     def wrapper(original: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(original)
 
         @functools.wraps(original)
         def __init__(*args: Any, **kwargs: Any) -> None:  # noqa: N807  # the name it has in torch
-            """Construct with the plan's bucket size."""
+            """Construct with the plan's arguments."""
             bound = signature.bind(*args, **kwargs)
-            if respect and bound.arguments.get("bucket_cap_mb") is not None:
-                facts["kept_explicit"] += 1
-            else:
-                bound.arguments["bucket_cap_mb"] = size
-                facts["models"] += 1
+            change(bound)
             original(*bound.args, **bound.kwargs)
-            facts["bit_exact"] = bound.arguments["self"].process_group.size() <= 2
-            context.note(_outcome(facts))
+            note(bound.arguments["self"])
 
         return __init__
 
-    context.patch(DDP_INIT, wrapper)
-    return Applied(NAME, facts)
+    return wrapper
+
+
+def _is_size(value: object) -> bool:
+    """Say whether a JSON value is a size."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _outcome(facts: dict[str, Any]) -> Applied | Refused:

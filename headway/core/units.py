@@ -73,6 +73,15 @@ def format_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def format_fraction(fraction: float, digits: int = 1, *, signed: bool = False) -> str:
+    """Return a share in percent, the sign set off by a space as on every screen.
+
+    >>> format_fraction(0.836), format_fraction(0.836, 0), format_fraction(0.05, signed=True)
+    ('83.6 %', '84 %', '+5.0 %')
+    """
+    return f"{100 * fraction:{'+' if signed else ''}.{digits}f} %"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a short human form with three significant digits.
 

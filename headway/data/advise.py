@@ -11,14 +11,15 @@ there are cores and loads that compute do not. Sizes are bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from headway.core.units import format_bytes
+from headway.core.units import format_bytes, format_fraction
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.loader_model import untunable
+from headway.sim.loader_model import uncacheable, untunable
 from headway.sim.program import Program
 
 WORKER_BYTES = 64 * 2**20
@@ -29,6 +30,12 @@ SLOT_BYTES = 256
 
 HEADROOM = 1.25
 """Memory asked for a cache / what its examples need on average: sizes vary, and pages are taken only when filled."""
+
+NO_DRAW = "a loader whose examples prove to be drawn is left alone"
+"""Risk of workers for a loader of which no draw is known: in the rank, a probe of its examples decides."""
+
+UNSEEDED = {"cuda", "own"}
+"""Generators that torch does not seed in loader workers: forked ones would all draw the same numbers."""
 
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
@@ -42,11 +49,45 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         yield Refusal("data.workers", "data", "no DataLoader was used during the recorded steps")
         return
     facts = {group: setup.loaders.get(str(group), {}) for group in groups}
-    tunable = {group: fact for group, fact in facts.items() if not untunable(fact)}
-    indexed = {group: fact for group, fact in facts.items() if not fact.get("reason_untunable")}
-    why = "; ".join(f"loader {group}: {untunable(fact)}" for group, fact in facts.items() if untunable(fact))
-    yield workers(program, setup, tunable) if tunable else Refusal("data.workers", "data", why)
-    yield cache(program, setup, indexed) if indexed else Refusal("data.cache", "data", why)
+    for name, remedy, unfit in (("data.workers", workers, unmovable), ("data.cache", cache, uncacheable)):
+        reasons = {group: unfit(fact) for group, fact in facts.items()}
+        fit = {group: fact for group, fact in facts.items() if not reasons[group]}
+        why = "; ".join(f"{named(group, facts[group])}: {reason}" for group, reason in reasons.items() if reason)
+        found = remedy(program, setup, fit) if fit else Refusal(name, "data", why)
+        # With one loader that is left alone beside another, the proposal says which ones it is about.
+        yield replace(found, reason=f"{found.reason} Left alone: {why}.".lstrip()) if fit and why else found
+
+
+def named(group: int, fact: Mapping[str, Any]) -> str:
+    """Return how a loader is called in a sentence.
+
+    >>> named(1, {"dataset": "Pictures"})
+    'loader 1 (Pictures)'
+    """
+    return f"loader {group} ({fact['dataset']})" if fact.get("dataset") else f"loader {group}"
+
+
+def unmovable(fact: Mapping[str, Any]) -> str:
+    """Say why the examples of a loader with these facts may not be made by (more) workers; '' if they may.
+
+    Drawing from the generators that torch seeds in each worker is no hindrance, but needs the user's leave.
+    """
+    drawn = {*(fact.get("draws") or ()), *(fact.get("collate_draws") or ())}
+    if drawn & UNSEEDED:
+        kinds = " and ".join(
+            {"cuda": "a device's generator", "own": "a generator of its own"}[k] for k in sorted(drawn & UNSEEDED)
+        )
+        return f"it draws from {kinds}: each worker would draw the same numbers"
+    return untunable(fact)
+
+
+def drawing(facts: Mapping[int, Mapping[str, Any]]) -> str:
+    """Name the loaders whose examples are drawn, '' when there are none (or it is not known)."""
+    found = []
+    for group, fact in facts.items():
+        drawn = sorted({*(fact.get("draws") or ()), *(fact.get("collate_draws") or ())})
+        found += [f"{named(group, fact)} draws random numbers ({', '.join(drawn)})"] if drawn else []
+    return ", ".join(found)
 
 
 def worker_counts(most: int) -> list[int]:
@@ -74,6 +115,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
     batch_bytes = _batch_bytes(program)
     memory = count * (WORKER_BYTES + prefetch * batch_bytes)
     busiest = f"{count} workers per rank instead of {recorded}"
+    draws = drawing(facts)
     return Proposal(
         name="data.workers",
         room="data",
@@ -88,9 +130,10 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
             "pin_memory": setup.accelerated,
         },
         cost=f"{count * setup.ranks_per_host} processes per host, about {format_bytes(memory)} per rank",
-        risk="a dataset that draws random numbers draws others: such loaders are left alone",
-        reason=" ".join(part for part in (busiest + ".", prediction.note) if part),
+        risk=f"{draws}, and workers draw others" if draws else NO_DRAW,
+        reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
+        allow="result-equivalent" if draws else None,
     )
 
 
@@ -124,11 +167,16 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]
         interval=prediction.interval,
         applies=True,
         parameters={"bytes": budget},
-        cost=f"{format_bytes(budget)} of memory per rank, for {fraction:.0%} of the examples",
+        cost=f"{format_bytes(budget)} of memory per rank, for {format_fraction(fraction, 0)} of the examples",
         risk="applied only if a probe finds the dataset pure: equal examples when read twice, no random draw",
-        reason=note + prediction.note,
+        reason=f"For {_names(facts)}. {note}{prediction.note}".strip(),
         memory_bytes=budget,
     )
+
+
+def _names(facts: Mapping[int, Mapping[str, Any]]) -> str:
+    """Return the loaders by name."""
+    return ", ".join(named(group, fact) for group, fact in facts.items())
 
 
 def _epochs(program: Program, facts: Mapping[int, Mapping[str, Any]]) -> int:

@@ -4,13 +4,14 @@ Only proposed where the recorded time pays for it: CPython makes old-generation
 collections rare by itself, so freezing wins nothing in most small jobs.
 
 >>> _too_little("host.gc", "collections", Prediction(base_step_s=0.02, step_s=0.0199, interval=(1.0, 1.01), edits=()))
-Refusal(name='host.gc', room='host', reason='collections cost 0.5% of a step: too little to pay for a change')
+Refusal(name='host.gc', room='host', reason='collections cost 0.5 % of a step: too little to pay for a change')
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from headway.core.units import format_fraction
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.program import Prediction, Program
@@ -79,7 +80,7 @@ def checkpoint(program: Program) -> Proposal | Refusal:
         return _too_little("checkpoint.interval", "checkpoints", program.predict(["checkpoint=none"]))
     return Proposal(
         name="checkpoint.interval",
-        room="checkpoint",
+        room="host",
         edits=("checkpoint=0.25x",),
         predicted_speedup=prediction.speedup,
         interval=prediction.interval,
@@ -110,4 +111,4 @@ def straggler(program: Program) -> Proposal | Refusal:
 def _too_little(name: str, what: str, bound: Prediction) -> Refusal:
     """Say that even taking the cause away would win too little."""
     won = max(0.0, 1 - bound.step_s / bound.base_step_s)
-    return Refusal(name, "host", f"{what} cost {won:.1%} of a step: too little to pay for a change")
+    return Refusal(name, "host", f"{what} cost {format_fraction(won)} of a step: too little to pay for a change")

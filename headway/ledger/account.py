@@ -51,6 +51,13 @@ class SpanFacts:
     total_bytes: int
     """Sum of their bytes, 0 where none were recorded."""
 
+    def __add__(self, other: SpanFacts) -> SpanFacts:
+        """Return the totals of both."""
+        longest = max(self.max_ns, other.max_ns)
+        return SpanFacts(
+            self.count + other.count, self.total_ns + other.total_ns, longest, self.total_bytes + other.total_bytes
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Account:

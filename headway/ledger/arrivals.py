@@ -11,14 +11,16 @@ than the others in that step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
+from headway.core.integers import narrowed
 from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
-from headway.ledger.rows import NAME_ID
-from headway.ledger.timeline import RankBook
+from headway.ledger.rows import NAME_ID, Life, Rows
+from headway.ledger.timeline import OpenWaits, RankBook, Sheet
 from headway.trace.nesting import number_alike
 from headway.trace.sweep import Ints
 
@@ -26,6 +28,9 @@ BLAME_BUCKETS = tuple(BLAME)
 BLAME_CODES = np.array([SUB_CODE[sub] for sub in BLAME.values()], np.int64)
 COLLECTIVES = ("comm.wait", "comm.collective")
 MESSAGES = ("comm.send", "comm.recv")
+
+TOGETHER = 1 << 19
+"""Calls that are matched at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,27 @@ class Lateness:
 def last_arrivals(key: Ints, rank: Ints, start_ns: Ints) -> Arrivals:
     """Find the last arrival of each collective; rows [n] of one collective share a `key`, a negative key has none.
 
-    Equal arrivals: the lower rank counts as last, so that the answer does not depend on the order of rows.
+    Equal arrivals: the lower rank counts as last, so that the answer does not depend on the order of rows. Many rows
+    are taken some collectives at a time, to stay small.
     """
+    n = len(key)
+    if n <= TOGETHER:
+        return _last_of_few(key, rank, start_ns)
+    found = Arrivals(np.array(start_ns, np.int64), np.arange(n), np.zeros(n, np.int64))
+    turns = -(-n // TOGETHER)
+    for turn in range(turns):
+        mine = np.flatnonzero((key >= 0) & (key % turns == turn))
+        some = _last_of_few(key[mine], rank[mine], start_ns[mine])
+        found.arrival_ns[mine], found.last[mine], found.margin_ns[mine] = (
+            some.arrival_ns,
+            mine[some.last],
+            some.margin_ns,
+        )
+    return found
+
+
+def _last_of_few(key: Ints, rank: Ints, start_ns: Ints) -> Arrivals:
+    """Find the last arrivals of all rows at once."""
     n = len(key)
     alone = key < 0
     lone_key = np.where(alone, -1 - np.arange(n), key)
@@ -79,56 +103,160 @@ def last_arrivals(key: Ints, rank: Ints, start_ns: Ints) -> Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Calls:
-    """Every communication row of an attempt, over all ranks."""
+class RankCalls:
+    """Communication rows of one rank; [n] each, in types as narrow as they can be."""
 
-    book: Ints
-    """[n] Position of the rank's book."""
-    row: Ints
-    """[n] Row inside that rank."""
+    name: Ints
+    """Index into `NAMES`."""
     start_ns: Ints
-    key: Ints
-    """[n] Same for the rows that meet; -1 when it cannot be known."""
-    message: Ints
-    """[n] 1 for point-to-point."""
+    group: Ints
+    seq: Ints
+    peer: Ints
+    column: Ints
+    """Column of the sheet that each row starts in."""
+
+    def identity(self, rank: int, rows: Ints) -> tuple[Ints, Ints]:
+        """Return for `rows` what tells their meeting, [k, 4], and whether that cannot be known, [k]."""
+        name, peer = self.name[rows].astype(np.int64), self.peer[rows].astype(np.int64)
+        message, sends = self.is_message(rows), name == NAME_ID["comm.send"]
+        source, target = np.where(sends, rank, peer), np.where(sends, peer, rank)
+        seq = self.seq[rows].astype(np.int64)
+        last = np.where(message, target, seq)
+        columns = [np.where(message, -1, name), self.group[rows].astype(np.int64), np.where(message, source, 0), last]
+        return np.stack(columns, axis=1), np.where(message, peer < 0, seq < 0)
+
+    def is_message(self, rows: Ints | slice = slice(None)) -> NDArray[np.bool_]:
+        """Return whether `rows` are point-to-point."""
+        return np.isin(self.name[rows], [NAME_ID[known] for known in MESSAGES])
+
+    def bucket(self, rank: int, count: int) -> Ints:
+        """[n] A number below `count`, the same for all rows that can meet."""
+        message, sends = self.is_message(), self.name == NAME_ID["comm.send"]
+        peer = self.peer.astype(np.int64)
+        ends = np.where(sends, rank * 31 + peer, peer * 31 + rank)
+        numbers: Ints = np.where(message, ends, self.seq.astype(np.int64)) % count
+        return numbers
 
 
-def settle(books: Sequence[RankBook]) -> Lateness:
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """A booked rank with no more of its rows than what others ask for: 64 of them must fit into memory."""
+
+    rank: int
+    first_ns: int
+    """Start of step 0."""
+    last_ns: int
+    """End of the last complete step."""
+    seen: bool
+    """Whether somebody saw its process end."""
+    step_wall_ns: Ints
+    """[k] Wall of each complete step."""
+    saved_step: int | None
+    """Complete steps before its last complete save."""
+    sheet: Sheet
+    waits: OpenWaits
+    """What is not booked yet; `row` counts the calls."""
+    calls: RankCalls
+
+    @classmethod
+    def of(cls, book: RankBook) -> Booked:
+        """Keep what others need of a booked rank."""
+        rows, life, waits = book.rows, book.life, book.waits
+        kept = rows.of(*COLLECTIVES, *MESSAGES)
+        place = np.full(len(rows), -1, np.int64)
+        place[kept] = np.arange(len(kept))
+        start = rows.start_ns[kept]
+        column = np.searchsorted(life.step_start, start, side="right")
+        if len(life.step_end):
+            column += start >= life.step_end[-1]
+        group, seq, peer = (rows.column(name, kept) for name in ("group", "seq", "peer"))
+        calls = RankCalls(
+            narrowed(rows.name[kept]), start, narrowed(group), narrowed(seq), narrowed(peer), narrowed(column)
+        )
+        few = OpenWaits(narrowed(place[waits.row]), waits.start_ns, waits.end_ns, narrowed(waits.column))
+        book.sheet.pack()
+        walls, saved = narrowed(life.step_end - life.step_start), _saved_step(rows, life)
+        return cls(rows.rank, life.first_ns, life.last_ns, life.seen, walls, saved, book.sheet, few, calls)
+
+
+def _saved_step(rows: Rows, life: Life) -> int | None:
+    """Return the number of complete steps before a rank's last complete save."""
+    saves = rows.of("checkpoint.save")
+    saves = saves[rows.end_ns[saves] <= life.record_ns]
+    if not len(saves):
+        return None
+    return int(np.searchsorted(life.step_end, rows.start_ns[saves[-1]], side="right"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """The last arrival at the meeting of every call of all ranks, [n] each, rank behind rank."""
+
+    arrival_ns: Ints
+    last: Ints
+    """Call that arrived last."""
+
+    margins: dict[int, list[Ints]]
+    """Position of a rank -> how much later it was, for each collective at which it was last."""
+
+    num_collectives: int
+    """Collectives of at least two known ranks."""
+
+
+def settle(books: Sequence[Booked]) -> Lateness:
     """Book the open communication waits of all ranks; returns who was late, why and how often."""
-    calls = _collect(books)
-    rank = np.array([book.rows.rank for book in books], np.int64)
-    met = last_arrivals(calls.key, rank[calls.book], calls.start_ns)
-    column = _columns(books, calls)
-    why = _largest_excess(books, calls.book[met.last], column[met.last])
-    lateness = _count(calls, met, rank)
+    first = np.cumsum([0, *(len(book.calls.start_ns) for book in books)])
+    met = _meet(books, first)
+    why = _largest_excess(books, first, met.last)
+    lateness = Lateness({}, {}, {}, met.num_collectives)
     for index, book in enumerate(books):
-        mine = np.flatnonzero(calls.book == index)
-        _settle_rank(book, calls, met, why, mine, rank, lateness)
+        late = [margin[margin > 0] for margin in met.margins.get(index, [])]
+        mine = np.concatenate(late) if late else np.zeros(0, np.int64)
+        lateness.times_last[book.rank] = len(mine)
+        lateness.median_margin_ns[book.rank] = int(np.median(mine)) if len(mine) else 0
+    ranks = np.array([book.rank for book in books], np.int64)
+
+    def rank_of(calls: Ints) -> Ints:
+        found: Ints = ranks[np.searchsorted(first, calls, side="right") - 1]
+        return found
+
+    for index, book in enumerate(books):
+        _settle_rank(book, int(first[index]), met, why, rank_of, lateness)
     return lateness
 
 
-def _collect(books: Sequence[RankBook]) -> _Calls:
-    """Gather the communication rows and give those that meet the same key."""
-    parts = []
-    for index, book in enumerate(books):
-        rows = book.rows
-        row = rows.of(*COLLECTIVES, *MESSAGES)
-        name = rows.name[row]
-        message = np.isin(name, [NAME_ID[known] for known in MESSAGES])
-        peer, mine = rows.column("peer", row), np.full(len(row), rows.rank, np.int64)
-        sends = name == NAME_ID["comm.send"]
-        source, target = np.where(sends, mine, peer), np.where(sends, peer, mine)
-        group, seq = rows.column("group", row), rows.column("seq", row)
-        kind = np.where(message, -1, name)
-        identity = np.stack([kind, group, np.where(message, source, 0), np.where(message, target, seq)], axis=1)
-        lost = np.where(message, peer < 0, seq < 0)
-        parts.append((np.full(len(row), index), row, rows.start_ns[row], identity, message, lost))
-    book_of, row, start, identity, message, lost = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return _Calls(book_of, row, start, _keys(identity, book_of, start, lost), message.astype(np.int64))
+def _meet(books: Sequence[Booked], first: Ints) -> _Met:
+    """Match the calls of all ranks, so many meetings at a time that it stays small."""
+    total = int(first[-1])
+    arrival = np.zeros(total, np.int64)
+    last: Ints = np.zeros(total, np.int32 if total < 1 << 31 else np.int64)
+    margins: dict[int, list[Ints]] = {}
+    count, met_by_many = -(-total // TOGETHER) or 1, 0
+    buckets = [narrowed(book.calls.bucket(book.rank, count)) for book in books] if count > 1 else []
+    for bucket in range(count):
+        parts = []
+        for index, book in enumerate(books):
+            own = np.flatnonzero(buckets[index] == bucket) if buckets else np.arange(len(book.calls.start_ns))
+            identity, lost = book.calls.identity(book.rank, own)
+            parts.append((np.full(len(own), index), own + first[index], book.calls.start_ns[own], identity, lost))
+        book_of, call, start, identity, lost = (np.concatenate(part) for part in zip(*parts, strict=True))
+        rank = np.array([book.rank for book in books], np.int64)[book_of]
+        found = last_arrivals(meetings(identity, book_of, start, lost), rank, start)
+        arrival[call], last[call] = found.arrival_ns, call[found.last]
+        # Own row last, others there, and no message: a collective that this rank held up.
+        held = (found.last == np.arange(len(call))) & (np.bincount(found.last, minlength=len(call)) > 1)
+        held &= identity[:, 0] >= 0
+        met_by_many += int(held.sum())
+        for index in np.unique(book_of[held]).tolist():
+            margins.setdefault(index, []).append(found.margin_ns[held & (book_of == index)])
+    return _Met(arrival, last, margins, met_by_many)
 
 
-def _keys(identity: Ints, book: Ints, start: Ints, lost: Ints) -> Ints:
-    """Number the meetings: rows of equal identity meet by their order within each rank."""
+def meetings(identity: Ints, book: Ints, start: Ints, lost: Ints) -> Ints:
+    """Number the meetings [n]: rows of equal `identity` [n, k] meet by their order within each rank's `book`.
+
+    `start` are ns; rows that are `lost` meet nobody and get -1.
+    """
     key = np.full(len(identity), -1, np.int64)
     good = np.flatnonzero(~lost)
     if not len(good):
@@ -144,64 +272,50 @@ def _keys(identity: Ints, book: Ints, start: Ints, lost: Ints) -> Ints:
     return key
 
 
-def _columns(books: Sequence[RankBook], calls: _Calls) -> Ints:
-    """Return the sheet column that each row starts in."""
-    column = np.zeros(len(calls.row), np.int64)
+def _largest_excess(books: Sequence[Booked], first: Ints, last: Ints) -> NDArray[np.int8]:
+    """Return for each call the index in `BLAME_BUCKETS` of what its last rank did more of than the others just then."""
+    width = max(book.sheet.columns for book in books)
+    total = np.zeros((len(BLAME_BUCKETS), width), np.int64)
+    for book in books:
+        total[:, : book.sheet.columns] += _blame(book.sheet)
+    why = np.zeros(len(last), np.int8)
     for index, book in enumerate(books):
-        mine = calls.book == index
-        start, life = calls.start_ns[mine], book.life
-        column[mine] = np.searchsorted(life.step_start, start, side="right")
-        if len(life.step_end):
-            column[mine] += start >= life.step_end[-1]
-    return column
+        mine = np.flatnonzero((last >= first[index]) & (last < first[index + 1]))
+        column = book.calls.column[last[mine] - first[index]]
+        excess = _blame(book.sheet)[:, column] * len(books) - total[:, column]
+        why[mine] = np.argmax(excess, axis=0)
+    return why
 
 
-def _largest_excess(books: Sequence[RankBook], late: Ints, column: Ints) -> Ints:
-    """Return for each late arrival the index in `BLAME_BUCKETS` of what that rank did more of than the others."""
-    width = max(book.sheet.ns.shape[1] for book in books)
-    own = np.zeros((len(books), len(BLAME_BUCKETS), width), np.int64)
+def _blame(sheet: Sheet) -> Ints:
+    """Return [len(BLAME_BUCKETS), columns] ns of the buckets that a late rank can be blamed for."""
     bucket = np.array(BUCKET_CODE_OF_SUB)
-    for index, book in enumerate(books):
-        for slot, name in enumerate(BLAME_BUCKETS):
-            own[index, slot, : book.sheet.ns.shape[1]] = book.sheet.ns[bucket == BUCKETS.index(name)].sum(axis=0)
-    excess = own * len(books) - own.sum(axis=0)
-    largest: Ints = np.argmax(excess[late, :, column], axis=1)
-    return largest
-
-
-def _count(calls: _Calls, met: Arrivals, rank: Ints) -> Lateness:
-    """Count how often each rank was last, and by how much."""
-    own = met.last == np.arange(len(met.last))
-    shared = np.bincount(met.last, minlength=len(met.last)) > 1
-    found = np.flatnonzero(own & shared & (calls.message == 0))
-    lateness = Lateness({}, {}, {}, len(found))
-    for index, value in enumerate(rank.tolist()):
-        mine = met.margin_ns[found[(calls.book[found] == index) & (met.margin_ns[found] > 0)]]
-        lateness.times_last[value] = len(mine)
-        lateness.median_margin_ns[value] = int(np.median(mine)) if len(mine) else 0
-    return lateness
+    amounts = np.stack([sheet.ns[bucket == BUCKETS.index(name)].sum(axis=0) for name in BLAME_BUCKETS])
+    sheet.pack()
+    return amounts
 
 
 def _settle_rank(
-    book: RankBook, calls: _Calls, met: Arrivals, why: Ints, mine: Ints, rank: Ints, lateness: Lateness
+    book: Booked, first: int, met: _Met, why: NDArray[np.int8], rank_of: Callable[[Ints], Ints], lateness: Lateness
 ) -> None:
-    """Split the open waits of one rank and book them."""
-    waits, rows = book.waits, book.rows
-    call = mine[np.searchsorted(calls.row[mine], waits.row)]
+    """Split the open waits of one rank, whose calls begin at `first`, and book them."""
+    waits = book.waits
+    call = waits.row.astype(np.int64) + first
     arrival = met.arrival_ns[call]
     late = np.clip(arrival - waits.start_ns, 0, waits.end_ns - waits.start_ns)
     after = waits.end_ns - waits.start_ns - late
-    name = rows.name[waits.row]
+    name = book.calls.name[waits.row]
     sub = np.full(len(name), SUB_CODE["comm.p2p"], np.int64)
     sub[name == NAME_ID["comm.wait"]] = SUB_CODE["comm.exposed"]
     sub[name == NAME_ID["comm.collective"]] = SUB_CODE["comm.collective"]
     book.sheet.book_all(sub, waits.column, after)
-    message = calls.message[call] > 0
+    message = book.calls.is_message(waits.row)
     book.sheet.book_all(np.where(message, SUB_CODE["bubble.p2p"], BLAME_CODES[why[call]]), waits.column, late)
-    blamed, slot = rank[calls.book[met.last[call]]], why[call]
+    blamed, slot = rank_of(met.last[call]), why[call]
     for late_rank, bucket in {*zip(blamed[~message].tolist(), slot[~message].tolist(), strict=True)}:
         waited = int(late[~message & (blamed == late_rank) & (slot == bucket)].sum())
         if waited:
             by_bucket = lateness.blamed_ns.setdefault(late_rank, {})
             name_of = BLAME_BUCKETS[bucket]
             by_bucket[name_of] = by_bucket.get(name_of, 0) + waited
+    book.sheet.pack()

@@ -11,16 +11,18 @@ is rework. All ranks answer for the same wall, so device time adds up.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from headway.ledger.arrivals import Lateness, settle
+from headway.ledger.account import SpanFacts, no_steps
+from headway.ledger.arrivals import Booked, Lateness, settle
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
-from headway.ledger.rows import Rows, life_of, rows_by_rank
-from headway.ledger.timeline import RankBook, Sheet, book_rank
+from headway.ledger.rows import NAME_ID, NAMES, Life, Rows, life_of, name_codes, rows_of, worker_codes
+from headway.ledger.timeline import Sheet, book_rank, trained_until
+from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
 
@@ -34,7 +36,7 @@ class AttemptBook:
     sheets: Mapping[int, Sheet]
     """Rank -> its sheet; every rank of the run, also those absent from this attempt."""
 
-    books: tuple[RankBook, ...]
+    books: tuple[Booked, ...]
     """The ranks that left records."""
 
     lateness: Lateness
@@ -45,6 +47,12 @@ class AttemptBook:
 
     num_steps: int
     """Complete steps."""
+
+    spans: Mapping[str, SpanFacts] = field(default_factory=dict)
+    """Recorded name -> its totals on the training threads, from the first step to the end of training."""
+
+    step_wall_ns: Ints = field(default_factory=no_steps)
+    """[k] Mean wall over the ranks of each step that every rank completed, whole ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,79 +65,146 @@ class RunBook:
     attempts: tuple[AttemptBook, ...]
     """Oldest first; the last one ends with the run."""
 
+    rows: Callable[[int], Rows]
+    """Rank -> everything that it recorded in the last attempt, read again."""
+
     @property
     def ranks(self) -> list[int]:
         """The ranks of the run."""
         return sorted(self.attempts[0].sheets)
 
 
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What must be known of every rank of an attempt before the first one can be booked."""
+
+    start_ns: int
+    """First start of any row, on the common clock."""
+
+    end_ns: int
+    """Last end of any row."""
+
+    resumes: bool
+    """Whether it loaded state before its first step."""
+
+
 def book_run(
-    traces: Sequence[Trace], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int] | None = None
+    traces: Sequence[Trace | Parts], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int] | None = None
 ) -> RunBook:
-    """Book the traces of all attempts, oldest first.
+    """Book all attempts, oldest first; of parts one rank is in memory at a time.
 
     `meta` is what run.json says (may be empty), its times on the common clock; `clock_offset_ns` puts the events of
     a rank on it.
     """
-    tables = [rows_by_rank(trace, clock_offset_ns) for trace in traces]
+    parts = [Parts.of(trace) for trace in traces]
+    outlines = [_outlines(part, clock_offset_ns or {}) for part in parts]
     listed = {int(row["rank"]): row for row in meta.get("ranks") or []}
-    ranks = sorted({rank for table in tables for rank in table} | set(listed))
-    low, high = _wall(tables, listed, meta)
+    ranks = sorted({rank for outline in outlines for rank in outline} | set(listed))
+    low, high = _wall(outlines, listed, meta)
     attempts, from_ns = [], low
-    for index, table in enumerate(tables):
-        final = index == len(tables) - 1
-        until = high if final else min(max(from_ns, _end_of(table)), high)
-        books = []
-        for rows in table.values():
-            facts = {**traces[index].ranks.get(rows.rank, {}), **(listed.get(rows.rank, {}) if final else {})}
+    for index, outline in enumerate(outlines):
+        final = index == len(outlines) - 1
+        ends = max((one.end_ns for one in outline.values()), default=0)
+        until = high if final else min(max(from_ns, ends), high)
+        books, spans = [], dict[str, SpanFacts]()
+        for rank in outline:
+            rows = _rows(parts[index], rank, clock_offset_ns)
+            facts = {**parts[index].ranks.get(rank, {}), **(listed.get(rank, {}) if final else {})}
             life = life_of(rows, facts, from_ns=from_ns, until_ns=until, failed=not final)
-            books.append(book_rank(rows, life, restarted=index > 0))
-        following = None if final else tables[index + 1]
-        attempts.append(_book_attempt(books, ranks, (from_ns, until), following))
+            _add_spans(spans, rows, life)
+            books.append(Booked.of(book_rank(rows, life, restarted=index > 0)))
+        following = None if final else outlines[index + 1]
+        attempts.append(_book_attempt(books, ranks, (from_ns, until), following, spans))
         from_ns = until
-    return RunBook((low, high), tuple(attempts))
+    return RunBook((low, high), tuple(attempts), lambda rank: _rows(parts[-1], rank, clock_offset_ns))
+
+
+def _rows(parts: Parts, rank: int, clock_offset_ns: Mapping[int, int] | None) -> Rows:
+    """Read the rows of one rank."""
+    return rows_of(parts.read({"rank": (rank, rank + 1)}), rank, clock_offset_ns)
+
+
+def _outlines(parts: Parts, clock_offset_ns: Mapping[int, int]) -> dict[int, _Outline]:
+    """Return the outline of each rank >= 0, ranks in order."""
+    found = {}
+    for rank in parts.numbers:
+        part = parts.read({"rank": (rank, rank + 1)}, ("start_ns", "duration_ns", "name", "lane"))
+        if rank < 0 or not len(part):
+            continue
+        start, main = part.events["start_ns"], worker_codes(part) == -1
+        name = np.where(main, name_codes(part), -1)
+        steps = start[name == NAME_ID["step"]]
+        first = steps.min() if len(steps) else np.iinfo(np.int64).max
+        shift = int(clock_offset_ns.get(rank, 0))
+        found[rank] = _Outline(
+            int(start.min()) + shift,
+            int((start + part.events["duration_ns"]).max()) + shift,
+            bool((start[name == NAME_ID["checkpoint.load"]] <= first).any()),
+        )
+    return found
 
 
 def _wall(
-    tables: Sequence[Mapping[int, Rows]], facts: Mapping[int, Mapping[str, Any]], meta: Mapping[str, Any]
+    outlines: Sequence[Mapping[int, _Outline]], facts: Mapping[int, Mapping[str, Any]], meta: Mapping[str, Any]
 ) -> tuple[int, int]:
     """Return launcher start and exit, or the nearest that is known."""
-    starts = [int(rows.start_ns.min()) for table in tables for rows in table.values()]
-    ends = [int(rows.end_ns.max()) for table in tables for rows in table.values()]
+    starts = [one.start_ns for outline in outlines for one in outline.values()]
+    ends = [one.end_ns for outline in outlines for one in outline.values()]
     ends += [int(row["end_ns"]) for row in facts.values() if row.get("end_ns")]
     low = int(meta["start_ns"]) if meta.get("start_ns") else min(starts, default=0)
     high = int(meta["end_ns"]) if meta.get("end_ns") else max(ends, default=low)
     return low, max(low, high)
 
 
-def _end_of(table: Mapping[int, Rows]) -> int:
-    """Return the last end of any row of an attempt."""
-    return max((int(rows.end_ns.max()) for rows in table.values()), default=0)
+def _add_spans(spans: dict[str, SpanFacts], rows: Rows, life: Life) -> None:
+    """Add the totals of one rank's names on its training thread."""
+    main = (rows.worker == -1) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
+    main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, life))
+    for code in np.unique(rows.name[main]).tolist():
+        picked = main & (rows.name == code)
+        duration = (rows.end_ns - rows.start_ns)[picked]
+        size = int(rows.columns["bytes"][picked].sum())
+        own = SpanFacts(len(duration), int(duration.sum()), int(duration.max()), size)
+        spans[NAMES[code]] = own + spans[NAMES[code]] if NAMES[code] in spans else own
 
 
 def _book_attempt(
-    books: Sequence[RankBook],
+    books: Sequence[Booked],
     ranks: Sequence[int],
     span: tuple[int, int],
-    following: Mapping[int, Rows] | None,
+    following: Mapping[int, _Outline] | None,
+    spans: Mapping[str, SpanFacts],
 ) -> AttemptBook:
     """Settle the waits of one attempt, move what was lost to rework, and fill in the ranks without records."""
     lateness = settle(books) if books else Lateness()
-    num_steps = max((len(book.life.step_start) for book in books), default=0)
+    num_steps = max((len(book.step_wall_ns) for book in books), default=0)
     kept = num_steps
-    sheets = {book.rows.rank: book.sheet for book in books}
+    sheets = {book.rank: book.sheet for book in books}
     if following is not None:
-        resumed = any(_loads_before_steps(rows) for rows in following.values())
-        kept = kept_steps([_saved_step(book) for book in books], num_steps=num_steps, resumed=resumed)
+        resumed = any(outline.resumes for outline in following.values())
+        kept = kept_steps([book.saved_step for book in books], num_steps=num_steps, resumed=resumed)
         for book in books:
             _to_rework(book.sheet, kept)
             _after_failure(book.sheet)
+            book.sheet.pack()
     for rank in ranks:
         if rank not in sheets:
             sheets[rank] = Sheet.blank(num_steps)
             lost = "unknown.missing" if following is None else "idle.absent"
             sheets[rank].book(lost, 0, span[1] - span[0])
-    return AttemptBook(sheets, tuple(books), lateness, kept, num_steps)
+            sheets[rank].pack()
+    return AttemptBook(sheets, tuple(books), lateness, kept, num_steps, spans, _step_walls(books))
+
+
+def _step_walls(books: Sequence[Booked]) -> Ints:
+    """Return the mean wall of each step that every rank completed."""
+    walls = [book.step_wall_ns for book in books if len(book.step_wall_ns)]
+    if not walls:
+        return no_steps()
+    total = np.zeros(min(len(wall) for wall in walls), np.int64)
+    for wall in walls:
+        total += wall[: len(total)]
+    return total // len(walls)
 
 
 def kept_steps(saved: Sequence[int | None], *, num_steps: int, resumed: bool) -> int:
@@ -140,22 +215,6 @@ def kept_steps(saved: Sequence[int | None], *, num_steps: int, resumed: bool) ->
     """
     known = [step for step in saved if step is not None]
     return max(0, min(*known, num_steps)) if resumed and known else 0
-
-
-def _saved_step(book: RankBook) -> int | None:
-    """Return the number of complete steps before a rank's last complete save."""
-    saves = book.rows.of("checkpoint.save")
-    saves = saves[book.rows.end_ns[saves] <= book.life.record_ns]
-    if not len(saves):
-        return None
-    return int(np.searchsorted(book.life.step_end, book.rows.start_ns[saves[-1]], side="right"))
-
-
-def _loads_before_steps(rows: Rows) -> bool:
-    """Return whether a rank loaded state before its first step."""
-    loads, steps = rows.of("checkpoint.load"), rows.of("step")
-    first = rows.start_ns[steps].min() if len(steps) else np.iinfo(np.int64).max
-    return bool((rows.start_ns[loads] <= first).any())
 
 
 def _to_rework(sheet: Sheet, kept: int) -> None:

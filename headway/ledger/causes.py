@@ -208,10 +208,12 @@ def _ranks_per_host(ledger: Ledger) -> int:
 
 
 def _where_loader(ledger: Ledger) -> str:
-    """Name the loader."""
-    facts, workers = _loader(ledger), _workers(ledger)
-    name = facts.get("dataset") or "loader"
-    return str(name) if workers is None else f"{name}, {workers} workers per rank"
+    """Name every loader of the run: what was waited for is not told apart."""
+    named = []
+    for facts in (ledger.meta.get("loaders") or {"": {}}).values():
+        name, workers = facts.get("dataset") or "loader", facts.get("num_workers")
+        named.append(str(name) if workers is None else f"{name}, {workers} workers per rank")
+    return "; ".join(dict.fromkeys(named))
 
 
 def _input_fetch(ledger: Ledger) -> list[Cause]:

@@ -24,10 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.core.integers import narrowed
 from headway.ledger.account import Account, SpanFacts, blank_subs
 from headway.ledger.arrivals import Lateness, last_arrivals
 from headway.ledger.buckets import BUCKETS, SUB_CODE
 from headway.trace.nesting import number_alike
+from headway.trace.parts import Parts
 from headway.trace.sweep import Ints, Pieces, sweep
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
@@ -74,35 +76,90 @@ class DeviceBook:
     """[m] Pieces owned by a communication kernel, which `arrivals` may split."""
 
 
-def profile_account(trace: Trace) -> Account:
-    """Account for profiler traces of one or several ranks.
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Communication rows that own some of a device's time, over all ranks; [n] each, in types that just hold them."""
+
+    rank: Ints
+    group: Ints
+    seq: Ints
+    start_ns: Ints
+    duration_ns: Ints
+
+    @classmethod
+    def joined(cls, parts: Sequence[Calls]) -> Calls:
+        """Put the calls of several ranks one behind the other."""
+        columns = ("rank", "group", "seq", "start_ns", "duration_ns")
+        return cls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPieces:
+    """Pieces of one device's time that `arrivals` may split; [k] each, in types that just hold them."""
+
+    rank: int
+    """Rank of the device's process."""
+    wall_ns: int
+    """Its window."""
+    sub_ns: Ints
+    """[len(SUBS)] All of its time, as long as nobody was late."""
+    sub: Ints
+    """Sub-line code of each open piece."""
+    call: Ints
+    """Index of the call that owns each."""
+    start_ns: Ints
+    length_ns: Ints
+
+
+def profile_account(source: Trace | Parts) -> Account:
+    """Account for profiler traces of one or several ranks; of parts one rank is in memory at a time.
 
     Raises `InputError` when no row of them is work of a thread or a device.
     """
-    books = device_books(trace)
-    if not books:
+    parts = Parts.of(source)
+    on_device = _any_device(parts)
+    calls: list[Calls] = []
+    opens: list[OpenPieces] = []
+    spans: dict[str, SpanFacts] = {}
+    marks: list[tuple[Ints, Ints]] = []
+    known: set[int] = set()
+    for part in parts:
+        books = device_books(part, any_device=on_device)
+        own, pieces = _calls_of(part, books, first=sum(len(each.rank) for each in calls))
+        calls.append(own)
+        opens += pieces
+        marks.append(_step_marks(part))
+        known.update(np.unique(part.events["step"]).tolist())
+        for name, facts in kernel_facts(part).items() if on_device else ():
+            spans[name] = spans[name] + facts if name in spans else facts
+    if not opens:
         raise InputError("the trace holds only marks that the profiler drew. Record operators or kernels as well.")
-    wall_ns = max(int(book.pieces.duration_ns.sum()) for book in books)
-    amounts, lateness = settle_kernels(trace, books)
-    for book, row in zip(books, amounts, strict=True):
-        row[SUB_CODE["unknown.cut_short"]] += wall_ns - int(book.pieces.duration_ns.sum())
-    numbers = [book.rank for book in books]
+    wall_ns = max(device.wall_ns for device in opens)
+    amounts, lateness = settle_kernels(Calls.joined(calls), opens)
+    for device, row in zip(opens, amounts, strict=True):
+        row[SUB_CODE["unknown.cut_short"]] += wall_ns - device.wall_ns
+    numbers = [device.rank for device in opens]
     if len(set(numbers)) < len(numbers):  # Several devices in one process: number the devices, not the ranks.
-        numbers = list(range(len(books)))
-    on_device = any(_device_of(trace.lanes[lane]) is not None for lane in np.unique(trace.events["lane"]).tolist())
-    steps = np.unique(trace.events["step"])
+        numbers = list(range(len(opens)))
     basis = dict.fromkeys(BUCKETS, "kernels" if on_device else "recorded")
     return Account(
         wall_ns=wall_ns,
         sub_ns=dict(zip(numbers, amounts, strict=True)),
-        steps=int((steps >= 0).sum()),
+        steps=sum(step >= 0 for step in known),
         basis=basis if on_device else {**basis, "useful": "remainder"},
-        step_wall_ns=_step_walls(trace),
+        step_wall_ns=_step_walls(marks),
         lateness=lateness,
-        spans=kernel_facts(trace) if on_device else {},
-        meta=trace.meta,
-        hosts={rank: str(row["host"]) for rank, row in trace.ranks.items() if row.get("host")},
+        spans=spans,
+        meta=parts.meta,
+        hosts={rank: str(row["host"]) for rank, row in parts.ranks.items() if row.get("host")},
     )
+
+
+def _any_device(parts: Parts) -> bool:
+    """Return whether any row stands on a device's lane; without one the training thread is the device."""
+    on_device = np.array([_device_of(lane) is not None for lane in parts.tables.lanes] + [False])
+    lanes = (parts.read({"rank": (rank, rank + 1)}, ("lane",)).events["lane"] for rank in parts.numbers)
+    return bool(on_device.any()) and any(bool(on_device[lane].any()) for lane in lanes)
 
 
 def _device_of(lane: str) -> str | None:
@@ -111,12 +168,15 @@ def _device_of(lane: str) -> str | None:
     return (match["device"] or "") if match else None
 
 
-def device_books(trace: Trace) -> list[DeviceBook]:
-    """Sweep every device of every rank over the rank's own window."""
+def device_books(trace: Trace, *, any_device: bool | None = None) -> list[DeviceBook]:
+    """Sweep every device of every rank over the rank's own window.
+
+    `any_device` says whether the job has device rows, where `trace` is only some ranks of it.
+    """
     events = trace.events
     drawn = np.array([bool(DRAWN_LANES.match(lane)) for lane in trace.lanes] + [False])
     device = [_device_of(lane) for lane in trace.lanes]
-    sub, precedence = _owners(trace, device)
+    sub, precedence = _owners(trace, device, any_device)
     books = []
     for rank in np.unique(events["rank"]).tolist():
         mine = np.flatnonzero((events["rank"] == rank) & ~drawn[events["lane"]])
@@ -138,13 +198,13 @@ def device_books(trace: Trace) -> list[DeviceBook]:
     return books
 
 
-def _owners(trace: Trace, device: Sequence[str | None]) -> tuple[Ints, Ints]:
+def _owners(trace: Trace, device: Sequence[str | None], any_device: bool | None) -> tuple[Ints, Ints]:
     """Return each row's sub-line code and precedence; precedence 0 = it owns nothing."""
     events = trace.events
     kind, lane = events["kind"], events["lane"]
     on_device = np.array([name is not None for name in device])[lane]
     on_main = np.array([name == "main" for name in trace.lanes])[lane]
-    any_device = bool(on_device.any())
+    any_device = bool(on_device.any()) if any_device is None else any_device
     sub, precedence = np.zeros(len(trace), np.int64), np.zeros(len(trace), np.int64)
 
     def own(mask: NDArray[np.bool_], line: str, level: int) -> None:
@@ -176,13 +236,13 @@ def _own_copies(trace: Trace, copies: NDArray[np.bool_], sub: Ints, precedence: 
         sub[mine], precedence[mine] = SUB_CODE[line], level
 
 
-def settle_kernels(trace: Trace, books: Sequence[DeviceBook]) -> tuple[list[Ints], Lateness]:
-    """Sum each device's pieces [len(SUBS)]; what was waiting for the last rank's kernel is `straggler.device`."""
-    late, lateness = lateness_of(trace, books)
+def settle_kernels(calls: Calls, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
+    """Return each device's time [len(SUBS)]; what was waiting for the last rank's kernel is `straggler.device`."""
+    late, lateness = _lateness(calls, devices)
     amounts = []
-    for book, waited in zip(books, late, strict=True):
-        row = blank_subs()
-        np.add.at(row, book.sub, book.pieces.duration_ns - waited)
+    for device, waited in zip(devices, late, strict=True):
+        row = device.sub_ns.copy()
+        np.subtract.at(row, device.sub, waited)
         row[SUB_CODE["straggler.device"]] += waited.sum()
         amounts.append(row)
     return amounts, lateness
@@ -190,53 +250,68 @@ def settle_kernels(trace: Trace, books: Sequence[DeviceBook]) -> tuple[list[Ints
 
 def lateness_of(trace: Trace, books: Sequence[DeviceBook]) -> tuple[list[Ints], Lateness]:
     """Return for each piece of each device the ns, from its start, before the last rank's kernel had begun."""
-    calls = np.unique(np.concatenate([book.pieces.row[book.open] for book in books]))
-    rank = trace.events["rank"][calls].astype(np.int64)
-    key, shift = _meetings(trace, calls, rank)
-    met = last_arrivals(key, rank, trace.events["start_ns"][calls] - shift)
+    late, lateness = _lateness(*_calls_of(trace, books))
     parts: list[Ints] = []
-    blamed: dict[int, dict[str, int]] = {}
+    for book, waited in zip(books, late, strict=True):
+        parts.append(np.zeros(len(book.sub), np.int64))
+        parts[-1][book.open] = waited
+    return parts, lateness
+
+
+def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> tuple[Calls, list[OpenPieces]]:
+    """Return the calls behind open pieces, in order of row, and the pieces; `first` calls stand before them."""
+    rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(book.pieces.row[book.open] for book in books)]))
+    columns = (
+        trace.events[name][rows].astype(np.int64) for name in ("rank", "group", "seq", "start_ns", "duration_ns")
+    )
+    devices = []
     for book in books:
         length = book.pieces.duration_ns
-        waited = np.zeros(len(length), np.int64)
-        call = np.searchsorted(calls, book.pieces.row[book.open])
-        begin = book.pieces.start_ns[book.open] - shift[call]
-        waited[book.open] = np.clip(met.arrival_ns[call] - begin, 0, length[book.open])
-        culprit = rank[met.last[call]]
-        for value in np.unique(culprit[waited[book.open] > 0]).tolist():
+        total = blank_subs()
+        np.add.at(total, book.sub, length)
+        call = np.searchsorted(rows, book.pieces.row[book.open]) + first
+        own = (book.sub[book.open], call, book.pieces.start_ns[book.open], length[book.open])
+        devices.append(OpenPieces(book.rank, int(length.sum()), total, *map(narrowed, own)))
+    return Calls(*columns), devices
+
+
+def _lateness(calls: Calls, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
+    """Return for each open piece of each device the ns, from its start, before the last rank's kernel had begun."""
+    rank = calls.rank
+    key, shift = _meetings(calls)
+    met = last_arrivals(key, rank, calls.start_ns - shift)
+    parts: list[Ints] = []
+    blamed: dict[int, dict[str, int]] = {}
+    for device in devices:
+        begin = device.start_ns - shift[device.call]
+        waited = np.clip(met.arrival_ns[device.call] - begin, 0, device.length_ns)
+        culprit = rank[met.last[device.call]]
+        for value in np.unique(culprit[waited > 0]).tolist():
             row = blamed.setdefault(value, {"useful": 0})
-            row["useful"] += int(waited[book.open][culprit == value].sum())
+            row["useful"] += int(waited[culprit == value].sum())
         parts.append(waited)
-    final = np.flatnonzero((np.bincount(met.last, minlength=len(calls)) > 1) & (met.margin_ns > 0))
+    final = np.flatnonzero((np.bincount(met.last, minlength=len(rank)) > 1) & (met.margin_ns > 0))
     times = {value: int((rank[final] == value).sum()) for value in np.unique(rank).tolist()}
     margins = {v: int(np.median(met.margin_ns[final[rank[final] == v]])) for v, count in times.items() if count}
-    return parts, Lateness(blamed, times, margins, int((np.bincount(met.last, minlength=len(calls)) > 1).sum()))
+    return parts, Lateness(blamed, times, margins, int((np.bincount(met.last, minlength=len(rank)) > 1).sum()))
 
 
-def _meetings(trace: Trace, calls: Ints, rank: Ints) -> tuple[Ints, Ints]:
+def _meetings(calls: Calls) -> tuple[Ints, Ints]:
     """Return for each collective kernel the key of its meeting (-1 = unknown) and its rank's clock shift in ns.
 
     Kernels meet by (group, sequence number), or by their order in the group where the profiler wrote no number and
     every rank shows equally many. Clocks are set so that matched kernels end together, as collectives do.
     """
-    key, shift = np.full(len(calls), -1, np.int64), np.zeros(len(calls), np.int64)
-    events = trace.events
+    rank, group, seq = calls.rank, calls.group, calls.seq
+    key, shift = np.full(len(rank), -1, np.int64), np.zeros(len(rank), np.int64)
     ranks = np.unique(rank).tolist()
     if len(ranks) < 2:
         return key, shift
-    group, seq = events["group"][calls].astype(np.int64), events["seq"][calls]
-    start = events["start_ns"][calls]
-    identity = np.stack([group, np.where(seq >= 0, seq, -1)], axis=1)
-    order = np.lexsort((start, rank, identity[:, 1], identity[:, 0]))
-    code = number_alike(np.column_stack([identity, rank]))
-    begin = np.searchsorted(code[order], code[order])
-    nth = np.empty(len(calls), np.int64)
-    nth[order] = np.arange(len(calls)) - begin
-    meeting = number_alike(np.column_stack([identity, nth]))
+    meeting = _meeting_numbers(calls)
     fair = (seq >= 0) | np.isin(group, [value for value in np.unique(group) if _even(rank[group == value])])
     known = fair & (group >= 0)
     key[known] = meeting[known]
-    end = start + events["duration_ns"][calls]
+    end = calls.start_ns + calls.duration_ns
     lead = np.flatnonzero((rank == ranks[0]) & known)
     reference = dict(zip(key[lead].tolist(), end[lead].tolist(), strict=True))
     for other in ranks[1:]:
@@ -247,6 +322,17 @@ def _meetings(trace: Trace, calls: Ints, rank: Ints) -> tuple[Ints, Ints]:
         else:
             key[rank == other] = -1
     return key, shift
+
+
+def _meeting_numbers(calls: Calls) -> Ints:
+    """[n] A number per (group, sequence number, n-th of that within its rank)."""
+    seq = np.where(calls.seq >= 0, calls.seq, -1)
+    order = np.lexsort((calls.start_ns, calls.rank, seq, calls.group))
+    code = number_alike(np.stack([calls.group, seq, calls.rank], axis=1))[order]
+    nth = np.empty(len(seq), np.int64)
+    nth[order] = np.arange(len(seq)) - np.searchsorted(code, code)
+    del order, code  # Of millions of calls each of these is tens of megabytes.
+    return number_alike(np.stack([calls.group, seq, narrowed(nth)], axis=1))
 
 
 def kernel_facts(trace: Trace) -> dict[str, SpanFacts]:
@@ -267,12 +353,19 @@ def _even(rank: Ints) -> bool:
     return len(set(np.unique(rank, return_counts=True)[1].tolist())) == 1
 
 
-def _step_walls(trace: Trace) -> Ints:
-    """Return the mean wall over ranks of each ProfilerStep, in order of step."""
+def _step_marks(trace: Trace) -> tuple[Ints, Ints]:
+    """Return number and duration of each ProfilerStep that a thread recorded."""
     events = trace.events
     names = np.array([name.startswith("ProfilerStep#") for name in trace.names] + [False])
     lanes = np.array([not DRAWN_LANES.match(name) and _device_of(name) is None for name in trace.lanes])
     rows = np.flatnonzero(names[events["name"]] & lanes[events["lane"]] & (events["step"] >= 0))
-    steps = np.unique(events["step"][rows])
-    walls = [int(events["duration_ns"][rows[events["step"][rows] == step]].mean()) for step in steps]
-    return np.array(walls, np.int64)
+    return events["step"][rows].astype(np.int64), events["duration_ns"][rows]
+
+
+def _step_walls(marks: Sequence[tuple[Ints, Ints]]) -> Ints:
+    """Return the mean wall over ranks of each ProfilerStep, in order of step."""
+    step, wall = (np.concatenate([mark[side] for mark in marks]) for side in (0, 1))
+    index, count = np.unique(step, return_inverse=True, return_counts=True)[1:]
+    total = np.zeros(len(count), np.int64)
+    np.add.at(total, index, wall)
+    return total // np.maximum(count, 1)

@@ -22,7 +22,7 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.core.units import NS_PER_S
+from headway.core.units import NS_PER_S, format_fraction
 from headway.ledger.account import Account, SpanFacts, blank_steps, blank_subs, no_steps
 from headway.ledger.arrivals import Lateness
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_LINES, SUBS
@@ -30,13 +30,17 @@ from headway.ledger.cause import Cause
 from headway.ledger.kernels import profile_account
 from headway.ledger.operation_ledger import operation_account
 from headway.ledger.recorded import RECORDED, RecordedRun, recorded_account, recorded_trace_account
+from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
-from headway.trace.trace import Trace, concat
+from headway.trace.trace import Trace
 
 SCHEMA = "headway.why/1"
 
 OPERATIONS = "straggler"
 """Source of an operation trace."""
+
+LOGGERS = ("kineto", "chrome", "torchtitan")
+"""Sources in which a row called 'step' or 'process' is somebody else's."""
 
 MAX_UNKNOWN_FRACTION = 0.02
 """More than this in `unknown` and the ledger says why."""
@@ -92,8 +96,8 @@ class Ledger:
     """What a reader must know to judge the numbers, such as why `unknown` is large."""
 
     @classmethod
-    def of(cls, source: RecordedRun | Trace | Sequence[Trace | RecordedRun]) -> Ledger:
-        """Account for a run, a trace, or several of them (ranks or hosts) together.
+    def of(cls, source: RecordedRun | Trace | Parts | Sequence[Trace | Parts | RecordedRun]) -> Ledger:
+        """Account for a run, a trace, or several of them (ranks or hosts) together; parts are read a rank at a time.
 
         Raises `InputError` when there is nothing that tells time, and for what is neither a run nor a trace.
         """
@@ -101,11 +105,11 @@ class Ledger:
         if not parts:
             raise InputError("there is nothing to account for: the list is empty. Give a run or a trace.")
         for part in parts:
-            if not isinstance(part, (Trace, RecordedRun)):
+            if not isinstance(part, (Trace, Parts, RecordedRun)):
                 raise InputError(f"{type(part).__name__} is neither a run nor a trace. Open it with Trace.open(path).")
-        traces = [part for part in parts if isinstance(part, Trace)]
+        traces = [Parts.of(part) for part in parts if isinstance(part, (Trace, Parts))]
         if len(traces) == len(parts):
-            return cls.from_account(_account_of(concat(traces)))
+            return cls.from_account(_account_of(Parts.joined(traces)))
         if traces:
             raise InputError("runs and bare traces cannot share one ledger. Give only runs, or only traces.")
         return cls.from_account(recorded_account(parts))
@@ -120,7 +124,7 @@ class Ledger:
         notes = list(account.notes)
         if ledger_ns["unknown"] > MAX_UNKNOWN_FRACTION * total_ns:
             lines = [f"{sub} ({SUB_LINES[sub]})" for sub in subs_of(total) if sub.startswith("unknown.")]
-            share = f"{ledger_ns['unknown'] / total_ns:.1%}"
+            share = format_fraction(ledger_ns["unknown"] / total_ns)
             notes.append(f"{share} of device time is unknown: {', '.join(lines)}")
         return cls(
             devices=len(by_rank),
@@ -192,15 +196,23 @@ class Ledger:
         }
 
 
-def _account_of(trace: Trace) -> Account:
+def _account_of(parts: Parts) -> Account:
     """Account for a bare trace by what it holds."""
-    if not len(trace):
+    if not len(parts):
         raise InputError("the trace has no events, so it tells no time. Record at least one step.")
-    if trace.meta.get("source") == OPERATIONS:
-        return operation_account(trace)
-    if trace.named(*RECORDED).any():
-        return recorded_trace_account(trace)
-    return profile_account(trace)
+    if parts.meta.get("source") == OPERATIONS:
+        return operation_account(parts.whole())
+    if _recorded(parts):
+        return recorded_trace_account(parts)
+    return profile_account(parts)
+
+
+def _recorded(parts: Parts) -> bool:
+    """Return whether some row bears a name that headway's recorder writes; other loggers have their own 'step'."""
+    if parts.meta.get("source") in LOGGERS or not set(RECORDED) & set(parts.tables.names):
+        return False
+    names = (parts.read({"rank": (rank, rank + 1)}, ("name",)) for rank in parts.numbers)
+    return any(bool(part.named(*RECORDED).any()) for part in names)
 
 
 def buckets_of(sub_ns: Ints) -> dict[str, int]:

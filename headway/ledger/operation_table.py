@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S
+from headway.trace.clocks import common_ns
 from headway.trace.straggler import OPTYPES, coordinates_of
 from headway.trace.trace import Trace
 
@@ -234,12 +235,8 @@ def _check_equal(
 
 
 def clock_ns(trace: Trace) -> NDArray[np.int64]:
-    """Return the starts [n] on one clock: each rank's own, plus its `offset_ns` where `trace.ranks` knows one."""
-    clock = trace.events["start_ns"].astype(np.int64)
-    for rank, known in trace.ranks.items():
-        if known.get("offset_ns"):
-            clock[trace.events["rank"] == rank] += int(known["offset_ns"])
-    return clock
+    """Return the starts [n] on one clock: each rank's own, moved by what `trace.ranks` knows of it."""
+    return common_ns(trace)[0]
 
 
 def _times(trace: Trace, row: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -22,11 +22,10 @@ from headway.ledger.account import Account, SpanFacts
 from headway.ledger.arrivals import Lateness
 from headway.ledger.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
-from headway.ledger.rows import NAME_ID, NAMES
 from headway.ledger.sampled import Windows, apply_windows, moved, window_shares
-from headway.ledger.timeline import trained_until
+from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
-from headway.trace.trace import Trace, concat
+from headway.trace.trace import Trace
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
 """Names that only headway's recorder writes."""
@@ -43,7 +42,7 @@ class RecordedRun(Protocol):
         """The content of run.json."""
         ...
 
-    def attempts(self) -> Sequence[Trace]:
+    def attempts(self) -> Sequence[Trace | Parts]:
         """Return one trace per attempt, oldest first."""
         ...
 
@@ -52,16 +51,17 @@ class RecordedRun(Protocol):
         ...
 
 
-def recorded_trace_account(trace: Trace) -> Account:
+def recorded_trace_account(trace: Trace | Parts) -> Account:
     """Account for a bare trace of recorded rows; its own facts stand in for run.json."""
-    return _summed(book_run([trace], trace.meta, _offsets(trace.meta)), [trace], trace.meta, None)
+    parts = Parts.of(trace)
+    return _summed(book_run([parts], parts.meta, _offsets(parts.meta)), [parts], parts.meta, None)
 
 
 def recorded_account(runs: Sequence[RecordedRun]) -> Account:
     """Account for recorded runs that belong together: the hosts of one job."""
-    parts = [(run, list(run.attempts())) for run in runs]
-    count = max(len(traces) for _, traces in parts)
-    traces = [concat([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
+    parts = [(run, [Parts.of(attempt) for attempt in run.attempts()]) for run in runs]
+    count = max(len(own) for _, own in parts)
+    traces = [Parts.joined([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
     meta, offsets = _joined_meta(parts)
     book = book_run(traces, meta, offsets)
     windows = None
@@ -105,7 +105,7 @@ def _offsets(meta: Mapping[str, Any]) -> dict[int, int]:
     return {int(rank): int(offset) for rank, offset in (meta.get("clock_offset_ns") or {}).items()}
 
 
-def _joined_meta(parts: Sequence[tuple[RecordedRun, list[Trace]]]) -> tuple[dict[str, Any], dict[int, int]]:
+def _joined_meta(parts: Sequence[tuple[RecordedRun, list[Parts]]]) -> tuple[dict[str, Any], dict[int, int]]:
     """Join the facts of several hosts on the first one's clock; returns them and each rank's clock offset."""
     first = parts[0][0].meta
     offsets = _offsets(first)
@@ -114,7 +114,7 @@ def _joined_meta(parts: Sequence[tuple[RecordedRun, list[Trace]]]) -> tuple[dict
     for run, traces in parts:
         shift = _realtime(run.meta) - _realtime(first) if run.meta is not first else 0
         own = _offsets(run.meta)
-        for rank in {int(rank) for trace in traces for rank in np.unique(trace.events["rank"]) if rank >= 0}:
+        for rank in {rank for trace in traces for rank in trace.numbers if rank >= 0}:
             offsets[rank] = own.get(rank, 0) + shift
         starts.append(run.meta["start_ns"] + shift if run.meta.get("start_ns") else None)
         ends.append(run.meta["end_ns"] + shift if run.meta.get("end_ns") else None)
@@ -137,24 +137,23 @@ def _realtime(meta: Mapping[str, Any]) -> int:
     return int(meta["realtime_ns"]) - int(meta["start_ns"]) if meta.get("realtime_ns") and meta.get("start_ns") else 0
 
 
-def _summed(book: RunBook, traces: Sequence[Trace], meta: Mapping[str, Any], windows: Windows | None) -> Account:
+def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], windows: Windows | None) -> Account:
     """Sum a booked run."""
     last = book.attempts[-1]
     basis = {bucket: "remainder" if bucket == "useful" else "recorded" for bucket in BUCKETS}
     if windows is not None and windows.num_windows:
         basis.update(dict.fromkeys(("useful", "comm", "input", "host"), windows.basis))
-    cut = sum(not one.life.seen for attempt in book.attempts for one in attempt.books)
+    cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
     notes = [f"the end of {cut} processes was not seen: they are booked up to their last record"] if cut else []
     return Account(
         wall_ns=book.wall[1] - book.wall[0],
         sub_ns={
-            rank: np.sum([attempt.sheets[rank].ns.sum(axis=1) for attempt in book.attempts], axis=0)
-            for rank in book.ranks
+            rank: np.sum([attempt.sheets[rank].totals() for attempt in book.attempts], axis=0) for rank in book.ranks
         },
         steps=sum(attempt.kept_steps for attempt in book.attempts),
         basis=basis,
         step_ns=_by_step(last),
-        step_wall_ns=_step_walls(last),
+        step_wall_ns=last.step_wall_ns,
         lateness=_joined_lateness([attempt.lateness for attempt in book.attempts]),
         spans=_span_facts(book),
         meta=meta,
@@ -169,17 +168,8 @@ def _by_step(attempt: AttemptBook) -> Ints:
     for book in attempt.books:
         steps = book.sheet.ns[:, 1:-1]
         np.add.at(result[:, : steps.shape[1]], np.array(BUCKET_CODE_OF_SUB), steps)
+        book.sheet.pack()
     return result
-
-
-def _step_walls(attempt: AttemptBook) -> Ints:
-    """Return the mean wall of each step that every rank completed."""
-    walls = [book.life.step_end - book.life.step_start for book in attempt.books if len(book.life.step_start)]
-    if not walls:
-        return np.zeros(0, np.int64)
-    common = min(len(wall) for wall in walls)
-    mean: Ints = np.sum([wall[:common] for wall in walls], axis=0) // len(walls)
-    return mean
 
 
 def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
@@ -200,21 +190,9 @@ def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
 
 
 def _span_facts(book: RunBook) -> dict[str, SpanFacts]:
-    """Total every recorded name on the training threads, from the first step to the end of training."""
+    """Total every recorded name over the attempts."""
     facts: dict[str, SpanFacts] = {}
     for attempt in book.attempts:
-        for one in attempt.books:
-            rows = one.rows
-            main = (rows.worker == -1) & (rows.name >= 0) & (rows.start_ns >= one.life.first_ns)
-            main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, one.life))
-            for code in np.unique(rows.name[main]).tolist():
-                picked = main & (rows.name == code)
-                duration = (rows.end_ns - rows.start_ns)[picked]
-                old = facts.get(NAMES[code], SpanFacts(0, 0, 0, 0))
-                facts[NAMES[code]] = SpanFacts(
-                    old.count + len(duration),
-                    old.total_ns + int(duration.sum()),
-                    max(old.max_ns, int(duration.max())),
-                    old.total_bytes + int(rows.columns["bytes"][picked].sum()),
-                )
+        for name, own in attempt.spans.items():
+            facts[name] = facts[name] + own if name in facts else own
     return facts

@@ -1,7 +1,8 @@
 """The rows of one rank in one attempt, in a canonical order, and the borders of its life.
 
 Everything that books a recorded run starts here. Times are aligned: each
-rank's clock offset (none on one host) is added to its raw clock.
+rank's clock offset (none on one host) is added to its raw clock, after what
+`headway trace align` has found of it.
 
 >>> from headway.trace.trace import Trace
 >>> trace = Trace.from_columns({"rank": [0, 0], "start_ns": [5, 0]}, name=[0, 1], names=["host.gc", "process"])
@@ -11,13 +12,15 @@ rank's clock offset (none on one host) is added to its raw clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.trace.clocks import aligned_ns
+from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import SPANS
@@ -66,32 +69,48 @@ class Rows:
         values: Ints = self.columns[name][rows].astype(np.int64)
         return values
 
+    def where(self, rows: Ints, columns: Collection[str]) -> Rows:
+        """Return these rows only, with these of the other columns."""
+        kept = {name: self.columns[name][rows] for name in columns}
+        return Rows(self.rank, self.name[rows], self.start_ns[rows], self.end_ns[rows], self.worker[rows], kept)
 
-def rows_by_rank(trace: Trace, clock_offset_ns: Mapping[int, int] | None = None) -> dict[int, Rows]:
+
+def rows_by_rank(source: Trace | Parts, clock_offset_ns: Mapping[int, int] | None = None) -> dict[int, Rows]:
     """Split a recorded trace into the rows of each rank >= 0, ranks in order.
 
     `clock_offset_ns` maps a rank to what puts its times on the common clock.
     """
-    events = trace.events
-    name_id = np.array([NAME_ID.get(name, -1) for name in trace.names] + [-1], np.int64)
-    name = name_id[events["name"]]
-    worker_of = np.array([_worker(lane) for lane in trace.lanes] + [-2], np.int64)
-    lane = events["lane"].astype(np.int64)
-    worker = worker_of[np.where((lane >= 0) & (lane < len(trace.lanes)), lane, len(trace.lanes))]
+    parts = Parts.of(source)
+    found = zip(parts.numbers, parts, strict=True)
+    return {rank: rows_of(part, rank, clock_offset_ns) for rank, part in found if rank >= 0}
+
+
+def rows_of(part: Trace, rank: int, clock_offset_ns: Mapping[int, int] | None = None) -> Rows:
+    """Return the rows of one rank, of which `part` holds nothing else."""
+    events = part.events
+    name, worker = name_codes(part), worker_codes(part)
     start, duration = events["start_ns"], events["duration_ns"]
     keys = [events[key] for key in ("corr", "peer", "seq", "group", "bytes")]
-    order = np.lexsort((*keys, worker, name, -duration, start, events["rank"]))
-    rank = events["rank"][order]
-    found: dict[int, Rows] = {}
-    for value in np.unique(rank).tolist():
-        if value < 0:
-            continue
-        picked = order[np.searchsorted(rank, value) : np.searchsorted(rank, value, side="right")]
-        shift = int((clock_offset_ns or {}).get(value, 0))
-        begin = start[picked] + shift
-        columns = {key: events[key][picked] for key in ("step", "depth", "group", "seq", "peer", "bytes", "corr")}
-        found[value] = Rows(value, name[picked], begin, begin + duration[picked], worker[picked], columns)
-    return found
+    order = np.lexsort((*keys, worker, name, -duration, start))
+    shift, known = int((clock_offset_ns or {}).get(rank, 0)), part.ranks.get(rank, {})
+    begin, end = (aligned_ns(known, raw[order]) + shift for raw in (start, start + duration))
+    columns = {key: events[key][order] for key in ("step", "depth", "group", "seq", "peer", "bytes", "corr")}
+    return Rows(rank, name[order], begin, end, worker[order], columns)
+
+
+def name_codes(part: Trace) -> Ints:
+    """[n] Index into `NAMES` of each row of a recorded trace, -1 for other names."""
+    table = np.array([NAME_ID.get(name, -1) for name in part.names] + [-1], np.int64)
+    codes: Ints = table[part.events["name"]]
+    return codes
+
+
+def worker_codes(part: Trace) -> Ints:
+    """[n] `Rows.worker` of each row of a recorded trace."""
+    table = np.array([_worker(lane) for lane in part.lanes] + [-2], np.int64)
+    lane = part.events["lane"].astype(np.int64)
+    codes: Ints = table[np.where((lane >= 0) & (lane < len(part.lanes)), lane, len(part.lanes))]
+    return codes
 
 
 def _worker(lane: str) -> int:

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from headway.core.units import format_fraction
+from headway.ledger.arrivals import Booked
 from headway.ledger.attempts import RunBook
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
 from headway.ledger.kernels import DeviceBook, device_books, lateness_of
-from headway.ledger.rows import NAMES
-from headway.ledger.timeline import RankBook
+from headway.ledger.rows import NAMES, Rows
 from headway.trace.sweep import Ints, share_out, sweep
 from headway.trace.trace import Trace, concat
 
@@ -68,7 +69,7 @@ class Windows:
     def basis(self) -> str:
         """How the split buckets are known."""
         seen = self.window_ns / self.step_ns if self.step_ns else 0.0
-        return f"sampled ({self.num_windows} windows, {seen:.2%} of step time)".replace("%", " %")
+        return f"sampled ({self.num_windows} windows, {format_fraction(seen, 2)} of step time)"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -83,26 +84,28 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
 
     `windows` maps a window's number to the traces of its ranks, their times on the clock of the book.
     """
-    ranks = {one.rows.rank: one for one in book.attempts[-1].books}
-    shares: dict[int, Ints] = {}
-    used = 0
+    ranks = {one.rank: one for one in book.attempts[-1].books}
+    seen: dict[int, list[tuple[DeviceBook, Ints]]] = {}
     for traces in windows.values():
         trace = concat(list(traces))
         found = device_books(trace)
         late, _ = lateness_of(trace, found)
         for device, waited in zip(found, late, strict=True):
-            host = ranks.get(device.rank)
-            table = _cut(device, waited, host) if host is not None else None
+            seen.setdefault(device.rank, []).append((device, waited))
+    shares: dict[int, Ints] = {}
+    used = 0
+    for rank in sorted(seen.keys() & ranks.keys()):  # rank by rank, because the host's labels are read again
+        rows = book.rows(rank)
+        for table in [_cut(device, waited, ranks[rank], rows) for device, waited in seen[rank]]:
             if table is not None and table.any():
-                shares[device.rank] = shares.get(device.rank, 0) + table
+                shares[rank] = shares.get(rank, 0) + table
                 used += 1
-    step_ns = sum(int((one.life.step_end - one.life.step_start).sum()) for one in ranks.values())
+    step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
     return Windows(shares, used, sum(int(table.sum()) for table in shares.values()), step_ns)
 
 
-def _cut(device: DeviceBook, waited: Ints, host: RankBook) -> Ints | None:
+def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | None:
     """Return [len(CLASSES), len(SEEN) + 1] ns of one window of one device, only inside steps; None outside them."""
-    life, rows = host.life, host.rows
     pieces = device.pieces
     middle = pieces.start_ns + waited
     start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1)
@@ -110,7 +113,7 @@ def _cut(device: DeviceBook, waited: Ints, host: RankBook) -> Ints | None:
     seen = np.stack([np.full(len(waited), SEEN.index("straggler.device")), _SEEN_OF_SUB[device.sub]], axis=1).reshape(
         -1
     )
-    low, high = max(int(start.min()), life.first_ns), min(int(end.max()), life.last_ns)
+    low, high = max(int(start.min()), host.first_ns), min(int(end.max()), host.last_ns)
     if high <= low:
         return None
     kept = end > start
@@ -132,7 +135,8 @@ def apply_windows(book: RunBook, windows: Windows) -> None:
     everyone = np.sum(list(windows.shares.values()), axis=0)
     for attempt in book.attempts:
         for one in attempt.books:
-            _apply(one.sheet.ns[:, 1:-1], windows.shares.get(one.rows.rank, everyone), everyone)
+            _apply(one.sheet.ns[:, 1:-1], windows.shares.get(one.rank, everyone), everyone)
+            one.sheet.pack()
 
 
 def _apply(ns: Ints, shares: Ints, everyone: Ints) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.integers import narrowed
 from headway.ledger.buckets import BUCKET_OF, REMAINDER_SUB, STARTUP_OF, SUB_CODE, SUBS, Booking
 from headway.ledger.rows import NAME_ID, NAMES, Life, Rows
 from headway.ledger.waits import (
@@ -45,17 +46,59 @@ GAP = -2
 PART_CODES = np.array([SUB_CODE[sub] for sub in PART_SUBS], np.int64)
 
 
-@dataclass(frozen=True, slots=True)
 class Sheet:
     """Booked time of one rank: sub-line x column, where column 0 is before the first step, k + 1 is step k."""
 
-    ns: Ints
-    """[len(SUBS), num_steps + 2] Nanoseconds; the last column is what follows the last step."""
+    __slots__ = ("_columns", "_lines", "_ns")
+
+    def __init__(self, ns: Ints) -> None:
+        self._ns: Ints | None = ns
+        self._columns = int(ns.shape[1])
+        self._lines: dict[int, tuple[Ints, Ints]] = {}
 
     @classmethod
     def blank(cls, num_steps: int) -> Sheet:
         """Return a sheet with nothing booked."""
         return cls(np.zeros((len(SUBS), num_steps + 2), np.int64))
+
+    @property
+    def ns(self) -> Ints:
+        """[len(SUBS), num_steps + 2] Nanoseconds; the last column is what follows the last step."""
+        if self._ns is None:
+            self._ns = np.zeros((len(SUBS), self._columns), np.int64)
+            for line, (columns, amounts) in self._lines.items():
+                self._ns[line, columns if len(columns) else slice(None)] = amounts
+        return self._ns
+
+    @property
+    def columns(self) -> int:
+        """num_steps + 2."""
+        return self._columns
+
+    def totals(self) -> Ints:
+        """[len(SUBS)] Nanoseconds over all columns; a packed sheet stays packed."""
+        if self._ns is not None:
+            whole: Ints = self._ns.sum(axis=1)
+            return whole
+        sums = np.zeros(len(SUBS), np.int64)
+        for line, (_, amounts) in self._lines.items():
+            sums[line] = amounts.sum(dtype=np.int64)
+        return sums
+
+    def pack(self) -> None:
+        """Keep no more than what is booked, in narrow types, until `ns` is asked for again.
+
+        A sub-line is kept as columns and their amounts, or whole (without columns) where that takes less.
+        """
+        if self._ns is None:
+            return
+        self._lines = {}
+        for line in np.flatnonzero(self._ns.any(axis=1)).tolist():
+            columns = np.flatnonzero(self._ns[line])
+            some = 2 * len(columns) < self._columns
+            kept = self._ns[line, columns] if some else self._ns[line]
+            self._lines[line] = (narrowed(columns) if some else columns[:0], narrowed(kept))
+        self._ns = None
 
     def book(self, sub: str, column: int, duration_ns: int) -> None:
         """Add one amount."""

@@ -159,7 +159,10 @@ def clean(text: object) -> str:
     >>> clean("train\\x1b[31m.py\\n")
     'train [31m.py'
     """
-    kept = (" " if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in str(text))
+    raw = str(text)
+    if raw.isascii() and raw.isprintable():  # nearly always, and a live page writes a hundred such texts a second
+        return " ".join(raw.split())
+    kept = (" " if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in raw)
     return " ".join("".join(kept).split())
 
 

@@ -14,6 +14,9 @@ from headway.report.figures import count, plural
 from headway.report.sections import heat_table, legend, section, text
 
 CHART_KEYS = "Drag to zoom, double-click for everything. Keys: arrows, + and -, Home."
+SELECTION_KEYS = (
+    "Click an operation, or Shift and arrows, to see what it waited for (w: go there) and what waited for it (d)."
+)
 TIMELINE_KEYS = "Drag to move, Ctrl and wheel to zoom, double-click for everything. Keys: arrows, + and -, Home."
 
 
@@ -27,12 +30,16 @@ def steps_part(chart: Mapping[str, Any] | None, wanted: bool) -> str:
         return section("steps", "Step time", "", _empty("No step times were recorded.")) if wanted else ""
     chooser = _rank_chooser(chart) if len(chart["ranks"]) > 1 else ""
     tools = f'{chooser}<label class="check"><input type="checkbox" id="steps-log">Logarithmic</label>'
+    return section("steps", "Step time", steps_lead(chart), _frame("steps", "Step time over steps", tools))
+
+
+def steps_lead(chart: Mapping[str, Any]) -> str:
+    """Return the sentence above the step times: how many there are and how they are drawn."""
     width = chart["width"]
     many = len(chart["ranks"]) > 1
     thinned = f" Each point stands for {width} steps; the band keeps their extremes." if width > 1 else ""
     what = "The line is the median over ranks, the band reaches from the fastest to the slowest." if many else ""
-    lead = f"{plural(chart['steps'], 'step')}. {what}{thinned}".strip()
-    return section("steps", "Step time", lead, _frame("steps", "Step time over steps", tools))
+    return f"{plural(chart['steps'], 'step')}. {what}{thinned}".strip()
 
 
 def _rank_chooser(chart: Mapping[str, Any]) -> str:
@@ -49,11 +56,15 @@ def shares_part(chart: Mapping[str, Any] | None) -> str:
     """Return the frame of bucket shares over steps and their legend, '' when `charts.share_chart` had nothing."""
     if chart is None or not chart["shares"]:
         return ""
-    width = chart["width"]
-    lead = "Device time of each step by bucket, all ranks together."
-    lead += f" Each column stands for {width} steps." if width > 1 else ""
     body = _frame("shares", "Shares of device time over steps", "") + legend(list(chart["shares"]))
-    return section("shares", "Shares over time", lead, body)
+    return section("shares", "Shares over time", shares_lead(chart), body)
+
+
+def shares_lead(chart: Mapping[str, Any]) -> str:
+    """Return the sentence above the shares."""
+    width = chart["width"]
+    each = f" Each column stands for {width} steps." if width > 1 else ""
+    return f"Device time of each step by bucket, all ranks together.{each}"
 
 
 def _frame(name: str, title: str, tools: str) -> str:
@@ -86,13 +97,29 @@ def timeline_part(panels: Sequence[Mapping[str, Any]]) -> str:
         for name, label, sign in (("in", "Zoom in", "+"), ("out", "Zoom out", "−"), ("all", "Show everything", "All"))
     )
     canvas = '<canvas id="timeline-canvas"></canvas><div class="tip" id="timeline-tip" role="status"></div>'
-    hint = f'<span class="readout">{TIMELINE_KEYS}</span>'
-    label = f'role="group" aria-label="Timeline of a window. {text(TIMELINE_KEYS)}"'
+    linked = any(side["n"] for side in panels[0]["links"])
+    keys = f"{TIMELINE_KEYS} {SELECTION_KEYS}" if linked else TIMELINE_KEYS
+    tools += _group_chooser(panels[0])
+    hint = f'<span class="readout">{keys}</span>'
+    canvas += '<div class="waits note" id="timeline-waits" aria-live="polite"></div>'
+    label = f'role="group" aria-label="Timeline of a window. {text(keys)}"'
     frame = (
         f'<figure id="timeline-figure" tabindex="0" {label}><div class="bar-tools">{tools}{hint}</div>{canvas}</figure>'
     )
     body = frame + legend(used) + _without_script()
     return section("timeline", "Timeline of a window", (some + missing).strip(), body)
+
+
+def _group_chooser(panel: Mapping[str, Any]) -> str:
+    """Return the list of parallel groups to show alone, '' when the window has none."""
+    if not panel["groups"]:
+        return ""
+    every = "All ranks" if not panel["first"] or len(panel["first"]) == panel["ranks"] else "Ranks spread over the job"
+    named = enumerate(name for name, _ in panel["groups"])
+    options = "".join(f'<option value="{place}">{text(name)}</option>' for place, name in named)
+    hint = "Show the ranks of one group"
+    options = f'<option value="">{every}</option>{options}'
+    return f'<select id="timeline-group" aria-label="{hint}" title="{hint}">{options}</select>'
 
 
 SMALL_ROWS, SMALL_CELLS = 16, 256

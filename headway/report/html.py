@@ -32,6 +32,8 @@ from headway.core.whole_file import whole_file
 from headway.report import frames, sections
 from headway.report.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.figures import BUCKET_STYLES, Json, clean
+from headway.report.hang import hang_part
+from headway.report.machines import machines_part
 from headway.report.sections import text
 from headway.report.timeline import Timeline
 
@@ -86,6 +88,23 @@ class ReportData:
     """When the run was recorded, as text for the header."""
 
 
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a page that follows a run shows and knows beside the parts of a report."""
+
+    head: str
+    """Markup above the verdict: how the run stands."""
+
+    ranks: str
+    """Section of the ranks, '' without any."""
+
+    key: str
+    """What the page was made of; the server tells it to load anew once that has changed."""
+
+    headline: str = ""
+    """Sentence in the verdict's place, '' for the verdict."""
+
+
 def write_report(data: ReportData, path: str | Path) -> int:
     """Write the page to `path` through a temporary file beside it, and return its size in bytes.
 
@@ -95,15 +114,18 @@ def write_report(data: ReportData, path: str | Path) -> int:
         return draft.write_bytes(page(data).encode("utf-8", "replace"))
 
 
-def page(data: ReportData) -> str:
-    """Return the page as text."""
-    payload = _payload(data)
+def page(data: ReportData, live: Live | None = None) -> str:
+    """Return the page as text; one with `live` goes on to follow the run at `events` beside its own address."""
+    payload = _payload(data) | ({"live": live.key} if live else {})
     heats = _heat_maps(data)
     parts = {
         "ledger": sections.ledger_part(data.why, data.rank_ledger),
-        "causes": sections.causes_part(data.why),
+        "ranks": live.ranks if live else "",
+        "causes": "" if live else sections.causes_part(data.why),
         "applied": sections.applied_part(data.run),
         "plan": sections.plan_part(data.plan),
+        "hang": hang_part(data.why.get("hang")),
+        "machines": machines_part(data.why.get("machines")),
         "stragglers": sections.straggler_part(data.why),
         "steps": frames.steps_part(payload["steps"], wanted=data.step_s is not None),
         "shares": frames.shares_part(payload["shares"]),
@@ -113,22 +135,33 @@ def page(data: ReportData) -> str:
         "facts": sections.facts_part(data.facts),
     }
     shown = {name: markup for name, markup in parts.items() if markup}
-    uplot, script = _asset("uplot.min.js"), _asset("page.js")
+    uplot = _asset("uplot.min.js")
+    script = _asset("page.js").replace("/*LIVE*/", _asset("live.js") if live else "")
     library = f"/* {_asset('uplot.LICENSE').strip()} */\n{uplot.partition('*/')[2].lstrip()}"
     return Template(_asset("page.html")).substitute(
-        policy=_policy(library, script),
+        policy=_policy(library, script) + ("; connect-src 'self'" if live else ""),
         version=text(headway.__version__),
         title=text(f"{clean(data.title)}: headway report"),
         style=_style(),
         name=text(data.title),
         when=text(data.created),
-        verdict=sections.verdict_part(data.why) + sections.key_figures(data.why, data.run) + _contents(shown),
+        verdict=(live.head if live else "") + head_part(data, live.headline if live else "") + _contents(shown),
         sections="\n".join(shown.values()),
-        footer=f"Written by headway {text(headway.__version__)}. This file is complete: it loads nothing.",
+        footer=f"{'Served' if live else 'Written'} by headway {text(headway.__version__)}. {FOOTERS[live is not None]}",
         data=_json(payload),
         uplot=library,
         script=script,
     )
+
+
+def head_part(data: ReportData, headline: str = "") -> str:
+    """Return the verdict, or the `headline` in its place, and the key figures."""
+    first = f"<h1>{text(headline)}</h1>" if headline else sections.verdict_part(data.why)
+    return f'<div id="head">{first}{sections.key_figures(data.why, data.run)}</div>'
+
+
+FOOTERS = ("This file is complete: it loads nothing.", "Figures are estimates until the run has ended.")
+"""Last words of a report, and of a page that follows a run."""
 
 
 def _asset(name: str) -> str:
@@ -160,7 +193,8 @@ DARK = (
 """Colours of the dark theme; those of the light one stand in `page.css`."""
 
 TITLES = {
-    "ledger": "Ledger", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
+    "ledger": "Ledger", "ranks": "Ranks", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
+    "hang": "Hang", "machines": "Machines",
     "stragglers": "Stragglers", "steps": "Step time", "shares": "Shares over time", "timeline": "Timeline",
     "heat": "Heat map", "failure": "Failure", "facts": "Facts",
 }  # fmt: skip

@@ -195,8 +195,8 @@ def render_whatif(whatif: Json, **screen: Unpack[ScreenOptions]) -> str:
 def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.compare/1` object: which run is faster, what each bucket takes in both.
 
-    Reads `speedup`, `steps_per_s` [first, second], `changes` (seconds per device
-    and step, or per run), `regressions` and `threshold`. `names` are the two
+    Reads `speedup`, `steps_per_s` and `step_goodput` [first, second], `changes` (seconds per device
+    and step, or per run), `regressions`, `notes` and `threshold`. `names` are the two
     runs as the user named them.
     """
     aside = " -> ".join(name for name in names if name)
@@ -211,12 +211,16 @@ def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **scr
         pace = "as fast as the first" if times == "1.00x" else f"{times} {word}"
         text = f"The second run is {pace}{detail}."
         parts.append(paragraph(text, style="bold red" if regressions else "bold"))
+    shares = [percent(share) for raw in comparison.get("step_goodput") or () if (share := finite(raw)) is not None]
+    if len(shares) == 2:
+        parts.append(paragraph(f"Goodput in steps: {' -> '.join(shares)}.", style="dim"))
     if comparison.get("changes"):
         parts += ["", _changes(comparison["changes"])]
     if regressions:
         parts += ["", *(paragraph(Text.assemble(("regression  ", "red"), r)) for r in regressions)]
     elif comparison.get("threshold") is not None:
         parts += ["", paragraph(f"No regression past {percent(comparison['threshold'])}.", style="dim")]
+    parts += [paragraph(Text.assemble(("note  ", "yellow"), _plain(note))) for note in comparison.get("notes") or ()]
     return draw(parts, **screen)
 
 

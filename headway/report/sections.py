@@ -99,6 +99,7 @@ def key_figures(why: Json, run: Json | None) -> str:
         ("Steps per second", f"{rate:.3g}" if rate is not None else "-"),
         ("Speedup", speedup(next((row.get("measured_speedup") for row in whole), None))),
         ("Goodput", percent(why.get("goodput"))),
+        ("MFU", percent((why.get("mfu") or {}).get("mfu"))),
         ("Straggler slowdown", speedup(slowdown)),
         ("Coverage", percent(why.get("coverage"))),
         ("Replay error", percent(abs(fidelity - 1)) if fidelity is not None else "-"),

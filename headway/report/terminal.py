@@ -39,6 +39,7 @@ from headway.report.figures import (
     verdict,
     worth_naming,
 )
+from headway.report.job_lines import job_lines
 from headway.report.paper import ScreenOptions, add_row, bar, draw, grid, joined, paragraph, screen_of, thin_bar, title
 from headway.report.screens import (
     render_compare,
@@ -93,6 +94,9 @@ def render_why(why: Json, *, source: str = "", next_command: str = "", **screen:
     if why.get("straggler"):
         parts += ["", *_straggler(why["straggler"])]
     parts += _causes(why)
+    lines = job_lines(why)
+    if lines:
+        parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
     command = next_command or _next_command(why, source)
     if command:
         parts += ["", Text.assemble("  ", ("Next  ", "dim"), (command, "bold"))]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,8 +65,42 @@ REST_OF_STEP = "compute"
 ANNOTATION = len(BUCKETS)
 """Bucket index of a mark: the profiler's own rows, ranges that a script named."""
 
-HIDDEN = ("process", "launcher", "window", "dropped", "region")
+HIDDEN = ("process", "launcher", "window", "dropped", "region", "segment.forward", "segment.backward")
 """Bookkeeping that would cover the row it lies in."""
+
+
+MOST_GROUPED_RANKS = 64
+"""Ranks that a page holds for the reader to choose groups among."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """Ranks that belong together: a data-parallel group, a pipeline."""
+
+    name: str
+    """'dp, pp 1', 'mesh_tp 0-7'."""
+
+    ranks: tuple[int, ...]
+    """Its ranks."""
+
+
+def rank_groups(trace: Trace) -> tuple[RankGroup, ...]:
+    """Return the parallel groups of a trace's ranks: from their coordinates, else from the table of groups.
+
+    Groups of one rank, and the one of all, are left out; at most 200.
+    """
+    axes = [axis for axis in ("tp", "cp", "ep", "dp", "pp") if all(axis in row for row in trace.ranks.values())]
+    found: dict[str, list[int]] = {}
+    for axis in axes:
+        for rank, row in sorted(trace.ranks.items()):
+            others = ", ".join(f"{other} {row[other]}" for other in axes if other != axis)
+            found.setdefault(f"{axis} group, {others}" if others else f"{axis} group", []).append(rank)
+    if not axes:
+        for entry in trace.groups.values():
+            name = entry.get("description") or entry.get("name", "")
+            found.setdefault(f"group {name}", list(entry.get("ranks") or ()))
+    kept = [RankGroup(clean(name), tuple(ranks)) for name, ranks in found.items()]
+    return tuple(group for group in kept if 1 < len(group.ranks) < len(trace.ranks))[:200]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +127,9 @@ class TimelineRow:
 
     joined: NDArray[np.int64]
     """[k] How many recorded spans this one stands for."""
+
+    rank: int = -1
+    """Whose row it is, -1 = the launcher's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +160,21 @@ class Timeline:
     hidden: int = 0
     """Spans left out because even joined they were too many: the shortest."""
 
+    links: NDArray[np.int64] = field(default_factory=lambda: np.zeros((2, 0), dtype=np.int64), compare=False)
+    """[2, e] Spans, numbered through all rows: the second waited for the first."""
+
+    groups: tuple[RankGroup, ...] = ()
+    """Groups that the reader may choose; without a choice `first_ranks` are shown."""
+
+    first_ranks: tuple[int, ...] = ()
+    """Ranks shown at first, () = all that are drawn."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the page's object, arrays encoded."""
         rows = [
             {
                 "name": row.name,
+                "rank": row.rank,
                 "levels": int(row.depth.max()) + 1 if len(row.depth) else 1,
                 "start": encode(row.start_ns, 1),
                 "duration": encode(row.duration_ns, 1),
@@ -148,6 +195,9 @@ class Timeline:
             "ranks": len(self.ranks),
             "all_ranks": self.all_ranks,
             "steps": [list(step) for step in self.steps],
+            "links": [encode(side, 1) for side in self.links],
+            "groups": [[group.name, list(group.ranks)] for group in self.groups],
+            "first": list(self.first_ranks),
         }
 
 
@@ -159,12 +209,17 @@ def timeline(
     steps: Iterable[int] | None = None,
     ranks: Iterable[int] | None = None,
     most_spans: int = MOST_SPANS,
+    links: NDArray[np.int64] | None = None,
+    groups: Sequence[RankGroup] = (),
 ) -> Timeline:
     """Return the spans of `trace` between `start_ns` and `end_ns`, or of these `steps`; the whole trace by default.
 
     `ranks` chooses whose rows are drawn; for an ideal timeline pass the
-    recorded one's `.ranks`. Raises `InputError` when the window ends before it
-    starts.
+    recorded one's `.ranks`. With `groups` all ranks are drawn, up to
+    `MOST_GROUPED_RANKS`, for the reader to choose among. `links` [2, e] are
+    rows of `trace`, the second waited for the first
+    (`headway.ledger.waited_for`). Raises `InputError` when the window ends
+    before it starts.
     """
     start, end = _window(trace, start_ns, end_ns, steps)
     if end < start:
@@ -173,12 +228,13 @@ def timeline(
     ends = events["start_ns"] + events["duration_ns"]
     drawn = (ends > start) & (events["start_ns"] < end) & (events["duration_ns"] > 0) & (events["depth"] < DEEPEST)
     present = np.unique(events["rank"][drawn])
-    chosen = _spread(present, np.unique(np.stack([events["rank"], events["lane"]])[:, drawn], axis=1).shape[1])
-    chosen = chosen if ranks is None else np.array(sorted(set(ranks)), dtype=np.int64)
-    trace = trace.where(np.isin(events["rank"], chosen))
-    drawn, events = drawn[np.isin(events["rank"], chosen)], trace.events
+    first = _spread(present, np.unique(np.stack([events["rank"], events["lane"]])[:, drawn], axis=1).shape[1])
+    chosen = _chosen(ranks, present, first, groups)
+    row = np.flatnonzero(np.isin(events["rank"], chosen))
+    trace = trace.where(row)
+    drawn, events = drawn[row], trace.events
     drawn &= ~trace.named(*HIDDEN, STEP) & ~((events["kind"] == KIND["MARK"]) & (events["name"] < 0))
-    spans = _clipped(trace.where(drawn), start, end)
+    spans = _clipped(trace.where(drawn), row[drawn], start, end)
     if trace.meta.get("device_type", "cpu") == "cpu":
         spans = _with_remainder(spans, trace, start, end)
     place = _lane_places(trace.lanes)[np.clip(spans["lane"], 0, None)]
@@ -189,7 +245,29 @@ def timeline(
     names = (*(clean(name) for name in trace.names), REST_OF_STEP)
     marks = _step_starts(trace, start, end)
     drawn_ranks = tuple(np.intersect1d(chosen, present).tolist())
-    return Timeline(start, end, _rows(spans, row_of, trace), names, marks, drawn_ranks, len(present), missing)
+    return Timeline(
+        start, end, _rows(spans, row_of, trace), names, marks, drawn_ranks, len(present), missing,
+        _links_of(spans["row"], links), tuple(groups), tuple(first.tolist()) if groups else (),
+    )  # fmt: skip
+
+
+def _chosen(
+    ranks: Iterable[int] | None, present: NDArray[Any], first: NDArray[np.int64], groups: Sequence[RankGroup]
+) -> NDArray[np.int64]:
+    """Return the ranks that are drawn: those named, all where they can be chosen among, else the evenly spread ones."""
+    if ranks is not None:
+        return np.array(sorted(set(ranks)), dtype=np.int64)
+    return np.asarray(present, dtype=np.int64) if groups and len(present) <= MOST_GROUPED_RANKS else first
+
+
+def _links_of(row: NDArray[np.int64], links: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Return [2, e] numbers of spans for pairs of rows of which both are drawn on their own; `row` [k] by span."""
+    if links is None or not links.size or not len(row):
+        return np.zeros((2, 0), dtype=np.int64)
+    place = np.full(max(int(row.max()), int(links.max())) + 1, -1, dtype=np.int64)
+    place[row[row >= 0]] = np.flatnonzero(row >= 0)
+    pairs = place[links]
+    return np.asarray(pairs[:, (pairs >= 0).all(axis=0)])
 
 
 def _spread(ranks: NDArray[Any], rows: int) -> NDArray[np.int64]:
@@ -206,8 +284,8 @@ def _window(trace: Trace, start_ns: int | None, end_ns: int | None, steps: Itera
     return first if start_ns is None else start_ns, last if end_ns is None else end_ns
 
 
-def _clipped(window: Trace, start: int, end: int) -> dict[str, NDArray[np.int64]]:
-    """Return int64 columns of the spans, cut at the window and counted from its start."""
+def _clipped(window: Trace, row: NDArray[np.int64], start: int, end: int) -> dict[str, NDArray[np.int64]]:
+    """Return int64 columns of the spans, cut at the window and counted from its start; `row` says where they stand."""
     events = window.events
     begin = np.maximum(events["start_ns"], start)
     return {
@@ -219,6 +297,7 @@ def _clipped(window: Trace, start: int, end: int) -> dict[str, NDArray[np.int64]
         "joined": np.ones(len(window), dtype=np.int64),
         "lane": events["lane"].astype(np.int64),
         "rank": events["rank"].astype(np.int64),
+        "row": row,
     }
 
 
@@ -251,7 +330,7 @@ def _with_remainder(
         outer = (spans["rank"] == rank) & (spans["lane"] == main)
         gaps = _gaps(spans["start"][outer], spans["duration"][outer], first, last)
         constant = {"depth": 0, "bucket": BUCKETS.index("useful"), "code": len(trace.names), "joined": 1}
-        constant |= {"lane": main, "rank": int(rank)}
+        constant |= {"lane": main, "rank": int(rank), "row": -1}
         for column, value in constant.items():
             added[column].append(np.full(len(gaps), value, dtype=np.int64))
         added["start"].append(gaps[:, 0])
@@ -318,6 +397,7 @@ def _join(
     out = {column: values[first] for column, values in spans.items()}
     out["duration"] = np.maximum.reduceat(ends, first) - out["start"]
     out["joined"] = np.add.reduceat(spans["joined"], first)
+    out["row"] = np.where(out["joined"] > 1, -1, out["row"])
     return out, row_of[first]
 
 
@@ -332,8 +412,8 @@ def _rows(spans: dict[str, NDArray[np.int64]], row_of: NDArray[np.int64], trace:
         lane_name = trace.lanes[lane] if 0 <= lane < len(trace.lanes) else str(lane)
         owner = f"rank {rank}" if rank >= 0 else "launcher"
         name = owner if lane_name == "main" else f"{owner} · {clean(lane_name)}"
-        columns = (part[c] for c in ("start", "duration", "depth", "bucket", "code", "joined"))
-        rows.append(TimelineRow(name, *columns))
+        start, duration, depth, bucket = (part[column] for column in ("start", "duration", "depth", "bucket"))
+        rows.append(TimelineRow(name, start, duration, depth, bucket, part["code"], part["joined"], rank))
     return tuple(rows)
 
 

@@ -173,6 +173,10 @@ class Group:
         self._specs = list(specs)
         self.ranks: list[RankProcess] = []
         """The rank processes, by local rank, once started."""
+        self.overdue: Callable[[], bool] = lambda: False
+        """Asked at every step: whether the ranks are to be stopped because they make no progress."""
+        self.hung = False
+        """Whether they were."""
         self._obeyed = 0
         self._settled = False
 
@@ -234,6 +238,9 @@ class Group:
                 self._wait_for(
                     lambda: any(r.code not in (None, 0) and not is_secondary(r) for r in self.ranks), SETTLE_S
                 )
+            self.stop(grace_s=grace_s, signals=signals)
+        elif self.running and self.overdue():
+            self.hung = True
             self.stop(grace_s=grace_s, signals=signals)
         return bool(self.running)
 

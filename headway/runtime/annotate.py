@@ -24,10 +24,15 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from headway.core.errors import InputError
+from headway.runtime import timers
 from headway.runtime.probes import now, write_json
 from headway.trace.vocabulary import SPANS
+
+if TYPE_CHECKING:
+    from headway.runtime.logger_bridge import LoggerBridge
 
 T = TypeVar("T")
 
@@ -35,6 +40,87 @@ REGION = SPANS["region"].code
 NEXT = SPANS["input.next"].code
 
 DEFAULT_FOLDER = "headway-runs"
+
+
+class Timer:
+    """Records how long stretches take under a name of the script's own: `with`, or `begin()` and `end()`.
+
+    Timers nest; each one times one stretch at a time. Once the rank computes on a CUDA device its events time the
+    stretch, without synchronising; else the host's clock does. Without a recording nothing is recorded.
+    """
+
+    def __init__(self, name: str, session: Any) -> None:
+        self.name = name
+        self._probes = session.probes if session is not None else None
+        self._begun: tuple[int, Any, int] | None = None
+
+    def begin(self) -> None:
+        """Begin a stretch. Raises `InputError` when one is going on."""
+        if self._begun is not None:
+            raise InputError(
+                f"timer {self.name!r} was begun in step {self._begun[2]} and is begun again in {self._where()} without "
+                "an end in between. End it first, or make a second timer for what lies inside."
+            )
+        probes = self._probes
+        self._begun = (now(), self._event(), probes.steps[0] if probes is not None else -1)
+        if probes is not None:
+            probes.open_timers[id(self)] = (self.name, self._begun[2])
+
+    def end(self) -> None:
+        """End the stretch and record it. Raises `InputError` when none was begun."""
+        if self._begun is None:
+            raise InputError(
+                f"timer {self.name!r} is ended in {self._where()} but was not begun. "
+                f"Call begin() before it, or write: with headway.timer({self.name!r}): ..."
+            )
+        (start, event, _), self._begun = self._begun, None
+        probes = self._probes
+        if probes is None:
+            return
+        probes.open_timers.pop(id(self), None)
+        code = self._code(probes)
+        ended = self._event() if event is not None else None
+        if ended is not None:
+            probes.device_timers.add(REGION, code, event, ended, start)
+        else:
+            probes.emit(REGION, start, now() - start, code)
+
+    def __enter__(self) -> Timer:
+        """Begin."""
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self.end()
+
+    def _event(self) -> Any:
+        """Return an event recorded on the device, None where the host's clock has to do."""
+        probes = self._probes
+        if probes is None or probes.device_timers is None:
+            return None
+        return timers.event_of(probes)
+
+    def _code(self, probes: Any) -> int:
+        """Return the number of the name, which the tables keep."""
+        names: list[str] = probes.tables.setdefault("regions", [])
+        if self.name not in names:
+            names.append(self.name)
+            probes.write_tables()
+        return names.index(self.name)
+
+    def _where(self) -> str:
+        return f"step {self._probes.steps[0]}" if self._probes is not None else "a run that is not recorded"
+
+
+def timer(name: str) -> Timer:
+    """Return a timer for a stretch of the script: `with headway.timer("augment"): ...`.
+
+    Records under `headway run` and inside `with headway.run()`; anywhere else it does nothing.
+    """
+    from headway.runtime import bootstrap
+
+    return Timer(name, bootstrap.active())
 
 
 class Run:
@@ -51,23 +137,9 @@ class Run:
         """The run folder."""
         return str(self._session.probes.run) if self._session is not None else ""
 
-    @contextlib.contextmanager
-    def region(self, name: str) -> Iterator[None]:
+    def region(self, name: str) -> Timer:
         """Record how long the block takes under a name of the script's own, such as 'augment'."""
-        if self._session is None:
-            yield
-            return
-        probes = self._session.probes
-        names = probes.tables.setdefault("regions", [])
-        if name not in names:
-            names.append(name)
-            probes.write_tables()
-        corr = names.index(name)
-        start = now()
-        try:
-            yield
-        finally:
-            probes.emit(REGION, start, now() - start, corr)
+        return Timer(name, self._session)
 
     def finish(self) -> None:
         """Stop a recording of our own and finalise its folder; one of `headway run` goes on."""
@@ -106,6 +178,22 @@ def run(path: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> 
             yield recording
         finally:
             recording.finish()
+
+
+def log_to(target: Any, *, every_s: float = 10.0, every_steps: int | None = None) -> LoggerBridge:
+    """Hand this rank's step time, goodput and losses to an experiment logger, off the step path.
+
+    `target` is a W&B run (`log`), the mlflow module (`log_metrics`), a TensorBoard SummaryWriter (`add_scalar`), or
+    any object with such a method; none of them is imported here. A report comes every `every_steps` steps, or every
+    `every_s` seconds. Names are `headway/step_s`, `headway/steps_per_s`, `headway/goodput` (of the run so far) and
+    `headway/lost/<bucket>` (share of the time since the report before). A logger that is slow or fails costs reports,
+    one warning and no training step. Where nothing is recorded it says so and does nothing.
+    Raises `InputError` for a target without such a method.
+    """
+    from headway.runtime import bootstrap
+    from headway.runtime.logger_bridge import LoggerBridge
+
+    return LoggerBridge(bootstrap.active(), target, every_s=every_s, every_steps=every_steps)
 
 
 def steps(loader: Iterable[T]) -> Iterator[T]:

@@ -22,11 +22,11 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-from headway.runtime import patches, remedy, windows
+from headway.runtime import patches, process_probe, remedy, timers, windows
 from headway.runtime.hooks import PostImport
 from headway.runtime.host_memory import process_memory
-from headway.runtime.probes import Probes, now
-from headway.trace.ring import CHILD, MAIN, Recorder
+from headway.runtime.probes import Probes, now, timers_off
+from headway.trace.ring import CHILD, MAIN, Recorder, warn
 from headway.trace.vocabulary import SPANS
 
 IMPORT = SPANS["host.import"].code
@@ -48,6 +48,14 @@ class Session:
         self.undos: list[patches.Undo] = []
         self.windows: windows.Windows | None = None
         self._torch_started = 0
+
+    def answer_for_stacks(self) -> None:
+        """Register the signal by which the launcher asks for this process's stacks."""
+        try:
+            number = process_probe.register_stacks(self.probes.recorder.path.removesuffix(".ring") + ".stacks")
+            self.probes.page.stacks_by(number)
+        except Exception as cause:
+            self.probes.failed("stacks on demand", cause)
 
     def before(self, name: str) -> None:
         """Note when the import of torch begins."""
@@ -80,6 +88,11 @@ class Session:
         self.probes.recorder.close()
 
     def _end_of_steps(self) -> None:
+        timers.flush_backward(self.probes)
+        for name, step in self.probes.open_timers.values():
+            warn(f"timer {name!r} was begun in step {step} and never ended: that stretch is not recorded")
+        if self.probes.device_timers is not None:
+            self.probes.tables["timers"] = timers.device_facts(self.probes.device_timers)
         if self.probes.steps[0]:
             self.probes.mark_cpu()
 
@@ -115,8 +128,11 @@ _SESSIONS: dict[str, Session] = {}
 """'active' -> the recording of this process: patches reach into torch, so there is one at most."""
 
 
-def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ) -> Session:
-    """Begin to record into HEADWAY_RUN: patch what is imported already, and let `finder` watch for the rest."""
+def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, launched: bool = True) -> Session:
+    """Begin to record into HEADWAY_RUN: patch what is imported already, and let `finder` watch for the rest.
+
+    A rank that was `launched` answers its launcher's question for its stacks.
+    """
     is_main = environ.get("HEADWAY_MAIN_PID", "") in ("", str(os.getpid()))
     recorder = Recorder(
         os.path.join(environ["HEADWAY_RUN"], "rings"),
@@ -130,6 +146,8 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ) -> 
     if is_main:
         recorder.open()  # a child waits for its first record: most have none
     session = Session(Probes(recorder, environ["HEADWAY_RUN"]), finder)
+    if launched and is_main and recorder.path and not timers_off():
+        session.answer_for_stacks()
     _SESSIONS["active"] = session
     atexit.register(session.finish)
     for name in sorted(WATCHED):
@@ -146,7 +164,7 @@ def start_here(environ: Mapping[str, str]) -> Session:
     """Begin to record in a process that was started without headway; torch may be imported already."""
     finder = PostImport(set(), before=before_import, after=after_import)
     finder.install()
-    session = start(finder, environ)
+    session = start(finder, environ, launched=False)
     torch = sys.modules.get("torch")
     if torch is not None:
         session.after(torch)

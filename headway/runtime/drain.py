@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ LOOK_EVERY = 25
 """Drains between two looks at the size of the windows."""
 
 Listener = Callable[[RingHeader, NDArray[np.void]], None]
+Looker = Callable[[Sequence[RingReader]], None]
 
 
 class _Ring:
@@ -93,6 +94,8 @@ class Drainer:
         self.rings = run / "rings"
         self.listeners: list[Listener] = list(earlier.listeners) if earlier else []
         """Called with (header, new records) of each drain, in the drain's thread."""
+        self.lookers: list[Looker] = list(earlier.lookers) if earlier else []
+        """Called after each drain but the last with the readers of all rings that are followed, in the same thread."""
         self._pattern = f"a{attempt}-r{'*' if rank is None else rank}-p*.ring"
         self._budget = budget_bytes
         self._seal_bytes = max(min(SEAL_BYTES, budget_bytes // 16), 64 * RECORD_DTYPE.itemsize)
@@ -144,6 +147,8 @@ class Drainer:
                 self._retired.add(path)
                 del self._followed[path]
 
+        for looker in () if final else self.lookers:
+            looker([ring.reader for ring in self._followed.values()])
         self._drains += 1
         if final or self._drains % LOOK_EVERY == 0:
             prune_windows(self.rings.parent / "windows", self._budget)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -27,7 +28,6 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from headway.core.errors import InputError
@@ -45,6 +45,7 @@ from headway.runtime.launch import (
     specs_of,
 )
 from headway.runtime.rank_env import Place, Port
+from headway.runtime.rendezvous import open_rendezvous
 
 DEFAULT_PORT = 29500
 """torchrun's port for the static rendezvous of several hosts: the one number that all of them must agree on."""
@@ -87,11 +88,14 @@ class HostAgent(SimpleElasticAgent):
         self._start_ns, self._stack = start_ns, stack
         return self
 
+    def leave(self) -> None:
+        """Close the rendezvous: nobody needs this host any more."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+
     def _interrupt(self) -> None:
         """Break a rendezvous or a sleep of torch's loop; our own loops look at the signals themselves."""
         if not self._ours:
-            number = self._signals.stop[-1]
-            raise SignalException(f"signal {number}", signal.Signals(number))
+            break_off(self._signals)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._ours = True
@@ -175,8 +179,7 @@ class HostAgent(SimpleElasticAgent):
         finally:
             self._ours = False
         if self._signals.stop:
-            number = self._signals.stop[0]
-            raise SignalException(f"signal {number}", signal.Signals(number))
+            break_off(self._signals)
         if running and not group.failed:
             return RunResult(state=WorkerState.HEALTHY)
         if group.failed:
@@ -207,9 +210,16 @@ class HostAgent(SimpleElasticAgent):
             self._ours = False
 
 
+def break_off(signals: Signals) -> None:
+    """Raise what torch's loops end on, for the first stop signal."""
+    number = signals.stop[0]
+    raise SignalException(f"signal {number}", signal.Signals(number))
+
+
 def run_elastic(options: LaunchOptions, script: Sequence[str], start_ns: int, hosts: tuple[int, int]) -> ExitReport:
     """Take part in a run over `hosts` (fewest, most) as this host, and return how it ended here.
 
+    A stop signal ends the wait for other hosts at once: then no rank was started and there is no run folder.
     Raises `InputError` when the rendezvous cannot work or nobody came.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -218,47 +228,67 @@ def run_elastic(options: LaunchOptions, script: Sequence[str], start_ns: int, ho
     )
     if options.rdzv_backend == "static":
         settings["rank"] = options.node_rank
-    parameters = RendezvousParameters(
-        backend=options.rdzv_backend,
-        endpoint=endpoint,
-        run_id=options.rdzv_id,
-        min_nodes=hosts[0],
-        max_nodes=hosts[1],
-        local_addr=options.local_addr,
-        **settings,
-    )
-    master, _, _ = endpoint.rpartition(":")
+    agent: HostAgent | None = None
     with Signals() as signals, ExitStack() as stack:
-        spec = WorkerSpec(
-            role=options.role,
-            local_world_size=rank_env.num_processes(options.nproc_per_node),
-            entrypoint=script[0],
-            args=tuple(script[1:]),
-            rdzv_handler=registry.get_rendezvous_handler(parameters),
-            max_restarts=options.max_restarts,
-            monitor_interval=options.monitor_interval,
-            master_addr=master if options.rdzv_backend == "static" else None,
-            local_addr=options.local_addr,
-        )
-        agent = HostAgent(spec, options, script, signals).open(start_ns, stack)
-        interrupted = _run(agent, options)
-        if not interrupted:
-            spec.rdzv_handler.shutdown()
+        signals.on_stop = lambda: break_off(signals)
+        try:
+            spec = _spec_of(options, script, endpoint, settings, hosts)
+            agent = HostAgent(spec, options, script, signals).open(start_ns, stack)
+            agent.run()
+        except RendezvousError as cause:  # a closed rendezvous is the others' failure
+            say(options, f"the rendezvous ended: {cause}")
+        except SignalException:
+            pass
         signals.on_stop = None
-    if agent.attempts is None:
-        raise InputError(
-            f"no rank was started: the rendezvous at {endpoint} did not come about. "
-            "Check that every host was given the same endpoint and id, and that it is reachable."
-        )
-    return report(options, agent.attempts.recording, agent.ends, signals)
+        if agent is not None and not signals.stop:
+            agent.leave()
+    if agent is not None and agent.attempts is not None:
+        return report(options, agent.attempts.recording, agent.ends, signals)
+    if signals.stop:
+        return _stopped_alone(signals.stop[0], endpoint, start_ns)
+    raise InputError(
+        f"no rank was started: the rendezvous at {endpoint} did not come about. "
+        "Check that every host was given the same endpoint and id, and that it is reachable."
+    )
 
 
-def _run(agent: HostAgent, options: LaunchOptions) -> bool:
-    """Run the agent to its end; returns whether a signal ended it. A closed rendezvous is the others' failure."""
+def _spec_of(
+    options: LaunchOptions,
+    script: Sequence[str],
+    endpoint: str,
+    settings: Mapping[str, str | int | float],
+    hosts: tuple[int, int],
+) -> WorkerSpec:
+    """Return what torch's agent needs to know; a c10d store is reached here. Raises `InputError`, `RendezvousError`."""
     try:
-        agent.run()
-    except SignalException:
-        return True
-    except RendezvousError as cause:
-        say(options, f"the rendezvous ended: {cause}")
-    return False
+        handler = open_rendezvous(
+            options.rdzv_backend, endpoint, settings, run_id=options.rdzv_id, hosts=hosts, local_addr=options.local_addr
+        )
+    except ValueError as cause:
+        raise InputError(
+            f"the rendezvous at {endpoint!r} cannot be: {cause}. Mend --rdzv-endpoint or --rdzv-conf."
+        ) from cause
+    master, _, _ = endpoint.rpartition(":")
+    return WorkerSpec(
+        role=options.role,
+        local_world_size=rank_env.num_processes(options.nproc_per_node),
+        entrypoint=script[0],
+        args=tuple(script[1:]),
+        rdzv_handler=handler,
+        max_restarts=options.max_restarts,
+        monitor_interval=options.monitor_interval,
+        master_addr=master if options.rdzv_backend == "static" else None,
+        local_addr=options.local_addr,
+    )
+
+
+def _stopped_alone(number: int, endpoint: str, start_ns: int) -> ExitReport:
+    """Say that a signal came before the other hosts did."""
+    cls = "user" if number == signal.SIGINT else "preempted"
+    name = signal.Signals(number).name
+    sys.stderr.write(
+        f"headway: stopped by {name} while waiting for the other hosts at {endpoint} (class {cls}). "
+        "No rank was started, there is no run folder.\n"
+    )
+    sys.stderr.flush()
+    return ExitReport(128 + number, cls, None, None, (time.perf_counter_ns() - start_ns) / 1e9, None)

@@ -113,6 +113,9 @@ class RankEnd:
     oom_killed: bool = False
     """Whether the kernel's counters or log say that it was killed for memory."""
 
+    hung: bool = False
+    """Whether the launcher ended the run because this rank, or nobody in particular, made no progress."""
+
 
 def traceback_of(stderr: str) -> str | None:
     """Return the last traceback in `stderr`, with the exceptions it was chained from; None without one."""
@@ -176,13 +179,15 @@ def _message(text: str) -> str:
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     """Return the rank that failed first of its own accord, or the earliest of the others, or None.
 
-    Order: a fault of its own before one caused by a peer; then the moment of
+    Order: the rank that a run was ended for; a fault of its own before one caused by a peer; then the moment of
     the traceback; then the moment of the exit.
     """
-    failed = [end for end in ends if end.code != 0]
+    failed = [end for end in ends if end.code != 0 or end.hung]
     if not failed:
         return None
-    return min(failed, key=lambda end: (is_secondary(end), end.told, end.traceback_ns or end.end_ns, end.rank))
+    return min(
+        failed, key=lambda end: (not end.hung, is_secondary(end), end.told, end.traceback_ns or end.end_ns, end.rank)
+    )
 
 
 def classify(end: RankEnd | None, *, preempted: bool = False) -> str:
@@ -191,6 +196,8 @@ def classify(end: RankEnd | None, *, preempted: bool = False) -> str:
         return "preempted"
     if end is None:
         return "ok"
+    if end.hung:
+        return "hang"
     message = _message(_exception_of(end))
     text = message or end.stderr[-4096:]
     if end.oom_killed or _OOM.search(text):
@@ -209,6 +216,10 @@ def advice(end: RankEnd, cls: str) -> str:
     """Return what to do about this end: the fix of a known cause, else whether a new start may help."""
     words = end.stderr[-4096:]
     return next((fix for pattern, fix in FIXES if re.search(pattern, words)), ADVICE[cls])
+
+
+HUNG_CODE: Final = 124
+"""Exit status of a run that was ended for making no progress and whose ranks left with 0: that of timeout(1)."""
 
 
 def exit_status(code: int) -> int:

@@ -79,13 +79,10 @@ def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
         dropped += int(meta.get("dropped", 0))
         size += path.stat().st_size
         device = meta.get("device_type", device)
-    loaders: dict[str, Any] = {}
-    for path in sorted((run / "loaders").glob("r*.json"), reverse=True):
-        loaders.update(json_object(path))
     memory = {path.stem[1:]: json_object(path).get("memory") for path in (run / "tables").glob("r*.json")}
     return {
         "applied": applied(run),
-        "loaders": loaders,
+        "loaders": loaders(run),
         "memory": {rank: known for rank, known in sorted(memory.items()) if known},
         "device_type": device,
         "dropped": dropped,
@@ -109,6 +106,22 @@ def _spawned_here(known: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any
         for rank, facts in known.items()
         if facts.get("role") == "spawned" and facts.get("host") == socket.gethostname()
     }
+
+
+def loaders(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the facts of each loader, of the lowest rank that has them; what any process saw drawn counts."""
+    found: dict[str, dict[str, Any]] = {}
+    # In this order a rank's own file comes before those of its loader workers, which know of draws only.
+    for path in sorted((run / "loaders").glob("r*.json"), reverse=True):
+        for group, told in json_object(path).items():
+            known = found.get(group, {})
+            drawn = {
+                key: sorted({*(known.get(key) or ()), *(told.get(key) or ())})
+                for key in ("draws", "collate_draws")
+                if known.get(key) is not None or told.get(key) is not None
+            }
+            found[group] = {**known, **told, **drawn}
+    return found
 
 
 def applied(run: Path) -> list[Any]:

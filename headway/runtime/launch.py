@@ -16,8 +16,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
 from headway.runtime.exit_class import (
     BLAME,
     HEADER,
+    HUNG_CODE,
     OomWatch,
     RankEnd,
     advice,
@@ -41,6 +42,9 @@ from headway.runtime.recording import DEFAULT_MAX_RUN_BYTES, Exit, RankRow, Reco
 from headway.runtime.streams import Streams
 
 if TYPE_CHECKING:
+    from headway.runtime.drain import Drainer
+    from headway.runtime.hang_watch import HangWatch
+    from headway.runtime.prometheus import Metrics
     from headway.runtime.status import StatusLine
 
 RUNS = Path("headway-runs")
@@ -90,12 +94,18 @@ class LaunchOptions:
     windows: float = 0.01
     """Fraction of run time that deep windows may cost."""
     max_run_bytes: int = DEFAULT_MAX_RUN_BYTES
+    hang_timeout_s: float | None = None
+    """Seconds without progress after which the run is ended with class hang; None = a hang is only reported."""
     grace_s: float = 30.0
     """Seconds between SIGTERM and SIGKILL."""
     quiet: bool = False
     """No status line and no lines of our own; the traceback of a failure still comes."""
     json: bool = False
     """Ranks' stdout goes to stderr: stdout belongs to the one JSON object."""
+    metrics_port: int | None = None
+    """Port of this host's Prometheus endpoint; 0 = a free one, None = no endpoint."""
+    metrics_host: str = "127.0.0.1"
+    """Address that the endpoint is bound to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +122,8 @@ class ExitReport:
     """Its traceback, None without one."""
     seconds: float
     """Launcher start to end, finalisation included."""
-    run: Path
-    """The run folder."""
+    run: Path | None
+    """The run folder; None when a signal came before the hosts of a run had met."""
 
 
 def launch(options: LaunchOptions, script: Sequence[str]) -> ExitReport:
@@ -144,6 +154,10 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"--max-restarts is {options.max_restarts}; it must be at least 0. Pass 0 for no restart.")
     if not options.grace_s >= 0:
         raise InputError(f"--grace-s is {options.grace_s}; it must be at least 0. Pass 30.")
+    if options.hang_timeout_s is not None and not options.hang_timeout_s > 0:
+        raise InputError(
+            f"--hang-timeout is {options.hang_timeout_s}; it is seconds, above 0. Leave it out to have hangs reported."
+        )
     if not 0 <= options.windows <= 1:
         raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
     if not options.module and not options.no_python and not Path(script[0]).exists():
@@ -154,11 +168,21 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"the program {script[0]!r} cannot be run. Check the path, or drop --no-python for a script.")
     if options.apply is not None and not options.apply.is_file():
         raise InputError(f"--apply {options.apply} is not a file. Write one with: headway plan RUN -o {options.apply}")
+    if options.metrics_port is not None:
+        _check_metrics(options, options.metrics_port)
     hosts = parse_hosts(options.nnodes)
     if options.rdzv_endpoint:
         rank_env.check_host(_host_of(options.rdzv_endpoint), "the rendezvous host")
     rank_env.check_host(options.master_addr, "--master-addr")
     return hosts
+
+
+def _check_metrics(options: LaunchOptions, port: int) -> None:
+    from headway.runtime.prometheus import check_port  # loads prometheus-client: only when asked for
+
+    if options.no_launch:
+        raise InputError("--metrics-port stands for the ranks that headway launches. Drop it, or drop --no-launch.")
+    check_port(port, options.metrics_host)
 
 
 def parse_hosts(text: str | int) -> tuple[int, int]:
@@ -280,15 +304,24 @@ class Attempts:
     def __init__(self, options: LaunchOptions, recording: Recording, streams: Streams, signals: Signals) -> None:
         self.options, self.recording, self.streams, self.signals = options, recording, streams, signals
         self._status: StatusLine | None = None
+        self._metrics: Metrics | None = None
+        self._hang_watch: HangWatch | None = None
         self._attempt = 0
         self._secondary: dict[int, bool] = {}
 
     def __enter__(self) -> Attempts:
-        """Return self."""
+        """Open the metrics endpoint if one was asked for."""
+        if self.options.metrics_port is not None:
+            from headway.runtime.prometheus import Metrics
+
+            self._metrics = Metrics(self.recording, self.options.metrics_port, self.options.metrics_host)
+            say(self.options, f"metrics at {self._metrics.url}")
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Read the rest of the output and take the status line away."""
+        """Read the rest of the output, take the status line away, close the metrics endpoint."""
+        if self._metrics is not None:
+            self._metrics.close()
         if self._status is not None:
             self._status.stop()
         self.streams.close()
@@ -313,7 +346,28 @@ class Attempts:
             self._status.start()
         if self._status is not None:
             self._status.follow(drainer)
+        if self._metrics is not None:
+            self._metrics.follow(drainer)
+        group.overdue = self._watch_for_hangs(drainer)
         return group
+
+    def _watch_for_hangs(self, drainer: Drainer) -> Callable[[], bool]:
+        """Let the hang watch follow an attempt's drain; returns what says that the attempt is to be ended."""
+        from headway.runtime.hang_watch import HangWatch
+
+        if self._hang_watch is None:
+            self._hang_watch = HangWatch(
+                self.recording.path,
+                world_size=self.recording.world_size,
+                say=lambda text: say(self.options, text),
+                timeout_s=self.options.hang_timeout_s,
+            )
+        watch = self._hang_watch
+        watch.begin()
+        if watch.look not in drainer.lookers:  # a later attempt's drainer carries them over
+            drainer.listeners.append(watch.add)
+            drainer.lookers.append(watch.look)
+        return lambda: watch.expired
 
     def is_secondary(self, rank: RankProcess) -> bool:
         """Say whether a rank that ended blames its connection rather than itself."""
@@ -325,7 +379,8 @@ class Attempts:
     def finish(self, group: Group, watch: OomWatch) -> list[RankEnd]:
         """Read what the ranks still had to say, finalise their events, and return how each ended."""
         self.streams.finish()
-        ends = [self._end_of(rank, watch) for rank in group.ranks]
+        hung = self._hung(group)
+        ends = [replace(self._end_of(rank, watch), hung=rank.spec.rank in hung) for rank in group.ranks]
         self.recording.end_attempt(
             [
                 RankRow(r.spec.rank, r.spec.local_rank, r.pid, r.start_ns, r.end_ns, r.code, self._attempt)
@@ -333,6 +388,15 @@ class Attempts:
             ]
         )
         return ends
+
+    def _hung(self, group: Group) -> set[int]:
+        """Return the ranks that the attempt was ended for: the silent one, or all when none stands out."""
+        if self._hang_watch is None:
+            return set()
+        self._hang_watch.finish()
+        blamed = self._hang_watch.blamed
+        own = {rank.spec.rank for rank in group.ranks}
+        return ({blamed} if blamed in own else own) if group.hung else set()
 
     def _end_of(self, rank: RankProcess, watch: OomWatch | None) -> RankEnd:
         tail = self.streams.tail(rank.spec.rank)
@@ -368,7 +432,7 @@ def report(
     cls = classify(first, preempted=signals.preempted)
     if cls == "ok" and signals.stop:
         cls = "user"  # Ctrl-C, and every rank left with 0
-    code = exit_status(first.code) if first else 0
+    code = (exit_status(first.code) or HUNG_CODE) if first else 0
     own = Exit(code, cls, first.rank if first else None, traceback_of(first.stderr) if first else None)
     shown = min([own, *peers], key=lambda end: BLAME.index(end.cls))
     recording.end(shown)
@@ -392,7 +456,9 @@ def _failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, al
     if interrupted:
         return f"headway: stopped by Ctrl-C. The run is in {run}\n"
     how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
-    what = f"{how}, class {end.cls}): {advice(first, end.cls)}"
+    how = "ended for making no progress" if first.hung else how
+    do = f"who was waited for says: headway hang {run}" if first.hung else advice(first, end.cls)
+    what = f"{how}, class {end.cls}): {do}"
     head = f"headway: rank {first.rank} failed first ({what}. The run is in {run}\n"
     if end.traceback:
         told = alone and first.stderr.rstrip().endswith(end.traceback.rstrip())

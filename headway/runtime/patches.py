@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.runtime import probe_comm, probe_copy, probe_host, probe_input, probe_state, probe_step
-from headway.runtime.probes import Probes
+from headway.runtime import probe_comm, probe_copy, probe_host, probe_input, probe_state, probe_step, timers
+from headway.runtime.probes import Probes, timers_off
 
 Undo = Callable[[], None]
 Wrapper = Callable[[Any, Probes], Any]
@@ -53,7 +53,7 @@ class Patch:
     """(replacement, original) -> None; raises when the replacement must not go in."""
 
     needs: str = ""
-    """'cuda': only where there is such a device. '' everywhere."""
+    """Words: 'cuda' only where there is such a device, 'timers' only where they are not switched off; '' everywhere."""
 
     copies: tuple[str, ...] = ()
     """Modules that import the function by name; their copy is replaced too when they are there already."""
@@ -70,6 +70,7 @@ class Patch:
 _DIST = ("torch.distributed",)
 _DCP = ("torch.distributed.checkpoint",)
 _C10D = "torch.distributed.distributed_c10d:"
+_HOOKS = "torch.optim.optimizer:register_optimizer_step_post_hook"
 _LOADER = "torch.utils.data.dataloader:"
 _DYNAMO = "torch._dynamo.callback:CompilationCallbackHandler."
 _FETCH = "torch.utils.data._utils.fetch:"
@@ -79,6 +80,10 @@ PATCHES: dict[str, Patch] = {
     "optimizer.step": Patch("torch.optim.optimizer:Optimizer.profile_hook_step", probe_step.profile_hook_step),
     "optimizer.step.existing": Patch("torch.optim.optimizer:Optimizer", register=probe_step.join_existing),
     "GradScaler.step": Patch("torch.amp.grad_scaler:GradScaler.step", probe_step.scaler_step),
+    "segment.backward": Patch("torch.autograd:backward", timers.backward, needs="timers"),
+    "segment.backward.device": Patch("torch.autograd:backward", timers.device_backward, needs="cuda timers"),
+    "segment.forward.device": Patch(_LOADER + "_BaseDataLoaderIter.__next__", timers.batch_ready, needs="cuda timers"),
+    "segment.update.device": Patch(_HOOKS, register=timers.join_updates, needs="cuda timers"),
     # Input.
     "DataLoader.__iter__": Patch(_LOADER + "DataLoader.__iter__", probe_input.loader_iter),
     "DataLoader.__next__": Patch(_LOADER + "_BaseDataLoaderIter.__next__", probe_input.loader_next),
@@ -170,7 +175,7 @@ _INHERITED = object()
 def install(name: str, probes: Probes) -> Undo | None:
     """Put one patch of the table in; None, and a warning, when that is impossible."""
     patch = PATCHES[name]
-    if patch.needs == "cuda" and not has_cuda():
+    if ("cuda" in patch.needs and not has_cuda()) or ("timers" in patch.needs and timers_off()):
         return None
     try:
         undo = _install(name, patch, probes)

@@ -15,6 +15,7 @@ DDP's single communication hook stays the user's.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import functools
 import inspect
 import weakref
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.probes import Probes, now
+from headway.trace.progress_page import GROUP, OP, SEQ, SINCE_NS, group_cell
 from headway.trace.vocabulary import COLLECTIVES, SPANS
 
 WAIT, COLLECTIVE = SPANS["comm.wait"].code, SPANS["comm.collective"].code
@@ -35,6 +37,9 @@ POINT_TO_POINT = ("send", "isend", "recv", "irecv")
 """The same, from one rank to another."""
 
 UNKNOWN_WORK = COLLECTIVES.index("wait")
+
+UNTOLD = (COLLECTIVE, -1, -1, 0, UNKNOWN_WORK)
+"""What is known of a Work whose start was not seen."""
 
 MAX_PENDING = 1024
 """Asynchronous calls that are remembered until their wait; the oldest is forgotten first."""
@@ -106,13 +111,17 @@ def groups_of(probes: Probes) -> Groups:
 
 def init_group(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `init_process_group`; from then on the process knows its rank."""
-    emit = probes.emit
+    emit, page = probes.emit, probes.page
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         """Create the default group and record how long that took."""
         start = now()
-        result = original(*args, **kwargs)
+        page.opened(INIT, start)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            page.closed()
         try:
             import torch.distributed as dist
 
@@ -128,13 +137,17 @@ def init_group(original: Callable[..., Any], probes: Probes) -> Callable[..., An
 
 def new_group(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `new_group`; on a rank outside the group the record has no group."""
-    emit = probes.emit
+    emit, page = probes.emit, probes.page
 
     @functools.wraps(original)
     def new_group(*args: Any, **kwargs: Any) -> Any:
         """Create the group and record how long that took."""
         start = now()
-        result = original(*args, **kwargs)
+        page.opened(INIT, start)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            page.closed()
         try:
             duration = now() - start
             emit(INIT, start, duration, groups_of(probes).of(result) if hasattr(result, "size") else -1)
@@ -163,10 +176,17 @@ def collective(original: Callable[..., Any], probes: Probes) -> Callable[..., An
     """Wrap one collective of torch.distributed."""
     import torch
 
-    emit, inside = probes.emit, probes.inside
+    emit, inside, page = probes.emit, probes.inside, probes.page
     groups = groups_of(probes)
     corr = COLLECTIVES.index(original.__name__)
     group_of, is_async = argument(original, "group"), argument(original, "async_op")
+
+    def announce(args: Any, kwargs: Any, start: int) -> None:
+        """Mark a blocking call as open; arguments that make no sense are the original's to refuse."""
+        with contextlib.suppress(Exception):
+            if not is_async(args, kwargs):
+                group = groups.of(group_of(args, kwargs))
+                page.opened(COLLECTIVE, start, group, groups.counts.get((group,), 0))
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -178,10 +198,12 @@ def collective(original: Callable[..., Any], probes: Probes) -> Callable[..., An
             return original(*args, **kwargs)
         inside.add(thread)
         start = now()
+        announce(args, kwargs, start)
         try:
             result = original(*args, **kwargs)
         finally:
             inside.discard(thread)
+            page.closed()
         try:
             duration = now() - start
             group = groups.of(group_of(args, kwargs))
@@ -202,13 +224,21 @@ def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[...
     """Wrap `send`, `isend`, `recv` or `irecv`; seq counts per group, peer and direction."""
     import torch
 
-    emit, inside = probes.emit, probes.inside
+    emit, inside, page = probes.emit, probes.inside, probes.page
     groups = groups_of(probes)
     code = SEND if original.__name__.endswith("send") else RECV
     blocking = not original.__name__.startswith("i")
     group_of, tensor_of = argument(original, "group"), argument(original, "tensor")
     end = "dst" if code == SEND else "src"
     peer_of, group_peer_of = argument(original, end), argument(original, f"group_{end}")
+
+    def announce(args: Any, kwargs: Any, start: int) -> None:
+        """Mark a blocking call as open; arguments that make no sense are the original's to refuse."""
+        with contextlib.suppress(Exception):
+            if blocking:
+                group, peer = groups.of(group_of(args, kwargs)), peer_of(args, kwargs)
+                peer = -1 if peer is None else peer
+                page.opened(code, start, group, groups.counts.get((group, code, peer), 0), peer)
 
     @functools.wraps(original)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -220,10 +250,12 @@ def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[...
             return original(*args, **kwargs)
         inside.add(thread)
         start = now()
+        announce(args, kwargs, start)
         try:
             result = original(*args, **kwargs)
         finally:
             inside.discard(thread)
+            page.closed()
         try:
             import torch.distributed as dist
 
@@ -250,7 +282,7 @@ def work_wait(original: Callable[..., Any], probes: Probes) -> Callable[..., Any
     """Wrap `Work.wait`: the part of an asynchronous call that the training thread is blocked for."""
     import torch
 
-    emit, inside = probes.emit, probes.inside
+    emit, inside, page = probes.emit, probes.inside, probes.page
     groups = groups_of(probes)
 
     @functools.wraps(original)
@@ -259,10 +291,15 @@ def work_wait(original: Callable[..., Any], probes: Probes) -> Callable[..., Any
         if torch.compiler.is_compiling() or _thread.get_ident() in inside:
             return original(self, *args, **kwargs)
         start = now()
-        result = original(self, *args, **kwargs)
+        code, group, seq, _, last = groups.pending.get(id(self), UNTOLD)
+        page.opened(code, start, group, seq, last if code != COLLECTIVE else -1)
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            page.closed()
         try:
             duration = now() - start
-            code, group, seq, size, last = groups.pending.pop(id(self), (COLLECTIVE, -1, -1, 0, UNKNOWN_WORK))
+            code, group, seq, size, last = groups.pending.pop(id(self), UNTOLD)
             emit(code, start, duration, group, seq, size, last)
         except Exception as cause:
             probes.failed("Work.wait", cause)
@@ -312,6 +349,7 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
     group, size = groups.of(ddp.process_group), sum(p.nbytes for p in parameters)
     model = weakref.ref(ddp)
     counts, key = groups.counts, (WAIT, group)
+    cells, cell = probes.page.cells, group_cell(group)
     arrived = 0
     # The first backward under static_graph reduces before the callbacks of hooks run: its arrival cannot be seen.
     skip = bool(getattr(ddp, "static_graph", False))
@@ -333,9 +371,16 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
 
     def arrive() -> None:
         nonlocal arrived
-        if not arrived:
-            arrived = now()
+        if arrived:
+            return
+        arrived = now()
+        try:
+            page = cells[0]  # open until the end of the backward, which closes it
+            page[GROUP], page[SEQ], page[SINCE_NS] = cell, counts.get(key, 0), arrived
+            page[OP] = WAIT
             queue(reduced)
+        except Exception as cause:
+            probes.failed("comm.wait", cause)
 
     def reduced() -> None:
         nonlocal arrived

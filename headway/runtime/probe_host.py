@@ -64,12 +64,13 @@ def call_handlers(original: Callable[..., Any], probes: Probes) -> Callable[...,
 
 def compile_start(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap dynamo's call of its start callbacks (a callback of ours would not survive `torch._dynamo.reset`)."""
-    started = probes.compile_started
+    started, page = probes.compile_started, probes.page
 
     @functools.wraps(original)
     def run_start_callbacks(self: Any, *args: Any) -> Any:
         """Note when the compiler begins."""
         started[0] = now()
+        page.opened(COMPILE, started[0])
         return original(self, *args)
 
     return run_start_callbacks
@@ -83,6 +84,7 @@ def compile_end(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     def run_end_callbacks(self: Any, *args: Any) -> Any:
         """Record how long the compiler worked."""
         try:
+            probes.page.closed()
             emit(COMPILE, started[0], now() - started[0])
         except Exception as cause:
             probes.failed("torch.compile", cause)

@@ -5,7 +5,9 @@ recorded where the dataset runs: in the main process or in a loader worker,
 each in its own ring, per batch and never per example. Blocked time is wall -
 thread CPU - run delay; the run delay is field 2 of /proc/thread-self/schedstat.
 In the main process CPU time is read for every load that follows one longer
-than 0.2 ms, and for every 16th otherwise: reading costs 3 us.
+than 0.2 ms, and for every 16th otherwise: reading costs 3 us. Around the first
+few loads of each loader the states of random number generators are compared:
+a plan has to know whether examples are drawn.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from headway.runtime.probes import Probes, now
+from headway.runtime.draws import drawn, fingerprints, own_generators
+from headway.runtime.probes import Probes, now, write_json
 from headway.trace.vocabulary import SPANS
 
 NEXT, ITER, LOAD = SPANS["input.next"].code, SPANS["input.iter"].code, SPANS["input.load"].code
@@ -29,6 +32,9 @@ LONG_LOAD_NS = 200_000
 
 EVERY = 16
 """Among shorter loads of the main process one in this many is measured."""
+
+LOOKS = 4
+"""Loads of each loader around which generators are looked at, in each process that loads for it: 0.1 ms each."""
 
 UNKNOWN = (-1, -1)
 """Group and iterator of an iterator that did not come from `iter(loader)`."""
@@ -46,12 +52,16 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     def __iter__(self: Any) -> Any:  # noqa: N807  # the name it has in torch
         """Make the iterator and record how long that took."""
         nonlocal iterators
+        group, outer = opened(self), probes.opening[0]
+        probes.opening[0] = group  # workers that are forked now inherit it: so they know whom they load for
         start = now()
-        result = original(self)
+        try:
+            result = original(self)
+        finally:
+            probes.opening[0] = outer
         try:
             duration, corr = now() - start, iterators
             iterators += 1
-            group = groups.of(self)
             result.headway_ids = (group, corr)
             result.headway_worker = -1
             workers = getattr(result, "_workers", ())
@@ -61,6 +71,13 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         except Exception as cause:
             probes.failed("DataLoader.__iter__", cause)
         return result
+
+    def opened(loader: Any) -> int:
+        try:
+            return groups.of(loader)
+        except Exception as cause:
+            probes.failed("loader facts", cause)
+            return -1
 
     return __iter__
 
@@ -162,7 +179,7 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         """Fetch with a clock before the collate function, which is put back even when the dataset raises."""
         collate_fn = self.collate_fn
         self.collate_fn = meter.timed(collate_fn)
-        meter.start()
+        meter.start(self.dataset, collate_fn)
         try:
             batch = original(self, index)
         finally:
@@ -176,8 +193,8 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 class Meter:
     """Measures the loads of one fetcher; `due` says whether the next one is measured with CPU time and run delay."""
 
-    __slots__ = ("_collate", "_cpu", "_delay", "_gc", "_probes", "_schedstat", "_start", "bytes", "count", "due",
-                 "life", "worker")  # fmt: skip
+    __slots__ = ("_collate", "_cpu", "_delay", "_gc", "_look", "_probes", "_schedstat", "_start", "bytes", "count",
+                 "due", "group", "life", "worker")  # fmt: skip
 
     def __init__(self, probes: Probes, life: int) -> None:
         from torch.utils.data import get_worker_info
@@ -190,6 +207,9 @@ class Meter:
         if info is not None:
             probes.recorder.set_worker(info.id)
         self._schedstat = open_schedstat()
+        self.group = probes.opening[0]
+        """Group of the loader; -1 when it is not known, as in workers that were not forked."""
+        self._look: Look | None = None
         self.count = self.bytes = 0
         self.due = True
 
@@ -198,12 +218,17 @@ class Meter:
 
         def collate(examples: Any) -> Any:
             self._collate = cpu_now()
+            if self._look is not None:
+                self._look.between()
             return collate_fn(examples)
 
         return collate
 
-    def start(self) -> None:
-        """Begin a measured load."""
+    def start(self, *holders: Any) -> None:
+        """Begin a measured load; `holders`, dataset and collate function, may have generators of their own."""
+        self._look = None
+        if self.group >= 0 and self._probes.looks.get(self.group, 0) < LOOKS:
+            self._look_around(holders)
         self._collate, self._gc = -1, self._probes.gc_ns[0]
         self._delay = read_delay(self._schedstat)
         self._cpu = cpu_now()
@@ -225,8 +250,50 @@ class Meter:
             emit(PARTS, begin, duration, spent, delay, collate, garbage)
             self.count += 1
             self.due = self.worker >= 0 or duration > LONG_LOAD_NS or not self.count % EVERY
+            if self._look is not None:
+                self.due = self._look.report(self._probes, self.group, self.worker) or self.due
         except Exception as cause:
             self._probes.failed("input.load", cause)
+
+    def _look_around(self, holders: tuple[Any, ...]) -> None:
+        """Note where the generators are before the load."""
+        self._probes.looks[self.group] = self._probes.looks.get(self.group, 0) + 1
+        try:
+            self._look = Look(holders)
+        except Exception as cause:
+            self._probes.failed("input.draws", cause)
+
+
+class Look:
+    """Generators before the dataset is read, before its examples are collated, and afterwards."""
+
+    def __init__(self, holders: tuple[Any, ...]) -> None:
+        self._own = own_generators(*holders)
+        self._before = fingerprints(self._own)
+        self._between: dict[str, object] | None = None
+
+    def between(self) -> None:
+        """The examples have been read and are not collated yet."""
+        self._between = fingerprints(self._own)
+
+    def report(self, probes: Probes, group: int, worker: int) -> bool:
+        """Add what was drawn to the loader's facts; returns whether the next load is to be looked at too.
+
+        Of several workers the first one reports, in a file of its own: it cannot reach its rank's facts.
+        """
+        after = fingerprints(self._own)
+        between = after if self._between is None else self._between
+        facts = probes.loaders.setdefault(group, {})
+        known = facts.get("draws") is not None
+        told = False
+        for key, names in (("draws", drawn(self._before, between)), ("collate_draws", drawn(between, after))):
+            told = told or bool(set(names) - set(facts.get(key) or ()))
+            facts[key] = sorted({*(facts.get(key) or ()), *names})
+        if worker == 0 and probes.run and (told or not known):
+            path = f"{probes.run}/loaders/r{probes.recorder.rank}-g{group}.json"
+            if told or not os.path.exists(path):
+                write_json(path, {group: {key: facts[key] for key in ("draws", "collate_draws")}})
+        return probes.looks[group] < LOOKS
 
 
 def open_schedstat() -> int:
@@ -293,7 +360,7 @@ class LoaderGroups:
             if reference() is None and old == facts:
                 self._loaders[group] = (weakref.ref(loader), facts)
                 return group
-        self._loaders.append((weakref.ref(loader), facts))
+        self._loaders.append((weakref.ref(loader), dict(facts)))
         self.probes.loaders[len(self._loaders) - 1] = facts
         self.probes.write_tables()
         return len(self._loaders) - 1
@@ -319,5 +386,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "dataset_size": size,
         "sampler": type(loader.sampler).__name__,
         "dataset": type(loader.dataset).__name__,
+        "draws": None,
+        "collate_draws": None,
         "reason_untunable": "an IterableDataset: more workers would repeat its data" if streams else None,
     }

@@ -28,7 +28,7 @@ def save(path_argument: int, keyword: str) -> Callable[[Callable[..., Any], Prob
 
     def wrapper(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         """Wrap a save."""
-        emit, inside, saves = probes.emit, probes.inside, probes.saves
+        emit, inside, saves, page = probes.emit, probes.inside, probes.saves, probes.page
 
         @functools.wraps(original)
         def saved(*args: Any, **kwargs: Any) -> Any:
@@ -38,10 +38,12 @@ def save(path_argument: int, keyword: str) -> Callable[[Callable[..., Any], Prob
                 return original(*args, **kwargs)
             inside.add(thread)
             start = now()
+            page.opened(SAVE, start)
             try:
                 result = original(*args, **kwargs)
             finally:
                 inside.discard(thread)
+                page.closed()
             end = now()
             try:
                 target = args[path_argument] if len(args) > path_argument else kwargs.get(keyword)
@@ -59,7 +61,7 @@ def save(path_argument: int, keyword: str) -> Callable[[Callable[..., Any], Prob
 
 def load(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap a load of state."""
-    emit, inside, fetching = probes.emit, probes.inside, probes.fetching
+    emit, inside, fetching, page = probes.emit, probes.inside, probes.fetching, probes.page
 
     @functools.wraps(original)
     def loaded(*args: Any, **kwargs: Any) -> Any:
@@ -69,10 +71,12 @@ def load(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             return original(*args, **kwargs)
         inside.add(thread)
         start = now()
+        page.opened(LOAD, start)
         try:
             result = original(*args, **kwargs)
         finally:
             inside.discard(thread)
+            page.closed()
         try:
             target = args[0] if args else kwargs.get("f", kwargs.get("filename"))
             emit(LOAD, start, now() - start, describe(target)[2])
@@ -85,17 +89,22 @@ def load(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
 def fsync(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `os.fsync`: every one is recorded, they are rare and slow."""
-    emit, inside, saves = probes.emit, probes.inside, probes.saves
+    emit, inside, saves, page = probes.emit, probes.inside, probes.saves, probes.page
 
     @functools.wraps(original)
     def fsync(fd: Any) -> None:
         """Sync, and record how long that took."""
         start = now()
-        original(fd)
+        if _thread.get_ident() in inside:
+            original(fd)
+            return
+        page.opened(SYNC, start)
+        try:
+            original(fd)
+        finally:
+            page.closed()
         end = now()
         try:
-            if _thread.get_ident() in inside:
-                return
             descriptor = fd if isinstance(fd, int) else fd.fileno()
             begin = saves.since(descriptor=descriptor, start_ns=start, steps=probes.steps[0])
             emit(SYNC, begin, end - begin, 0)

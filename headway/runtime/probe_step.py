@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.probes import Probes, now
+from headway.trace.progress_page import OP, PROGRESS_NS
+from headway.trace.progress_page import STEP as STEPS
 from headway.trace.vocabulary import SPANS
 
 STEP = SPANS["optimizer.step"].code
@@ -56,7 +58,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
     emit, steps, due, wake, live = probes.emit, probes.steps, probes.due, probes.wake, probes.live
     is_compiling, index_of, indices = torch.compiler.is_dynamo_compiling, probes.index_of, probes.indices
-    stepping = probes.stepping
+    stepping, cells, last = probes.stepping, probes.page.cells, probes.last_backward
 
     @functools.wraps(inner)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -74,8 +76,13 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             index = indices.get(id(args[0]), -1)
             if index < 0:
                 index = index_of(args[0])
-            emit(STEP, start, duration, index, 0)
+            emit(STEP, start, duration, index, 0, last[0], last[1])
+            last[1] = 0
             steps[0] = count = steps[0] + 1
+            page = cells[0]
+            page[PROGRESS_NS] = start + duration
+            page[STEPS] = count
+            page[OP] = 0  # whatever was open is over, also what an exception left
             if count >= due[0]:
                 wake(index)
         except Exception as cause:
@@ -100,6 +107,7 @@ def scaler_step(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 index = index_of(optimizer)
                 emit(STEP, start, now() - start, index, 1)
                 steps[0] = before + 1
+                probes.page.cells[0][STEPS] = before + 1
                 if before + 1 >= probes.due[0]:
                     probes.wake(index)
         except Exception as cause:

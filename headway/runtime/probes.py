@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.runtime.saves import Saves
+from headway.trace.progress_page import PageWriter
 from headway.trace.ring import CHILD, MAIN, SPAWNED, Recorder, warn
 from headway.trace.vocabulary import SPANS
 
@@ -43,11 +44,29 @@ class Probes:
     emit: Callable[..., None] = field(init=False)
     """`recorder.emit`, or a function that raises when HEADWAY_BREAK=run asks for it."""
 
+    page: Any = field(init=False)
+    """`recorder.page`, or one that writes nowhere when the timers are switched off."""
+
+    device_timers: Any = None
+    """The process's `timers.DeviceTimers`; None before the first backward on a device."""
+
+    last_backward: list[int] = field(default_factory=lambda: [0, 0])
+    """[2] Start and duration of a backward that is not recorded yet; duration 0 = none."""
+
+    open_timers: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """`id` of a timer of the script's own that was begun -> its name and the step of its begin."""
+
     gc_ns: list[int] = field(default_factory=lambda: [0])
     """[1] Nanoseconds of garbage collection so far."""
 
     fetching: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the main process is inside a dataset: what it loads there is input, not a checkpoint."""
+
+    opening: list[int] = field(default_factory=lambda: [-1])
+    """[1] Group of the loader whose iterator is being made; a loader worker inherits that of its own. -1 = none."""
+
+    looks: dict[int, int] = field(default_factory=dict)
+    """Group -> loads around which this process has looked at the random number generators."""
 
     inside: set[int] = field(default_factory=set)
     """Threads inside a recorded save, load or collective: what those call themselves is not recorded again."""
@@ -92,6 +111,7 @@ class Probes:
     """`id` of a live optimizer -> its number, see `index_of`."""
 
     def __post_init__(self) -> None:
+        self.page = PageWriter() if timers_off() else self.recorder.page
         self.emit = _broken_emit if "run" in os.environ.get("HEADWAY_BREAK", "").split(",") else self.recorder.emit
 
     def failed(self, name: str, cause: BaseException) -> None:
@@ -116,6 +136,7 @@ class Probes:
                 self.listeners.remove(listener)
                 self.failed(getattr(listener, "__qualname__", "a listener"), cause)
         if steps == 1:
+            self.page.train_here()
             self.write_tables()
         self.due[0] = due
 
@@ -154,6 +175,11 @@ class Probes:
                 write_json(f"{self.run}/{folder}/r{rank}.json", content)
             except (OSError, TypeError, ValueError) as cause:
                 self.failed(f"{folder} file", cause)
+
+
+def timers_off() -> bool:
+    """Whether HEADWAY_TIMERS=off leaves out the timers of segments, the progress page and the stacks on demand."""
+    return os.environ.get("HEADWAY_TIMERS", "").lower() in ("off", "0")
 
 
 def device_type() -> str:

@@ -17,95 +17,58 @@ import os
 import sys
 import threading
 import time
-from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.units import format_seconds
+from headway.core.units import format_fraction, format_seconds
 from headway.runtime.drain import Drainer
 from headway.runtime.streams import Streams, write_all
 from headway.trace.records import RingHeader
-from headway.trace.vocabulary import SPANS
 
-LOSSES = {
-    "input.next": "input", "comm.wait": "comm", "comm.collective": "comm", "checkpoint.save": "checkpoint",
-    "checkpoint.load": "checkpoint", "host.gc": "gc", "host.logging": "logging", "host.compile": "compile",
-}  # fmt: skip
-"""Recorded name -> the loss that the line counts it to; what lies inside another of these is left out."""
+if TYPE_CHECKING:
+    from headway.ledger.live_ledger import LiveLedger
 
-RATE_WINDOW_S = 10.0
 PLAIN_EVERY_S = 10.0
 REDRAW_S = 0.5
 
-_CODES = {SPANS[name].code: loss for name, loss in LOSSES.items()}
-_STEP = SPANS["optimizer.step"].code
-
 
 class Progress:
-    """What the records drained so far say of the run; fed by one thread, read by another."""
+    """What the records drained so far say of the run, in one line; fed by one thread, read by another."""
 
     def __init__(self, *, start_ns: int, world_size: int) -> None:
-        self._start_ns = start_ns
-        self._world_size = max(world_size, 1)
+        self._start_ns, self._world_size = start_ns, world_size
         self._lock = threading.Lock()
-        self._lost_ns: dict[str, int] = {}
-        self._first_ns: dict[int, int] = {}
-        self._updates: dict[int, dict[int, int]] = {}
-        self._history: deque[tuple[int, int]] = deque()
+        self._ledger: LiveLedger | None = None
 
     def add(self, header: RingHeader, records: NDArray[np.void]) -> None:
-        """Take in what was drained from one process; only ranks' main threads count."""
-        if header.role not in ("main", "spawned"):
-            return
-        main = records[records["lane"] == 0]
-        steps = main[main["code"] == _STEP]
-        with self._lock:
-            for code, loss in _CODES.items():
-                spent = int(main["duration_ns"][main["code"] == code].sum())
-                if spent:
-                    self._lost_ns[loss] = self._lost_ns.get(loss, 0) + spent
-            if len(steps):
-                self._first_ns.setdefault(header.rank, int(steps["start_ns"][0]))
-                updates = self._updates.setdefault(header.rank, {})
-                for optimizer, count in zip(*np.unique(steps["a"], return_counts=True), strict=True):
-                    updates[int(optimizer)] = updates.get(int(optimizer), 0) + int(count)
-                if header.rank == min(self._updates):
-                    self._history.append((time.perf_counter_ns(), self.steps))
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps so far of the lowest rank; of several optimizers, the one met first counts."""
-        if not self._updates:
-            return 0
-        updates = self._updates[min(self._updates)]
-        return updates[min(updates)]
+        """Take in what was drained from one process."""
+        self._account.add(header, records)
 
     def line(self, now_ns: int) -> str:
         """Return the line as plain text."""
-        with self._lock:
-            wall_ns = max(now_ns - self._start_ns, 1)
-            if not self._first_ns:
-                return f"starting up for {format_seconds(wall_ns / 1e9)}"
-            total_ns = wall_ns * self._world_size
-            startup_ns = sum(first - self._start_ns for first in self._first_ns.values())
-            startup_ns += (self._world_size - len(self._first_ns)) * wall_ns
-            lost = {"startup": max(startup_ns, 0), **self._lost_ns}
-            goodput = max(1 - sum(lost.values()) / total_ns, 0.0)
-            top = max(lost, key=lambda loss: lost[loss])
-            return (
-                f"step {self.steps} | {self._rate(now_ns):.3g} steps/s | goodput {goodput:.0%} | "
-                f"top loss {top} {min(lost[top] / total_ns, 1):.0%}"
-            )
+        figures = self._account.figures(now_ns)
+        if not any(rank.begun for rank in figures.ranks):
+            return f"starting up for {format_seconds(max(now_ns - self._start_ns, 1) / 1e9)}"
+        amounts = figures.bucket_ns
+        total_ns = max(sum(amounts.values()), 1)
+        top = max((name for name in amounts if name != "useful"), key=lambda name: amounts[name])
+        return (
+            f"step {figures.steps} | {figures.steps_per_s:.3g} steps/s | "
+            f"goodput {format_fraction(figures.goodput, 0)} | "
+            f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
+        )
 
-    def _rate(self, now_ns: int) -> float:
-        """Steps per second over the last window."""
-        while len(self._history) > 2 and now_ns - self._history[0][0] > RATE_WINDOW_S * 1e9:
-            self._history.popleft()
-        if len(self._history) < 2:
-            return 0.0
-        (begin, before), (end, after) = self._history[0], self._history[-1]
-        return (after - before) / max(end - begin, 1) * 1e9
+    @property
+    def _account(self) -> LiveLedger:
+        """The account; made in the thread that first needs it, since loading it takes the launcher a moment."""
+        from headway.ledger.live_ledger import LiveLedger
+
+        with self._lock:
+            if self._ledger is None:
+                self._ledger = LiveLedger(start_ns=self._start_ns, world_size=self._world_size)
+            return self._ledger
 
 
 class StatusLine:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from headway.runtime.ddp_facts import note_models
 from headway.runtime.probes import NEVER, Probes, now
 from headway.trace.vocabulary import SPANS
 
@@ -180,6 +181,8 @@ class Windows:
             "realtime_ns": window.realtime_ns, "cost_ns": self._last_cost_ns,
         }  # fmt: skip
         self.probes.tables.setdefault("windows", {})[str(number)] = facts
+        with contextlib.suppress(Exception):  # Notes for what-ifs: without them those refuse, nothing else is lost.
+            note_models(self.probes)
         stem = f"{self.probes.run}/windows/r{rank}-w{number}"
         # A plain thread, waited for by `finish`: a daemon could be cut off in the middle of a file.
         writer = threading.Thread(target=self._write, args=(result, stem, facts), name="headway windows", daemon=True)

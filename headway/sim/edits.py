@@ -80,8 +80,8 @@ class Scenario:
     cache_shards: int = 1
     """Parts into which ranks deal the examples anew each epoch: a rank's own cache has seen only some of the next."""
 
-    bucket_mb: float | None = None
-    """DDP bucket size in 10**6 bytes; None = as recorded."""
+    bucket_mb: float | str | None = None
+    """DDP bucket size in MiB (`bucket_cap_mb`); 'default' = DDP's own [1, 25, ...]; None = as recorded."""
 
     bandwidth: float = 1.0
     """Speed of the links against the recorded one."""
@@ -200,11 +200,11 @@ def _fraction(text: str) -> float:
     return number
 
 
-def _size_mb(text: str) -> float:
+def _size_mb(text: str) -> float | str:
     number = _number(text)
-    if not 0 < number < math.inf:
-        raise InputError(f"{text!r} is not a bucket size. Write megabytes as a positive number, for example 25.")
-    return number
+    if text != "default" and not 0 < number < math.inf:
+        raise InputError(f"{text!r} is not a bucket size. Write MiB as a positive number, for example 25, or default.")
+    return text if text == "default" else number
 
 
 def _number(text: str) -> float:
@@ -278,7 +278,7 @@ EDITS: dict[str, EditRule] = {
     "cache_fraction": EditRule(_fraction, _sets("cache_fraction"), "share of examples served without fetch and prep"),
     "cache_cold": EditRule(_count(0), _sets("cache_cold"), "first epochs, which fill the cache and miss"),
     "cache_shards": EditRule(_count(1), _sets("cache_shards"), "parts in which ranks deal examples anew each epoch"),
-    "bucket_mb": EditRule(_size_mb, _sets("bucket_mb"), "DDP bucket size in MB"),
+    "bucket_mb": EditRule(_size_mb, _sets("bucket_mb"), "DDP bucket size in MiB (its bucket_cap_mb), or default"),
     "bandwidth": EditRule(_speed, _sets("bandwidth"), "speed of the links"),
     "cores": EditRule(_count(1), _sets("cores"), "usable cores of the host"),
     "storage": EditRule(_storage, _set_storage, "speed of the storage; or shared | parallel: how it serves readers"),

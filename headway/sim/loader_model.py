@@ -179,7 +179,7 @@ class LoaderModel:
             prefetch=np.array([int(fact.get("prefetch_factor") or 2) for fact in told], dtype=np.int64),
             persistent=np.array([bool(fact.get("persistent")) for fact in told], dtype=bool) & (batches.epoch > 0),
             tunable=np.array([not untunable(fact) for fact in told], dtype=bool),
-            cacheable=np.array([not fact.get("reason_untunable") for fact in told], dtype=bool),
+            cacheable=np.array([not uncacheable(fact) for fact in told], dtype=bool),
             batch_size=np.array([int(fact.get("batch_size") or 1) for fact in told], dtype=np.int64),
             take_ns=take,
             handoff_ns=handoff,
@@ -268,6 +268,15 @@ def untunable(fact: Mapping[str, Any]) -> str:
     sampler = fact.get("sampler")
     if sampler is not None and sampler not in SAFE_SAMPLERS:
         return f"{sampler}: a sampler of the script's own must not be read ahead"
+    return ""
+
+
+def uncacheable(fact: Mapping[str, Any]) -> str:
+    """Say why examples of a loader with these facts (of run.json) cannot be kept; '' if they can."""
+    if fact.get("reason_untunable"):
+        return str(fact["reason_untunable"])
+    if fact.get("draws"):
+        return f"reading an example draws random numbers ({', '.join(fact['draws'])}): it is another one each time"
     return ""
 
 

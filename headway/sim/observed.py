@@ -24,11 +24,16 @@ from numpy.typing import NDArray
 
 from headway.core.errors import BarMissedError, InputError
 from headway.core.tables import pick
+from headway.core.units import format_fraction
 from headway.sim.dag import Dag
+from headway.sim.ddp_replay import ddp_dag
+from headway.sim.ddp_window import runs_on_threads
 from headway.sim.edits import Edit, Scenario, scenario_of
 from headway.sim.observed_edges import DEVICE, EDGE_CLASSES, FINDERS, Ints, Operations
 from headway.sim.program import Program
 from headway.sim.replay import replay
+from headway.sim.row_edges import listed_dag
+from headway.trace.clocks import on_common_clock
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
 
@@ -36,8 +41,8 @@ DELAYS: tuple[str, ...] = ("none", "host", "all")
 """Which residual gaps stay: launch gaps only; those of host threads too; all of them."""
 
 MODELS: tuple[str, ...] = ("auto", "observed", "ddp", "recorded")
-"""Names that `Dag.from_trace` takes: 'ddp' is 'observed' that insists on collectives, 'recorded' is for headway's own
-runs."""
+"""Names that `Dag.from_trace` takes: 'ddp' insists on collectives, and where threads of the host run them (gloo) lays
+out the step of all ranks with the link they share; 'recorded' is for headway's own runs."""
 
 MAX_DISCREPANCY = 0.05
 """A replay that misses the observed makespan by more refuses what-ifs."""
@@ -78,7 +83,8 @@ class Observed:
         gap = abs((self.dag.fidelity or 0.0) - 1)
         if gap > MAX_DISCREPANCY:
             raise BarMissedError(
-                f"the replay misses the trace by {gap:.1%}; a what-if needs at most {MAX_DISCREPANCY:.0%}. "
+                f"the replay misses the trace by {format_fraction(gap)}; a what-if needs at most "
+                f"{format_fraction(MAX_DISCREPANCY, 0)}. "
                 "Take a window in which whole steps lie."
             )
         scenario = scenario_of(edits)
@@ -115,6 +121,7 @@ def observe(trace: Trace, *, classes: Collection[str] = tuple(EDGE_CLASSES), del
     for name in classes:
         pick(EDGE_CLASSES, name, "edge class")
     pick(dict.fromkeys(DELAYS), delays, "choice of delays")
+    trace = on_common_clock(trace)
     ops = Operations.of(trace)
     found: list[tuple[str, Ints, Ints]] = [
         (name, src, dst) for name, finder in FINDERS.items() if name in classes for src, dst in [finder(ops)]
@@ -127,15 +134,20 @@ def from_trace(trace: Trace, model: str = "auto") -> Dag:
 
     `model` is one of `MODELS`; 'auto' takes 'recorded' for rows of headway's
     own recorder (steps with optimizer steps), else 'observed'. A 'recorded'
-    Dag is for `greedy`; its durations are `Program.unrolled().duration_ns`.
+    Dag is for `greedy`; its durations are `Program.unrolled().duration_ns`. So is that of 'ddp' on gloo, with
+    `ddp_step.compiled`.
     """
     pick(dict.fromkeys(MODELS), model, "model")
+    if trace.edges is not None and trace.meta.get("timed") is False:
+        return listed_dag(trace)  # Nothing can be inferred from times that are not there.
     own = trace.named("step").any() and trace.named("optimizer.step").any()
     if model == "recorded" or (model == "auto" and own):
         program = Program.from_trace(trace, trace.meta)
         return replace(program.unrolled().dag, coverage=1.0, fidelity=program.fidelity)
     if model == "ddp" and not (trace.events["kind"] == KIND["COLL"]).any():
         raise InputError("the trace has no collective, so there is nothing of DDP in it. Use model='observed'.")
+    if model == "ddp" and runs_on_threads(trace):
+        return ddp_dag(trace)
     return observe(trace).dag
 
 

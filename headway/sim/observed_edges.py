@@ -32,6 +32,7 @@ EDGE_CLASSES: dict[str, str] = {
     "backward": "backward of an operation after its forward; the thread that asked for backward goes on after it",
     "loader": "what follows next(loader) on the thread follows the batch",
     "enqueue": "a collective of the host's own threads runs after the call that put it into the queue",
+    "listed": "a dependency that the file itself lists (Chakra)",
 }
 """Class of dependency -> what it says."""
 
@@ -414,8 +415,19 @@ def _enqueue(ops: Operations) -> Pair:
     return _join(pairs)
 
 
+def _listed(ops: Operations) -> Pair:
+    """Return the edges of the trace itself between rows that are operations; a launch is left by its first half."""
+    if ops.trace.edges is None:
+        return _NONE
+    first = np.full(len(ops.trace), -1, np.int64)
+    first[ops.row[::-1]] = np.arange(ops.row.size)[::-1]
+    source, target = first[ops.trace.edges]
+    known = (source >= 0) & (target >= 0)
+    return source[known], target[known]
+
+
 FINDERS: dict[str, Callable[[Operations], Pair]] = {
     "sync": _sync, "collective": _collective, "p2p": _p2p, "program": _program, "launch": _launch, "event": _event,
-    "backward": _backward, "loader": _loader, "enqueue": _enqueue,
+    "backward": _backward, "loader": _loader, "enqueue": _enqueue, "listed": _listed,
 }  # fmt: skip
 """Class -> finder. Those that shorten operations by what they waited come first."""

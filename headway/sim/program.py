@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import BarMissedError, InputError
-from headway.core.units import NS_PER_S
+from headway.core.units import NS_PER_S, format_fraction
+from headway.sim.ddp_replay import DdpReplay
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
 from headway.sim.loader_model import (
     Costs,
@@ -37,6 +38,7 @@ from headway.sim.loader_model import (
 )
 from headway.sim.recording import LABEL, LABELS, Recording
 from headway.sim.unroll import COMPUTE, Unrolled, edited_segments, unroll
+from headway.trace.parts import Parts
 from headway.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -138,23 +140,30 @@ class Program:
     facts: Mapping[str, Any]
     """run.json."""
 
+    run: Run | None = None
+    """The run folder, for its deep windows; None for a bare trace."""
+
+    deep: list[DdpReplay | InputError] = field(default_factory=list)
+    """Its deep windows once they were asked for, or why they cannot be used."""
+
     replays: dict[tuple[Scenario, bool], NDArray[np.float64]] = field(default_factory=dict)
     """Replays done so far: (scenario, scaled to the whole run) -> [k] ns per steady step, mean over ranks."""
 
     @classmethod
     def from_run(cls, run: Run, *, costs: Costs | None = None) -> Program:
         """Build the program of the last attempt of a recorded run."""
-        return cls.from_trace(run.trace, run.meta, costs=costs)
+        return replace(cls.from_trace(run.parts, run.meta, costs=costs), run=run)
 
     @classmethod
-    def from_trace(cls, trace: Trace, facts: Mapping[str, Any], *, costs: Costs | None = None) -> Program:
-        """Build it from finalised rows and the content of run.json.
+    def from_trace(cls, trace: Trace | Parts, facts: Mapping[str, Any], *, costs: Costs | None = None) -> Program:
+        """Build it from finalised rows and the content of run.json; of parts one rank is in memory at a time.
 
         `costs` replaces the typical costs of what the run cannot show. Raises
         `InputError` when too few steps were recorded.
         """
-        num_ranks = max(1, len({int(rank) for rank in np.unique(trace.events["rank"]) if rank >= 0}))
-        recording = Recording.from_trace(trace, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
+        parts = Parts.of(trace)
+        num_ranks = max(1, sum(rank >= 0 for rank in parts.numbers))
+        recording = Recording.from_trace(parts, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
         warm = _first_steady(recording)
         if recording.num_steps - warm < MIN_STEPS:
             raise InputError(
@@ -214,13 +223,92 @@ class Program:
         """
         given = tuple(parse_edit(edit) if isinstance(edit, str) else edit for edit in edits)
         scenario = scenario_of(given)
+        inside, rest, note = self._split(scenario)
+        if rest != scenario and rest == Scenario():
+            return self._from_windows(inside, Prediction(self.measured_s, self.measured_s, (1.0, 1.0), ()), given)
+        if rest != scenario:
+            # The edits that by themselves are not for the windows.
+            others = [edit for edit in given if self._split(scenario_of([edit]))[0] != scenario_of([edit])]
+            plain = self.predict(others, max_discrepancy=max_discrepancy, interval=interval, seed=seed)
+            return self._from_windows(inside, plain, given)
         self._check(scenario, max_discrepancy)
         base, after = self.steps_ns(Scenario(), seed), self.steps_ns(scenario, seed)
         step_s = self.measured_s * float(after.mean() / base.mean())
         speedup = float(base.mean() / max(after.mean(), 1e-9))
         wanted = interval and scenario != Scenario()
         bounds = self._interval(scenario, base, after, seed) if wanted else (speedup, speedup)
-        return Prediction(self.measured_s, step_s, bounds, tuple(map(str, given)), " ".join(self._notes(scenario)))
+        notes = " ".join([*self._notes(scenario), *([note] if note else [])])
+        return Prediction(self.measured_s, step_s, bounds, tuple(map(str, given)), notes)
+
+    def windows(self) -> DdpReplay:
+        """Return the replay of the run's deep windows. Raises `InputError` when it has none that a replay can use."""
+        if not self.deep:
+            if self.run is None:
+                raise InputError("a bare trace has no deep windows. Name the run folder.")
+            try:
+                self.deep.append(DdpReplay.from_run(self.run))
+            except InputError as cause:
+                self.deep.append(cause)
+        found = self.deep[0]
+        if isinstance(found, InputError):
+            raise found
+        return found
+
+    @property
+    def replays_links(self) -> bool:
+        """Whether deep windows answer what another bandwidth would do."""
+        return self._split(Scenario(bandwidth=2.0))[0] != Scenario()
+
+    def _split(self, scenario: Scenario) -> tuple[Scenario, Scenario, str]:
+        """Return what the deep windows have to answer, the rest, and why windows that could have helped do not.
+
+        Theirs are bucket sizes, links, and operations that only they show. What they can answer together they answer
+        together; loaders and the host are not in them.
+        """
+        unseen = tuple(pair for pair in scenario.factors if not self._shows(pair[0]))
+        inside = Scenario(factors=unseen, bucket_mb=scenario.bucket_mb, bandwidth=scenario.bandwidth)
+        if inside == Scenario():
+            return inside, scenario, ""
+        # Why they cannot is kept beside the answer of the always-on records, or said with the refusal.
+        try:
+            deep = self.windows()
+            if scenario.bucket_mb is None:
+                deep.check(inside)
+        except (InputError, BarMissedError) as cause:
+            if scenario.bucket_mb is not None:
+                given = Edit("bucket_mb", scenario.bucket_mb)
+                raise InputError(
+                    f"{given} is not predictable from this run: {cause} Try it live with headway run --apply."
+                ) from None
+            return Scenario(), scenario, f"Deep windows do not tell more: {cause}"
+        if not all(deep.matches(pattern) for pattern, _ in unseen):
+            return Scenario(), scenario, ""  # The check of the always-on names says which names there are.
+        if deep.answers(scenario):
+            return scenario, Scenario(), ""
+        left = tuple(pair for pair in scenario.factors if pair not in unseen)
+        return inside, replace(scenario, factors=left, bucket_mb=None, bandwidth=1.0), ""
+
+    def _from_windows(self, inside: Scenario, rest: Prediction, given: tuple[Edit, ...]) -> Prediction:
+        """Add what the windows say to `rest`: seconds of a step, because the two parts of it follow each other."""
+        deep = self.windows()
+        ratio, (low, high) = deep.ratio(inside)
+        step_s, fastest, slowest = (
+            max(0.0, rest.step_s + rest.base_step_s * (value - 1)) for value in (ratio, low, high)
+        )
+        spread = (rest.speedup / max(rest.interval[1], 1e-9), rest.speedup / max(rest.interval[0], 1e-9))
+        bounds = tuple(self.measured_s / max(time, 1e-9) for time in (slowest * spread[1], fastest * spread[0]))
+        notes = [rest.note] if rest.note else []
+        return Prediction(
+            self.measured_s, step_s, (bounds[0], bounds[1]), tuple(map(str, given)), " ".join([*notes, deep.words()])
+        )
+
+    def _shows(self, pattern: str) -> bool:
+        """Say whether the always-on records have operations that the glob `pattern` matches."""
+        single = Scenario(factors=((pattern, 0.5),))
+        return pattern in KNOWN_GLOBS or any(single.factor(name) != 1 for name in self._names() | set(PARTS))
+
+    def _names(self) -> set[str]:
+        return {LABELS[code] for lane in self.recording.lanes for code in np.unique(lane.label)}
 
     def steps_ns(self, scenario: Scenario, seed: int = 0, *, whole: bool = True) -> NDArray[np.float64]:
         """Replay under `scenario` and return [k] the duration of each steady step, mean over ranks.
@@ -303,22 +391,14 @@ class Program:
         gap = abs(self.fidelity - 1)
         if gap > max_discrepancy:
             raise BarMissedError(
-                f"the replay without edits misses the measured step time by {gap:.1%}; a what-if needs at most "
-                f"{max_discrepancy:.0%}. Record a longer or a quieter run."
+                f"the replay without edits misses the measured step time by {format_fraction(gap)}; a what-if needs "
+                f"at most {format_fraction(max_discrepancy, 0)}. Record a longer or a quieter run."
             )
-        if scenario.bucket_mb is not None:
-            raise InputError(
-                f"bucket_mb={scenario.bucket_mb:g} is not predictable from this run: the overlap of buckets with "
-                "backward is not in the always-on records, and on busy cores it cannot be replayed. Try it live with "
-                "headway run --apply."
-            )
-        names = {LABELS[code] for lane in self.recording.lanes for code in np.unique(lane.label)}
-        known = {"comm.*", "checkpoint.*", "host.*", "host.gc", "host.logging"}
-        for pattern, factor in scenario.factors:
-            single = Scenario(factors=((pattern, 0.5 if factor == 1 else factor),))
-            if pattern not in known and all(single.factor(name) == 1 for name in names | set(PARTS)):
+        names = self._names() | set(PARTS)
+        for pattern, _ in scenario.factors:
+            if not self._shows(pattern):
                 raise InputError(
-                    f"no recorded operation matches {pattern!r}. Choose among: {', '.join(sorted(names | set(PARTS)))}."
+                    f"no recorded operation matches {pattern!r}. Choose among: {', '.join(sorted(names))}."
                 )
 
     def _interval(
@@ -363,7 +443,9 @@ class Program:
         if scenario.workers and loads and self.shared is None and scenario.storage_shared is None:
             notes.append("Storage is assumed to serve all workers at full speed (storage=shared if it does not).")
         if (scenario.workers or scenario.cores) and not self.busy_known:
-            notes.append(f"Compute is assumed to occupy {self.busy.mean():.0%} of a core per rank.")
+            notes.append(
+                f"Compute is assumed to occupy {format_fraction(float(self.busy.mean()), 0)} of a core per rank."
+            )
         if scenario.bandwidth != 1:
             notes.append("Only exposed communication is recorded: its latency share and hidden part are not known.")
         if scenario.cache_fraction and any((batches.epoch == 0).all() for batches in self._batches):
@@ -375,6 +457,9 @@ class Program:
             notes.append(f"Replayed: the first {self.recording.num_steps} of {self.recording.recorded_steps} steps.")
         return notes
 
+
+KNOWN_GLOBS = ("comm.*", "checkpoint.*", "host.*", "host.gc", "host.logging")
+"""Globs that edits write themselves: they need not match anything."""
 
 PARTS = ("input.fetch", "input.prep", "input.collate", "input.iter")
 """Operations inside a load that `op:GLOB` reaches too."""

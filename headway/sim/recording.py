@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.trace.nesting import enclosing
+from headway.trace.parts import Parts
 from headway.trace.sweep import sweep
 from headway.trace.trace import Trace
 
@@ -167,49 +168,60 @@ class Recording:
     """[ranks] End of the last step that the run completed."""
 
     @classmethod
-    def from_trace(cls, trace: Trace, *, max_steps: int) -> Recording:
+    def from_trace(cls, source: Trace | Parts, *, max_steps: int) -> Recording:
         """Cut a finalised run into segments; keep the first `max_steps` steps.
 
+        Of parts the rows of one rank are in memory at a time, and of all ranks those of the kept steps.
         Raises `InputError` when no rank has a complete step, or its steps took no time.
         """
-        ranks = [int(rank) for rank in np.unique(trace.events["rank"][trace.named("step")]) if rank >= 0]
+        parts = Parts.of(source)
+        counts = _count_steps(parts)
+        ranks = list(counts)
         if not ranks:
             raise InputError(
                 "the run has no complete step: nothing to replay. Record a run that takes at least one optimizer step."
             )
-        own = [_own_rows(trace, rank) for rank in ranks]
-        recorded = min(int(rows.named("step").sum()) for rows in own)
+        recorded = min(counts.values())
         kept = min(recorded, max_steps)
-        lanes = tuple(_lane(rows, rank, kept) for rows, rank in zip(own, ranks, strict=True))
-        batches = tuple(
-            _batches(_until(rows, lane.step_end_ns[-1]), lane) for rows, lane in zip(own, lanes, strict=True)
-        )
-        cut = np.array([_mean_ns(rows, recorded) / np.maximum(_mean_ns(rows, kept), 1e-9) for rows in own])
-        seen = np.array([_mean_ns(rows, kept) > 0 for rows in own])
-        last = np.array([_step_ends(rows, recorded)[-1] for rows in own], dtype=np.int64)
-        busy = np.array([_busy(*part) for part in zip(own, lanes, batches, strict=True)])
+        own, lanes, batches, cut, seen, last, busy = [], [], [], [], [], [], []
+        for rank in ranks:
+            rows = _in_order(parts.read({"rank": (rank, rank + 1)}))
+            lanes.append(_lane(rows, rank, kept))
+            own.append(_until(rows, lanes[-1].step_end_ns[-1]))
+            batches.append(_batches(own[-1], lanes[-1]))
+            mean = _mean_ns(rows, kept)
+            cut.append(_mean_ns(rows, recorded) / np.maximum(mean, 1e-9))
+            seen.append(mean > 0)
+            last.append(_step_ends(rows, recorded)[-1])
+            busy.append(_busy(rows, lanes[-1], batches[-1]))
         return cls(
-            lanes,
-            batches,
-            _meetings(own, lanes),
+            tuple(lanes),
+            tuple(batches),
+            _meetings(own, tuple(lanes)),
             kept,
             recorded,
-            np.where(seen, cut, 1.0),
-            busy,
-            _hosts(trace, ranks),
-            last,
+            np.where(np.array(seen), np.array(cut), 1.0),
+            np.array(busy),
+            _hosts(parts.ranks, ranks),
+            np.array(last, dtype=np.int64),
         )
 
 
-def _hosts(trace: Trace, ranks: list[int]) -> NDArray[np.int64]:
+def _count_steps(parts: Parts) -> dict[int, int]:
+    """Return rank -> its rows named 'step', for the ranks that have some."""
+    named = (parts.read({"rank": (rank, rank + 1)}, ("name",)) for rank in parts.numbers)
+    counts = zip(parts.numbers, (int(part.named("step").sum()) for part in named), strict=True)
+    return {rank: count for rank, count in counts if rank >= 0 and count}
+
+
+def _hosts(known: Mapping[int, Mapping[str, Any]], ranks: list[int]) -> NDArray[np.int64]:
     """Return [ranks] the index of each rank's host; ranks of which nothing is known are taken to share one."""
-    names = [str(trace.ranks.get(rank, {}).get("host", "")) for rank in ranks]
+    names = [str(known.get(rank, {}).get("host", "")) for rank in ranks]
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
 
 
-def _own_rows(trace: Trace, rank: int) -> Trace:
+def _in_order(rows: Trace) -> Trace:
     """Return the rows of one rank in order of start, outer spans first."""
-    rows = trace.select(ranks=[rank])
     return rows.where(np.lexsort((-rows.events["duration_ns"], rows.events["start_ns"])))
 
 

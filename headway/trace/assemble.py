@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace import spool
+from headway.trace import segments, spool
 from headway.trace.loads import load_children, name_workers
 from headway.trace.nesting import Nesting
 from headway.trace.rows import Rows, lane_name, raw_rows
@@ -72,8 +72,10 @@ def build(
         _step_rows(bounds),
         *(_dropped_rows(p, lanes, p is lead) for p in processes),
     ]
-    everything = Rows.concat([columns.without(CODE["input.parts"]), *marks])
+    kept = columns.where(~np.isin(columns.name, [CODE["input.parts"], segments.FORWARD, segments.BACKWARD]))
+    everything = Rows.concat([kept, segments.with_forwards(main), *marks])
     everything.step[:] = step_of(everything.start_ns, bounds)
+    segments.place(everything, bounds)
     _set_depth(everything)
     order = np.lexsort((everything.depth, everything.lane, everything.start_ns))
     tables = json_object(run / "tables" / f"r{rank}.json")
@@ -90,7 +92,7 @@ def build(
             "dropped": sum(process.dropped for process in processes),
             "device_type": tables.get("device_type", "cpu"),
             "collectives": list(COLLECTIVES),
-            **{key: tables[key] for key in ("optimizers", "patches", "regions", "coverage") if key in tables},
+            **{key: tables[key] for key in ("optimizers", "patches", "regions", "coverage", "timers") if key in tables},
         },
     )
 

@@ -2,20 +2,21 @@
 
 Use `open_any` for anything that holds events: a run folder, headway's own
 Parquet, the straggler operation traces, Kineto or Chrome JSON (gzip or
-plain), Flight Recorder dumps (pickle or JSON), or a folder of such files.
+plain), Flight Recorder dumps (pickle or JSON), Chakra execution traces,
+torchtitan's JSONL, or a folder of such files.
 Suffixes are never looked at when reading. All times come out as int64
 nanoseconds.
 
 >>> sorted(READERS)
-['chrome', 'flight-json', 'flight-pickle', 'headway', 'headway-chrome', 'run', 'straggler']
+['chakra', 'chrome', 'flight-json', 'flight-pickle', 'headway', 'headway-chrome', 'run', 'straggler', 'torchtitan']
 >>> sorted(WRITERS)
-['.json', '.json.gz', '.parquet', '.straggler.parquet']
+['.et', '.json', '.json.gz', '.parquet', '.perfetto-trace', '.pftrace', '.straggler.parquet']
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,12 +26,16 @@ import numpy as np
 from headway.core.errors import FormatError, InputError
 from headway.core.units import NS_PER_S
 from headway.trace.content import PARQUET_MAGIC, Content
+from headway.trace.parts import Parts
 from headway.trace.trace import Trace, concat
 from headway.trace.vocabulary import KINDS
 
 FLIGHT_KEYS = (b'"pg_config"', b'"pg_status"', b'"collective_seq_id"', b'"comm_lib_version"', b'"nccl_version"')
 """A Flight Recorder dump in JSON has `entries` and at least one of these."""
 
+
+OWN, PROFILE = "headway", "chrome"
+"""Keys of `READERS`: our own Parquet, and what the profiler writes."""
 
 EMPTY = "is empty"
 DAMAGED = "is damaged or truncated Parquet"
@@ -61,6 +66,8 @@ def open_any(path: str | Path) -> Trace:
     """
     content = Content(Path(path))
     if not content.path.exists():
+        if parts := _resolve("headway.trace.chakra:rank_files")(content.path):
+            return concat([open_any(part) for part in parts.values()])
         raise InputError(f"{path} does not exist. Check the path; a run folder or a trace file is needed.")
     name = recognise(content)
     if name:
@@ -96,51 +103,107 @@ def open_run(path: Path) -> Trace:
     return cast(Trace, run.open(path).trace)
 
 
-def describe(trace: Trace) -> dict[str, Any]:
+def describe(source: Trace | Parts) -> dict[str, Any]:
     """Return what `headway trace info` says of a trace: counts, span, kinds, lanes, groups, coverage; JSON values."""
-    start_ns, end_ns = trace.span_ns
-    ranks, steps = np.unique(trace.events["rank"]), np.unique(trace.events["step"])
+    parts = Parts.of(source)
+    tables, totals = parts.tables, _Totals(parts.tables)
+    for part in parts:
+        totals.add(part)
     return {
         "schema": "headway.trace-info/1",
-        "source": trace.meta.get("source", "unknown"),
-        "events": len(trace),
-        "ranks": ranks[ranks >= 0].tolist(),
-        "steps": steps[steps >= 0].tolist(),
-        "span_s": (end_ns - start_ns) / NS_PER_S,
-        "kinds": _by_kind(trace),
-        "lanes": [trace.lanes[code] for code in np.unique(trace.events["lane"])],
-        "groups": {str(key): dict(value) for key, value in trace.groups.items()},
-        "longest": _longest(trace),
-        "coverage": trace.meta.get("coverage"),
+        "source": tables.meta.get("source", "unknown"),
+        "events": totals.num_events,
+        "ranks": [rank for rank in parts.numbers if rank >= 0],
+        "steps": sorted(step for step in totals.steps if step >= 0),
+        "span_s": (totals.end_ns - totals.start_ns) / NS_PER_S if totals.num_events else 0.0,
+        "kinds": {
+            KINDS[kind]: {"events": int(totals.kinds[0, kind]), "duration_ns": int(totals.kinds[1, kind])}
+            for kind in np.flatnonzero(totals.kinds[0]).tolist()
+        },
+        "lanes": [tables.lanes[code] for code in sorted(totals.lanes)],
+        "groups": {str(key): dict(value) for key, value in tables.groups.items()},
+        "longest": {
+            tables.names[code]: {"events": int(totals.names[0, code]), "duration_ns": int(totals.names[1, code])}
+            for code in np.argsort(-totals.names[1], kind="stable")[:10].tolist()
+            if totals.names[0, code]
+        },
+        "coverage": tables.meta.get("coverage"),
     }
 
 
-def _by_kind(trace: Trace) -> dict[str, dict[str, int]]:
-    """Return event count and summed duration of each kind that occurs."""
-    kinds = trace.events["kind"]
-    counts = np.bincount(kinds, minlength=len(KINDS))
-    totals = {int(kind): int(trace.events["duration_ns"][kinds == kind].sum()) for kind in np.unique(kinds)}
-    return {KINDS[kind]: {"events": int(counts[kind]), "duration_ns": total} for kind, total in totals.items()}
+class _Totals:
+    """Counts and sums over the rows of all ranks."""
 
+    def __init__(self, tables: Trace) -> None:
+        self.num_events = 0
+        self.start_ns, self.end_ns = np.iinfo(np.int64).max, np.iinfo(np.int64).min
+        self.steps: set[int] = set()
+        self.lanes: set[int] = set()
+        self.kinds = np.zeros((2, len(KINDS)), np.int64)
+        self.names = np.zeros((2, len(tables.names)), np.int64)
+        """[2, names] Events, and the sum of their durations."""
 
-def _longest(trace: Trace, count: int = 10) -> dict[str, dict[str, int]]:
-    """Return event count and summed duration of the names with the largest sum, the largest first."""
-    codes, durations = trace.events["name"], trace.events["duration_ns"]
-    named = codes >= 0
-    totals = np.zeros(len(trace.names), dtype=np.int64)
-    np.add.at(totals, codes[named], durations[named])
-    counts = np.bincount(codes[named], minlength=len(trace.names))
-    order = [code for code in np.argsort(-totals, kind="stable")[:count].tolist() if counts[code]]
-    return {trace.names[code]: {"events": int(counts[code]), "duration_ns": int(totals[code])} for code in order}
+    def add(self, part: Trace) -> None:
+        """Add the rows of one rank."""
+        events = part.events
+        self.num_events += len(part)
+        self.start_ns, self.end_ns = min(self.start_ns, part.span_ns[0]), max(self.end_ns, part.span_ns[1])
+        self.steps.update(np.unique(events["step"]).tolist())
+        self.lanes.update(np.unique(events["lane"]).tolist())
+        for totals, codes in ((self.kinds, events["kind"]), (self.names, events["name"])):
+            known = codes >= 0
+            np.add.at(totals[0], codes[known], 1)
+            np.add.at(totals[1], codes[known], events["duration_ns"][known])
 
 
 def _open_folder(path: Path) -> Trace:
     """Merge every trace file of a folder that is no run, in order of name."""
+    found = _in_folder(path)
+    profiles = [content for name, content in found if name == PROFILE]
+    others = [_read(READERS[name], content) for name, content in found if name != PROFILE]
+    read = _resolve("headway.trace.profiler_folder:read") if profiles else list
+    return concat([*read(profiles), *others])
+
+
+def _in_folder(path: Path) -> list[tuple[str, Content]]:
+    """Return the trace files of a folder that is no run, in order of name, each behind its key in `READERS`."""
     contents = [Content(file) for file in sorted(path.iterdir()) if file.is_file()]
     found = [(name, content) for content in contents if (name := recognise(content))]
     if not found:
         raise FormatError(f"the folder {path} is no run and holds no trace file. Name a run folder or a trace.")
-    return concat([_read(READERS[name], content) for name, content in found])
+    return found
+
+
+def open_parts(paths: Sequence[str | Path]) -> Parts:
+    """Return what lies at `paths` as parts by rank: a run's last attempt and our own Parquet are not read yet.
+
+    Anything else is read whole. Raises as `open_any` does.
+    """
+    stored = [_stored(Content(Path(path))) for path in paths]
+    return Parts.joined(
+        [Parts.of(open_any(path) if part is None else part) for path, part in zip(paths, stored, strict=True)]
+    )
+
+
+def stored_parts(paths: Sequence[str | Path]) -> Parts | None:
+    """Return what lies at `paths` as parts by rank, None where some of it can only be read whole."""
+    parts = [part for path in paths if (part := _stored(Content(Path(path)))) is not None]
+    return Parts.joined(parts) if len(parts) == len(paths) else None
+
+
+def _stored(content: Content) -> Parts | None:
+    """Return the parts of one path, None for formats that are read whole, and for traces that list their edges."""
+    name = recognise(content) if content.path.exists() else ""
+    if name == "run":
+        run: Any = _resolve("headway.trace.runs:Run")
+        return cast(Parts, run.open(content.path).parts)
+    files = [(name, content)] if name or not content.path.is_dir() else _in_folder(content.path)
+    if any(each != OWN for each, _ in files):
+        return None
+    stored: Any = _resolve("headway.trace.parquet:Stored")
+    if any(stored(file.path).lists_edges for _, file in files):
+        return None
+    return Parts.of_files([file.path for _, file in files])
 
 
 def _read(entry: Format, content: Content) -> Trace:
@@ -199,14 +262,24 @@ def _is_flight_pickle(content: Content) -> bool:
     return content.opening[:1] == b"\x80" and content.holds(b"entries")
 
 
+def _is_torchtitan(content: Content) -> bool:
+    return content.opening.startswith(b"{") and b'"log_type_name"' in content.opening.split(b"\n", 1)[0]
+
+
+def _is_chakra(content: Content) -> bool:
+    return bool(_resolve("headway.trace.chakra:looks_like")(content))
+
+
 READERS: dict[str, Format] = {
     "run": Format("a run folder (headway run)", _is_run, "headway.trace.formats:open_run", "path"),
     "headway": Format("headway Parquet", _is_own, "headway.trace.parquet:read", "path"),
     "straggler": Format("straggler operation Parquet", _is_straggler, "headway.trace.straggler:read", "path"),
     "headway-chrome": Format("headway's Chrome JSON", _is_own_chrome, "headway.trace.chrome:read", "itself"),
+    "torchtitan": Format("torchtitan's JSONL", _is_torchtitan, "headway.trace.torchtitan:read", "itself"),
     "chrome": Format("Kineto or Chrome JSON, gzip or plain", _is_chrome, "headway.trace.kineto:read", "itself"),
     "flight-json": Format("a Flight Recorder dump as JSON", _is_flight_json, "headway.trace.flight:read", "itself"),
     "flight-pickle": Format("a Flight Recorder dump", _is_flight_pickle, "headway.trace.flight:read", "itself"),
+    "chakra": Format("a Chakra execution trace", _is_chakra, "headway.trace.chakra:read", "itself"),
 }
 """Every format that is read, in the order they are tried. Adding one is adding a line here."""
 
@@ -215,5 +288,8 @@ WRITERS: dict[str, str] = {
     ".straggler.parquet": "headway.trace.straggler:write",
     ".json": "headway.trace.chrome:write",
     ".json.gz": "headway.trace.chrome:write",
+    ".et": "headway.trace.chakra:write",
+    ".pftrace": "headway.trace.perfetto:write",
+    ".perfetto-trace": "headway.trace.perfetto:write",
 }
 """Suffix -> 'module:function' called with (trace, path)."""

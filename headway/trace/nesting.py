@@ -87,8 +87,10 @@ def enclosing(
 def number_alike(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return a number [n] for each row of `rows` [n, k]: equal rows get equal numbers, in lexical order from 0."""
     order = np.lexsort(rows.T)
-    fresh = np.zeros(len(rows), np.int64)
-    fresh[1:] = np.any(np.diff(rows[order], axis=0) != 0, axis=1)
+    fresh = np.zeros(len(rows), bool)
+    for column in rows.T:  # One at a time: a sorted copy of all of them is what would not fit into memory.
+        ordered = column[order]
+        fresh[1:] |= ordered[1:] != ordered[:-1]
     code = np.empty(len(rows), np.int64)
     code[order] = np.cumsum(fresh)
     return code

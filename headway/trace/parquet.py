@@ -3,7 +3,8 @@
 Use it to keep a trace. What is read is what was written, bit for bit: columns
 as zstd Parquet columns (times delta-coded), the names, lanes, groups, ranks
 and facts as one JSON text in the file's key-value metadata. Times are int64
-nanoseconds. Any Parquet tool can open the columns.
+nanoseconds. Any Parquet tool can open the columns. A trace that lists its own
+dependencies has one column more: the rows that each row comes after.
 
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "a.parquet"
@@ -14,14 +15,18 @@ nanoseconds. Any Parquet tool can open the columns.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.core.whole_file import whole_file
@@ -38,13 +43,23 @@ DELTA_CODED = ("start_ns", "duration_ns", "seq", "corr", "bytes")
 """Columns whose neighbours lie close together: differences take less room than a dictionary."""
 
 
+ROW_GROUP = 1 << 17
+"""Rows that are read together: a slice of the steps takes a few groups of a long trace, not all of it."""
+
+AFTER = "after"
+"""Column of the rows that each row comes after; only in traces that list their edges."""
+
+
 def write(trace: Trace, path: str | Path) -> None:
     """Write `trace` to `path`, whole or not at all.
 
     Raises `InputError` when a table holds something JSON has no form for.
     """
-    arrays = [pa.array(trace.events[column]) for column in COLUMNS]
-    table = pa.Table.from_arrays(arrays, names=list(COLUMNS))
+    columns = {column: pa.array(trace.events[column]) for column in COLUMNS}
+    if trace.edges is not None:
+        source, target = trace.edges
+        columns[AFTER] = pa.LargeListArray.from_arrays(np.searchsorted(target, np.arange(len(trace) + 1)), source)
+    table = pa.table(columns)
     tables = {"schema": SCHEMA, "names": list(trace.names), **plain_tables(trace)}
     text = json.dumps(tables, separators=(",", ":")).encode()
     coding: dict[str, Any] = {
@@ -56,7 +71,7 @@ def write(trace: Trace, path: str | Path) -> None:
         "store_schema": False,  # It would store the tables a second time.
     }
     with whole_file(path) as draft, pq.ParquetWriter(draft, table.schema, **coding) as writer:
-        writer.write_table(table)
+        writer.write_table(table, row_group_size=ROW_GROUP)
         writer.add_key_value_metadata({TABLES_KEY: text})
 
 
@@ -65,27 +80,105 @@ def read(path: str | Path) -> Trace:
 
     Raises `FormatError` when the file is no Parquet, not ours, of another version, or damaged.
     """
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+    return Stored(Path(path)).read()
+
+
+class Stored:
+    """A file that `write` wrote, of which only the tables are read until rows are asked for.
+
+    Raises `FormatError` as `read` does.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with self._opened() as file:
+            self._metadata = file.metadata
             tables = _tables(file.metadata.metadata or {}, path)
-            table = file.read(use_threads=False)
-    except (pa.ArrowException, OSError) as cause:
-        raise FormatError(f"{path} cannot be read as Parquet: {cause}. Record or convert the trace again.") from cause
-    missing = [column for column in COLUMNS if column not in table.column_names]
-    if missing:
-        raise FormatError(f"{path} lacks the columns {missing}. Write it again with Trace.save.")
-    events = {
-        column: np.ascontiguousarray(table.column(column).to_numpy(), dtype=dtype)
-        for column, (dtype, _) in COLUMNS.items()
-    }
-    return Trace(
-        events,
-        tuple(tables["names"]),
-        tuple(tables["lanes"]),
-        numbered(tables["groups"]),
-        numbered(tables["ranks"]),
-        tables["meta"],
-    )
+            self.lists_edges = AFTER in file.schema_arrow.names
+            missing = [column for column in COLUMNS if column not in file.schema_arrow.names]
+        if missing:
+            raise FormatError(f"{path} lacks the columns {missing}. Write it again with Trace.save.")
+        self.tables = Trace.from_columns(
+            {},
+            names=tables["names"],
+            lanes=tables["lanes"],
+            groups=numbered(tables["groups"]),
+            ranks=numbered(tables["ranks"]),
+            meta=tables["meta"],
+        )
+        """The trace without its rows."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self._metadata.num_rows)
+
+    @functools.cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have rows, in order."""
+        bounds = [self.bounds("rank", group) for group in range(self._metadata.num_row_groups)]
+        if all(low == high for low, high in bounds):
+            return tuple(sorted({low for low, _ in bounds}))
+        return tuple(np.unique(self.read(columns=["rank"]).events["rank"]).tolist())
+
+    def bounds(self, column: str, group: int) -> tuple[int, int]:
+        """Return bounds of the values of a column in one row group; those of int64 where the file says nothing."""
+        place = list(COLUMNS).index(column)
+        known = self._metadata.row_group(group).column(place).statistics
+        if known is None or not known.has_min_max:
+            widest = np.iinfo(np.int64)
+            return int(widest.min), int(widest.max)
+        return int(known.min), int(known.max)
+
+    def read(self, ranges: Mapping[str, tuple[int, int]] | None = None, columns: Sequence[str] | None = None) -> Trace:
+        """Return the rows whose columns lie in `ranges` (first, end excluded), of whole row groups only what may.
+
+        Columns that `columns` leaves out hold their 'unknown' value and take no memory. Edges come with all rows only.
+        """
+        wanted = dict(ranges or {})
+        groups = [
+            group
+            for group in range(self._metadata.num_row_groups)
+            if all(
+                low < end and high >= first
+                for column, (first, end) in wanted.items()
+                for low, high in [self.bounds(column, group)]
+            )
+        ]
+        whole = not wanted and columns is None and self.lists_edges
+        named = [*(columns or COLUMNS), *wanted, *([AFTER] if whole else [])]
+        with self._opened() as file:
+            table = file.read_row_groups(groups, columns=list(dict.fromkeys(named)), use_threads=False)
+        events = {
+            column: np.ascontiguousarray(table.column(column).to_numpy(), dtype=dtype)
+            if column in table.column_names
+            else np.broadcast_to(np.array(blank, dtype), table.num_rows)
+            for column, (dtype, blank) in COLUMNS.items()
+        }
+        found = replace(self.tables, events=events, edges=_edges(table) if whole else None)
+        mask = np.ones(len(found), bool)
+        for column, (first, end) in wanted.items():
+            mask &= (events[column] >= first) & (events[column] < end)
+        return found if mask.all() else found.where(mask)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Open the file; what pyarrow says of damage becomes a `FormatError`."""
+        try:
+            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+                yield file
+        except (pa.ArrowException, OSError) as cause:
+            raise FormatError(
+                f"{self.path} cannot be read as Parquet: {cause}. Record or convert the trace again."
+            ) from cause
+
+
+def _edges(table: Any) -> NDArray[np.int64] | None:
+    """Return the edges [2, e] that the file lists, None when it has no such column."""
+    if AFTER not in table.column_names:
+        return None
+    column = table.column(AFTER).combine_chunks()
+    lengths = np.diff(column.offsets.to_numpy())
+    return np.stack([column.flatten().to_numpy(), np.repeat(np.arange(len(lengths)), lengths)])
 
 
 def is_ours(path: str | Path) -> bool:

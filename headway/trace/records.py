@@ -28,11 +28,13 @@ import platform
 from dataclasses import dataclass
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
+from headway.trace.progress_page import PAGE, PAGE_OFFSET
 from headway.trace.ring import FIELDS, HEADER, HEADER_BYTES, MAGIC, RECORD_BYTES, ROLES, THREAD_BYTES, THREADS_OFFSET
 
 RECORD_DTYPE = np.dtype(
@@ -94,6 +96,49 @@ class RingHeader:
     """Names of lanes 1, 2, ...; lane 0 is the main thread."""
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a process was doing when its progress page was read."""
+
+    step: int
+    """Optimizer updates so far, all optimizers together."""
+
+    progress_ns: int
+    """End of the last one; 0 before the first."""
+
+    op: int
+    """Code of the operation that the process is in (`vocabulary.SPANS`), 0 for none."""
+
+    group: int
+    """Process group of the operation, -1 where that does not apply."""
+
+    peer: int
+    """Rank at the other end of a send or receive, -1 where that does not apply."""
+
+    seq: int
+    """Its number in that group, -1 where that does not apply."""
+
+    since_ns: int
+    """Its begin."""
+
+    loss: float
+    """Value of a tensor that a backward began from, taken now and then; NaN while unknown."""
+
+    stack_signal: int
+    """Signal that makes the process write its Python stacks, 0 for none."""
+
+
+def read_page(buffer: Any) -> Page:
+    """Return the progress page of a mapped ring as it stands; one that changes meanwhile is read again."""
+    area = slice(PAGE_OFFSET, PAGE_OFFSET + PAGE.size)
+    raw = bytes(buffer[area])
+    for _ in range(4):
+        before, raw = raw, bytes(buffer[area])
+        if raw == before:
+            break
+    return Page(*PAGE.unpack(raw))
+
+
 class RingReader:
     """Follows one ring; `drain` returns what is new since the last call."""
 
@@ -119,11 +164,12 @@ class RingReader:
     @property
     def header(self) -> RingHeader:
         """The header as it stands now."""
-        numbers = dict(zip(FIELDS, HEADER.unpack_from(self._map, 0), strict=True))
-        spans = [THREADS_OFFSET + i * THREAD_BYTES for i in range(numbers["num_threads"])]
-        names = tuple(self._map[at : at + THREAD_BYTES].rstrip(b"\0").decode(errors="replace") for at in spans)
-        wanted = {name: numbers[name] for name in RingHeader.__dataclass_fields__ if name in numbers}
-        return RingHeader(**{**wanted, "role": ROLES[numbers["role"]], "threads": names})
+        return header_of(self._map)
+
+    @property
+    def page(self) -> Page:
+        """The progress page as it stands now."""
+        return read_page(self._map)
 
     def drain(self, *, final: bool = False) -> NDArray[np.void]:
         """Return new records, oldest first; `final` when the writer is gone: nothing is waited for then."""
@@ -154,6 +200,17 @@ class RingReader:
         """Let go of the file."""
         del self._slots
         self._map.close()
+
+
+def header_of(data: bytes | mmap) -> RingHeader:
+    """Return the header that the first `HEADER_BYTES` of a ring hold. Raises `FormatError` when they hold none."""
+    if len(data) < HEADER_BYTES or data[:8] != MAGIC:
+        raise FormatError(f"this is not a headway ring: its first bytes are {data[:8]!r}. Leave it out.")
+    numbers = dict(zip(FIELDS, HEADER.unpack_from(data, 0), strict=True))
+    spans = [THREADS_OFFSET + i * THREAD_BYTES for i in range(numbers["num_threads"])]
+    names = tuple(data[at : at + THREAD_BYTES].rstrip(b"\0").decode(errors="replace") for at in spans)
+    wanted = {name: numbers[name] for name in RingHeader.__dataclass_fields__ if name in numbers}
+    return RingHeader(**{**wanted, "role": ROLES[numbers["role"]], "threads": names})
 
 
 def read_ring(path: str | Path) -> tuple[RingHeader, NDArray[np.void], int]:

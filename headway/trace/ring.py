@@ -6,8 +6,8 @@ hundred nanoseconds to write. The file is shared memory with a name, so the
 launcher drains it while the process runs and after the process was killed.
 `headway.trace.records` is the reader.
 
-Layout: a header of `HEADER_BYTES` (numbers of `HEADER`, then the names of the
-recorded threads, 64 bytes each), then `capacity` records of `RECORD`. The
+Layout: a header of `HEADER_BYTES` (numbers of `HEADER`, the progress page, then
+the names of the recorded threads, 64 bytes each), then `capacity` records of `RECORD`. The
 sequence number stands last in a record and is stored last, so a record whose
 number is right is complete. Times are `time.perf_counter_ns`.
 
@@ -28,6 +28,8 @@ import time
 from itertools import count
 from mmap import mmap
 from struct import Struct
+
+from headway.trace.progress_page import PageWriter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -95,6 +97,8 @@ class Recorder:
         self._entering: set[int] = set()
         self._threads: list[str] = []
         self.emit, self._bind = _emitter(self._enter)
+        self.page = PageWriter()
+        """What this process does now, for those who watch it."""
         os.register_at_fork(after_in_child=self._after_fork)
 
     def set_rank(self, rank: int, *, role: int | None = None) -> None:
@@ -144,6 +148,7 @@ class Recorder:
         self._process_start_ns = process_start_ns()
         self._capacity_used = capacity
         self._buffer = buffer
+        self.page.bind(buffer)
         self._write_header()
         self._bind(buffer, capacity)
 
@@ -203,6 +208,7 @@ class Recorder:
         self._buffer, self._threads, self.path, self.end_ns = None, [], "", 0
         self._entering = set()
         self.role = CHILD
+        self.page.bind(None)
         self._bind(None, 2)
 
 

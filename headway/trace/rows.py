@@ -148,7 +148,18 @@ def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
     if leads:
         # On a device the hooks of backward run in autograd's thread, while the training thread waits for it.
         rows.lane[records["code"] == SPANS["comm.wait"].code] = lanes.index("main")
+    rows = Rows.concat([rows, _carried_backwards(rows, records)])
     return rows.where(rows.name >= 0)
+
+
+def _carried_backwards(rows: Rows, records: NDArray[np.void]) -> Rows:
+    """Return the backwards that optimizer records carry as their third and fourth number."""
+    at = np.flatnonzero((records["code"] == SPANS["optimizer.step"].code) & (records["d"] > 0))
+    found = rows.where(at)
+    found.name[:], found.kind[:] = list(SPANS).index("segment.backward"), KIND["MARK"]
+    found.start_ns[:], found.duration_ns[:] = records["c"][at], records["d"][at]
+    found.corr[:], found.seq[:] = 0, -1
+    return found
 
 
 def _attach_parts(rows: Rows, records: NDArray[np.void]) -> None:

@@ -11,6 +11,7 @@ False
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -18,20 +19,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from headway.core.errors import FormatError, InputError
-from headway.trace import parquet
 from headway.trace.assemble import trace_of_rings
 from headway.trace.clocks import refined
-from headway.trace.trace import Trace, concat
+from headway.trace.parts import Parts
+from headway.trace.trace import Trace
 
 SCHEMA = "headway.run-folder/1"
 _FACTS = ("world_size", "device_type", "start_ns", "end_ns", "cores", "host")
 _EVENTS = re.compile(r"a(\d+)-r(\d+)\.parquet")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """One run, or several hosts' parts of one after `merge`."""
 
@@ -41,14 +40,19 @@ class Run:
     meta: dict[str, Any]
     """What run.json says."""
 
-    trace: Trace
-    """Events of the last attempt, all ranks."""
+    parts: Parts
+    """Events of the last attempt by rank; those in Parquet are not read yet."""
 
     clock_offset_ns: dict[int, int] = field(default_factory=dict)
     """Rank -> what to add to its times to put them on the first host's clock; empty when all share one."""
 
-    parts: tuple[Run, ...] = ()
+    hosts: tuple[Run, ...] = ()
     """After `merge`: each host's part."""
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        """Events of the last attempt, all ranks, in memory."""
+        return self.parts.whole()
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -57,26 +61,26 @@ class Run:
         Raises `FormatError` when it is none, or when no rank left any event.
         """
         path = Path(path)
-        parts = _facts(path)
+        hosts = _facts(path)
         numbers = _attempts(path)
         if not numbers:
             raise FormatError(
                 f"{path} holds no events: the script never imported torch, or ended before it did. "
                 f"What it printed is in {path / 'logs'}."
             )
-        trace = _load(path, numbers[-1])
-        if len(parts) == 1:
-            return cls(path, parts[0], _with_facts(trace, parts[0]))
-        return merge([cls(path, part, _with_facts(trace.select(ranks=_own(part)), part)) for part in parts])
+        parts = _load(path, numbers[-1])
+        if len(hosts) == 1:
+            return cls(path, hosts[0], _with_facts(parts, hosts[0]))
+        return merge([cls(path, host, _with_facts(parts.select(_own(host)), host)) for host in hosts])
 
-    def attempts(self) -> list[Trace]:
-        """Return the events of every attempt, oldest first."""
+    def attempts(self) -> list[Parts]:
+        """Return the events of every attempt by rank, oldest first."""
         held = {folder: _attempts(folder)[:-1] for folder in self._folders()}
         parts = {
             number: [_load(folder, number) for folder, numbers in held.items() if number in numbers]
             for number in sorted(set().union(*held.values()))
         }
-        return [*(_with_facts(concat(traces), self.meta) for traces in parts.values()), self.trace]
+        return [*(_with_facts(Parts.joined(each), self.meta) for each in parts.values()), self.parts]
 
     def windows(self) -> list[Path]:
         """Return the Kineto files of the deep windows, packed or not yet, by rank and number."""
@@ -88,7 +92,7 @@ class Run:
 
     def _folders(self) -> list[Path]:
         """Return the folders that hold the run: one, or one per host."""
-        return list(dict.fromkeys(part.path for part in self.parts)) or [self.path]
+        return list(dict.fromkeys(host.path for host in self.hosts)) or [self.path]
 
 
 def is_run(path: str | Path) -> bool:
@@ -125,9 +129,9 @@ def merge(runs: Sequence[Run]) -> Run:
     return replace(
         runs[0],
         meta=_merged_facts([run.meta for run in runs], shifts, offsets),
-        trace=concat([run.trace for run in runs]),
+        parts=Parts.joined([run.parts for run in runs]),
         clock_offset_ns=offsets,
-        parts=tuple(runs),
+        hosts=tuple(runs),
     )
 
 
@@ -185,7 +189,7 @@ def _realtime_minus_clock(meta: dict[str, Any]) -> int:
 
 
 def _ranks_of(run: Run) -> list[int]:
-    return sorted({int(rank) for rank in np.unique(run.trace.events["rank"])} | set(_own(run.meta)))
+    return sorted(set(run.parts.numbers) | set(_own(run.meta)))
 
 
 def _own(meta: dict[str, Any]) -> list[int]:
@@ -229,7 +233,7 @@ def _facts_from_events(path: Path) -> dict[str, Any]:
     numbers = _attempts(path)
     if not numbers:
         raise FormatError(f"{path} has neither run.json nor events. Name a folder that run --out made.")
-    trace = _load(path, numbers[-1])
+    trace = _load(path, numbers[-1]).whole()
     start_ns, end_ns = trace.span_ns
     ranks = sorted(trace.ranks)
     clock = next((facts["clock"][0] for facts in trace.ranks.values() if facts.get("clock")), [start_ns, start_ns])
@@ -269,29 +273,29 @@ def _attempts(path: Path) -> list[int]:
     return sorted(found)
 
 
-def _load(path: Path, attempt: int) -> Trace:
+def _load(path: Path, attempt: int) -> Parts:
     """Return the events of one attempt: finalised ranks from Parquet, the others from their rings."""
     files = sorted(
         (path / "events").glob(f"a{attempt}-r*.parquet"),
         key=lambda p: int(_EVENTS.fullmatch(p.name)[2]),  # type: ignore[index]  # the glob admits only such names
     )
-    traces = [parquet.read(file) for file in files]
-    done = {rank for trace in traces for rank in trace.ranks}
+    found = [Parts.of_files([file]) for file in files]
+    done = {rank for parts in found for rank in parts.ranks}
     if any((path / "rings").glob(f"a{attempt}-r*")):
-        traces += [trace for trace in trace_of_rings(path, attempt) if not done & set(trace.ranks)]
-    if not traces:
+        found += [Parts.of(trace) for trace in trace_of_rings(path, attempt) if not done & set(trace.ranks)]
+    if not found:
         raise FormatError(
             f"{path} holds no readable event of attempt {attempt}. Look at {path / 'logs'} for the reason."
         )
-    joined = concat(traces)
+    joined = Parts.joined(found)
     totals = {
-        "num_steps": max(trace.meta.get("num_steps", 0) for trace in traces),
-        "dropped": sum(trace.meta.get("dropped", 0) for trace in traces),
+        "num_steps": max(parts.meta.get("num_steps", 0) for parts in found),
+        "dropped": sum(parts.meta.get("dropped", 0) for parts in found),
     }
-    return replace(joined, meta={**joined.meta, **totals})
+    return joined.with_meta({**joined.meta, **totals})
 
 
-def _with_facts(trace: Trace, meta: dict[str, Any]) -> Trace:
-    """Return `trace` with the facts of its run in `meta`."""
+def _with_facts(parts: Parts, meta: dict[str, Any]) -> Parts:
+    """Return the same rows with the facts of their run."""
     kept: dict[str, Any] = {key: value for key, value in meta.items() if key in _FACTS}
-    return replace(trace, meta={**trace.meta, **kept})
+    return parts.with_meta({**parts.meta, **kept})

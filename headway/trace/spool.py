@@ -105,16 +105,7 @@ def stems(rings: Path, *, attempt: int | None = None, rank: int | None = None) -
 
 def recorded(stem: Path) -> Recorded | None:
     """Return what the process of `stem` recorded, from pieces, spool and ring; None when nothing can be read."""
-    parts: list[NDArray[np.void]] = []
-    for piece in sealed_pieces(stem):
-        try:
-            parts.append(unpack(piece.read_bytes()))
-        except FormatError:
-            continue  # its numbers are then missing, and counted as dropped
-    spool, ring = stem.with_suffix(".spool"), stem.with_suffix(".ring")
-    if spool.exists():
-        raw = spool.read_bytes()
-        parts.append(np.frombuffer(raw[: len(raw) // RECORD_DTYPE.itemsize * RECORD_DTYPE.itemsize], RECORD_DTYPE))
+    parts, ring = drained(stem), stem.with_suffix(".ring")
     header = None
     if ring.exists():
         try:
@@ -126,17 +117,39 @@ def recorded(stem: Path) -> Recorded | None:
             parts.append(reader.drain(final=True))
             reader.close()
     if header is None:
-        try:
-            saved = json.loads(stem.with_suffix(".head").read_text())
-            header = RingHeader(**{**saved, "threads": tuple(saved["threads"])})
-        except (OSError, ValueError, TypeError):
-            return None
+        header = read_header(stem)
+    if header is None:
+        return None
     records = np.concatenate(parts) if parts else np.empty(0, RECORD_DTYPE)
     _, first = np.unique(records["number"], return_index=True)
     records = records[first]
     records = records[records["number"] > 0]
     written = int(records["number"][-1]) if len(records) else 0
     return Recorded(header, records, written - len(records))
+
+
+def drained(stem: Path) -> list[NDArray[np.void]]:
+    """Return what was taken out of the ring of `stem` so far, oldest first: sealed pieces, then the spool."""
+    parts: list[NDArray[np.void]] = []
+    for piece in sealed_pieces(stem):
+        try:
+            parts.append(unpack(piece.read_bytes()))
+        except (FormatError, OSError):
+            continue  # its numbers are then missing, and counted as dropped
+    try:
+        raw = stem.with_suffix(".spool").read_bytes()
+    except OSError:
+        return parts
+    return [*parts, np.frombuffer(raw[: len(raw) // RECORD_DTYPE.itemsize * RECORD_DTYPE.itemsize], RECORD_DTYPE)]
+
+
+def read_header(stem: Path) -> RingHeader | None:
+    """Return the header that `write_header` kept, None when there is none."""
+    try:
+        saved = json.loads(stem.with_suffix(".head").read_text())
+        return RingHeader(**{**saved, "threads": tuple(saved["threads"])})
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def remove(stem: Path) -> None:
@@ -147,5 +160,5 @@ def remove(stem: Path) -> None:
 
 def _files(stem: Path) -> Iterator[Path]:
     yield from sealed_pieces(stem)
-    for suffix in (".spool", ".ring", ".head"):
+    for suffix in (".spool", ".ring", ".head", ".stacks"):
         yield stem.with_suffix(suffix)

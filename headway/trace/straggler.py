@@ -37,6 +37,7 @@ import yaml
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.integers import narrowed
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S
 from headway.core.whole_file import whole_file
@@ -316,11 +317,11 @@ def write(trace: Trace, path: str | Path) -> None:
         raise InputError(
             f"event {int(codes.argmin())} has no operation type. Name every event before writing the trace."
         )
-    arrays: dict[str, Any] = {"dp_rank": pa.array(_narrow(dp, np.int8)), "stage": pa.array(_narrow(pp, np.int8))}
+    arrays: dict[str, Any] = {"dp_rank": pa.array(narrowed(dp, np.int8)), "stage": pa.array(narrowed(pp, np.int8))}
     for theirs, (ours, dtype) in INTEGER_COLUMNS.items():
-        arrays[theirs] = pa.array(_narrow(trace.events[ours].astype(np.int64), dtype))
+        arrays[theirs] = pa.array(narrowed(trace.events[ours].astype(np.int64), dtype))
     arrays["optype"] = pa.DictionaryArray.from_arrays(
-        pa.array(_narrow(codes.astype(np.int64), np.int8)), pa.array(list(trace.names), pa.string())
+        pa.array(narrowed(codes.astype(np.int64), np.int8)), pa.array(list(trace.names), pa.string())
     )
     precision = _seconds_dtype(trace)
     for theirs, ours in (("start_ts", "start_ns"), ("duration", "duration_ns")):
@@ -330,14 +331,6 @@ def write(trace: Trace, path: str | Path) -> None:
         table = table.replace_schema_metadata({SIZES_KEY: json.dumps(trace.meta["sizes"]).encode()})
     with whole_file(path) as draft:
         pq.write_table(table, draft, compression="zstd")
-
-
-def _narrow(values: NDArray[np.int64], dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
-    """Return `values` as `dtype`, or as the next wider integer that holds them."""
-    for wider in (dtype, np.int16, np.int32, np.int64):
-        if np.iinfo(wider).bits >= np.iinfo(dtype).bits and np.array_equal(values.astype(wider), values):
-            return values.astype(wider)
-    raise AssertionError("int64 holds every int64")
 
 
 def _seconds_dtype(trace: Trace) -> type[np.floating[Any]]:

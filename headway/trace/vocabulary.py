@@ -43,10 +43,19 @@ SPANS: dict[str, Span] = {
     "step": Span(3, "MARK", (), "one optimizer update: end of the previous one to its own end"),
     "window": Span(4, "MARK", ("seq",), "steps recorded in depth by the profiler; seq = window number"),
     "dropped": Span(5, "MARK", ("bytes",), "records overwritten before they were drained; bytes = how many"),
-    "region": Span(6, "MARK", ("corr",), "a stretch the script named itself; corr = index of the name"),
+    "region": Span(6, "MARK", ("corr", "seq"),
+                   "a stretch the script named itself; corr = index of the name, seq = 1 if device events timed it"),
+    # Critical segments of a step: they say how long it took, never who owns the time.
+    "segment.forward": Span(7, "MARK", ("corr", "seq"),
+                            "batch or update until backward; corr = 1 by device events, 0 by the host's clock (derived "
+                            "when the run is finalised); seq = n-th in its step"),
+    "segment.backward": Span(8, "MARK", ("corr", "seq"),
+                             "one outermost backward; corr and seq as of segment.forward. Raw rows timed by device "
+                             "events carry the host's moment of launch as seq"),
     # The optimizer: the only thing that ends a step.
     "optimizer.step": Span(10, "OPTIM", ("corr", "seq"),
-                           "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it"),
+                           "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it. Raw: c, d = start and "
+                           "duration of the backward before it, d = 0 for none"),
     # Input. All on the training thread's lane, except input.load and its children inside loader workers.
     "input.next": Span(20, "DATA", ("group", "seq", "peer", "corr"),
                        "wait inside next(loader); group = loader, seq = batch, peer = worker or -1, corr = iterator"),

@@ -11,8 +11,13 @@ from headway.verbs.output import emit
 from headway.verbs.source import run_at
 
 
-def compare(before: Path, after: Path, /, *, threshold: float = 0.05, json: bool = False) -> int:
+def compare(before: Path, after: Path, /, *, threshold: float = 0.05, whole: bool = False, json: bool = False) -> int:
     """Compare two runs of one job, bucket by bucket; exit 3 when the second lost more than the threshold allows.
+
+    Judged are the steps after the first one: a bucket that grew by more than
+    threshold x step time of the first run, or steps per second that fell by
+    more than the threshold, is a regression. Start-up, restarts and rework
+    come once per run: they are listed, and noted when they grew.
 
     Example: `headway compare headway-runs/train-1 headway-runs/train-2 --threshold 0.1`
 
@@ -24,10 +29,13 @@ def compare(before: Path, after: Path, /, *, threshold: float = 0.05, json: bool
         The run that is judged.
     threshold
         Fraction of the first run's step time that may be lost.
+    whole
+        Judge whole runs: what lies before, between and after the steps counts too, and start-up, restarts and rework
+        are regressions when they grew by more than threshold x wall of the first run.
     json
         Print one JSON object instead of text.
     """
-    comparison = compare_ledgers(Ledger.of(run_at(before)), Ledger.of(run_at(after)), threshold)
+    comparison = compare_ledgers(Ledger.of(run_at(before)), Ledger.of(run_at(after)), threshold, whole=whole)
     answer = comparison.to_json()
     emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code

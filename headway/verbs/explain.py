@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,19 +20,21 @@ from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
+from headway.trace.formats import open_parts
+from headway.trace.parts import Parts
 from headway.trace.runs import Run, is_run, merge
 from headway.trace.trace import Trace
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Explanation:
     """A run or a trace, and everything the rooms have to say of it."""
 
     source: str
     """What was opened, as the caller named it."""
 
-    trace: Trace
-    """Its events."""
+    parts: Parts
+    """Its events by rank; those in Parquet are not held in memory."""
 
     ledger: Ledger
     """Where the time went."""
@@ -53,6 +56,11 @@ class Explanation:
 
     notes: tuple[str, ...] = ()
     """Why something is missing."""
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        """All its events, in memory."""
+        return self.run.trace if self.run is not None else self.parts.whole()
 
     def to_json(self) -> dict[str, Any]:
         """Return the `headway.why/1` object."""
@@ -105,12 +113,12 @@ def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanatio
     source = ", ".join(map(str, paths))
     if all(is_run(path) for path in paths):
         return explain_run(merge([Run.open(path) for path in paths]), source, allow=allow)
-    trace = Trace.open(list(paths))
-    if trace.meta.get("source") == "straggler":
-        report = analyse(trace)
-        return Explanation(source, trace, Ledger.of(trace), tuple(root_causes(report)), straggler=report)
-    ledger = Ledger.of(trace)
-    return Explanation(source, trace, ledger, tuple(find_causes(ledger)))
+    parts = open_parts(paths)
+    if parts.meta.get("source") == "straggler":
+        report = analyse(parts.whole())
+        return Explanation(source, parts, Ledger.of(parts), tuple(root_causes(report)), straggler=report)
+    ledger = Ledger.of(parts)
+    return Explanation(source, parts, ledger, tuple(find_causes(ledger)))
 
 
 def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explanation:
@@ -123,11 +131,11 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
         InputError,
         BarMissedError,
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
-        return Explanation(source, run.trace, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
+        return Explanation(source, run.parts, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
     causes = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused))
     notes = tuple(f"{name} was not applied to this run: {why}" for name, why in refused.items())
-    return Explanation(source, run.trace, ledger, tuple(causes), run, program, plan, notes=notes)
+    return Explanation(source, run.parts, ledger, tuple(causes), run, program, plan, notes=notes)
 
 
 def outcomes(path: Path) -> dict[str, dict[str, Any]]:

@@ -169,7 +169,7 @@ def checked(name: str, phase: Phase | None, report: ExitReport) -> Phase:
             f"no rank of the script was measured in the {name} phase: it imported no torch, or HEADWAY=off stopped the "
             "recording. Run a script that trains with torch."
         )
-    if phase is None or (report.cls != "ok" and not phase.complete):
+    if phase is None or report.run is None or (report.cls != "ok" and not phase.complete):
         raise InputError(
             f"the script failed in the {name} phase (exit code {report.code}, {report.cls}); its run is in "
             f"{report.run}. Make it work with `headway run` first."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,13 +15,17 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.compare import steps_per_s
+from headway.ledger.waited_for import waited_for
 from headway.report.charts import HeatMap
+from headway.report.facts import created, facts_of
 from headway.report.html import ReportData, write_report
-from headway.report.timeline import Timeline, timeline
+from headway.report.timeline import Timeline, rank_groups, timeline
 from headway.trace.trace import Trace
 from headway.verbs.explain import Explanation, explain, ideal_of
+from headway.verbs.model_flops import ModelSpec
 from headway.verbs.output import emit
 from headway.verbs.source import newest_run
+from headway.verbs.views import heat_maps_of, why_object
 
 HEAT_BINS = 48
 """Columns of the heat map at most."""
@@ -35,6 +38,7 @@ def report(
     *source: Path,
     out: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
     steps: str | None = None,
+    model: str | None = None,
     json: bool = False,
 ) -> int:
     """Write one HTML page that needs nothing else: ledger, causes, step times, timeline, predicted beside measured.
@@ -49,27 +53,31 @@ def report(
         The page to write.
     steps
         FIRST:END of the steps in the timeline; some in the middle by default.
+    model
+        Shape of the model, for MFU, as `headway why --help` says.
     json
         Print one JSON object instead of text.
     """
     if out.is_dir():
         raise InputError(f"{out} is a folder; a report is a file. Name one in it: -o {out / 'report.html'}")
+    spec = None if model is None else ModelSpec.parse(model)
     explanation = explain(list(source) or [newest_run()])
-    size = write_report(report_data(explanation, steps), out)
+    size = write_report(report_data(explanation, steps, spec), out)
     answer = {"schema": "headway.report/1", "path": str(out), "bytes": size}
     emit(answer, lambda _: f"{out}: {format_bytes(size)}, opens in any browser, asks for nothing", as_json=json)
     return 0
 
 
-def report_data(explanation: Explanation, steps: str | None = None) -> ReportData:
+def report_data(explanation: Explanation, steps: str | None = None, model: ModelSpec | None = None) -> ReportData:
     """Gather what the page shows."""
     ledger, trace = explanation.ledger, explanation.trace
     ranks, durations = step_durations(trace)
     window, ideal = timelines(explanation, steps)
     meta = explanation.run.meta if explanation.run else {}
+    why = why_object(explanation, model)
     return ReportData(
         title=explanation.source,
-        why=explanation.to_json(),
+        why=why,
         run=run_object(explanation) if explanation.run else None,
         plan=explanation.plan.to_json() if explanation.plan else None,
         step_s=durations,
@@ -81,7 +89,7 @@ def report_data(explanation: Explanation, steps: str | None = None) -> ReportDat
         },
         timeline=window,
         ideal=ideal,
-        heat_maps=heat_maps(trace, ranks, durations),
+        heat_maps=[*heat_maps(trace, ranks, durations), *heat_maps_of(explanation, why)],
         facts=facts_of(meta, trace),
         created=created(meta),
     )
@@ -117,9 +125,17 @@ def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | N
         chosen = known[middle : middle + size].tolist()
     if not chosen:
         return (timeline(trace), None) if len(trace) else (None, None)
-    window = timeline(trace, steps=chosen)
     ideal = ideal_of(trace, explanation.straggler, explanation.program)
+    if explanation.straggler:  # times of such a trace count from the start of their step: other steps would overlap
+        trace, ideal = trace.select(steps=chosen), None if ideal is None else ideal.select(steps=chosen)
+    window = timeline(trace, steps=chosen, links=links_of(trace, chosen), groups=rank_groups(trace))
     return window, None if ideal is None else timeline(ideal, steps=chosen, ranks=window.ranks)
+
+
+def links_of(trace: Trace, steps: list[int]) -> NDArray[np.int64]:
+    """Return which rows of these steps waited for which, as pairs of rows of `trace`."""
+    row = np.flatnonzero(np.isin(trace.events["step"], steps))
+    return np.asarray(row[waited_for(trace.where(row))])
 
 
 def heat_maps(trace: Trace, ranks: list[int], step_s: NDArray[np.float64] | None) -> list[HeatMap]:
@@ -161,21 +177,3 @@ def run_object(explanation: Explanation) -> dict[str, Any]:
         "baseline": meta.get("baseline"),
         "applied": meta.get("applied") or [],
     }
-
-
-def facts_of(meta: dict[str, Any], trace: Trace) -> dict[str, Any]:
-    """Return the facts at the foot of the page."""
-    facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script", [])))} if meta else {}
-    wanted = ("host", "device_type", "cores", "world_size", "headway_version", "bytes_per_step", "dropped", "run_id")
-    facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
-    facts |= {f"loader {name}": row for name, row in (meta.get("loaders") or {}).items()}
-    if not meta:
-        facts |= {key: trace.meta[key] for key in ("source", "device_type", "world_size") if key in trace.meta}
-    return facts
-
-
-def created(meta: dict[str, Any]) -> str:
-    """Return when the run started, as text."""
-    if not meta.get("realtime_ns"):
-        return ""
-    return datetime.fromtimestamp(meta["realtime_ns"] / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from headway.catalog import REMEDIES
+from headway.catalog import PARAMETERS, REMEDIES
 from headway.core.errors import HeadwayError, InputError
 from headway.core.planfile import PlanFile, read_plan
 from headway.core.tables import pick
+from headway.plan.parameters import check_parameters
 from headway.runtime.launch import ExitReport, launch
 from headway.trace.runs import is_run
 from headway.verbs.output import emit
@@ -37,6 +38,8 @@ def run(
     plan = read_plan(options.plan_path) if options.plan_path else None
     for remedy in plan.remedies if plan else ():
         pick(REMEDIES, remedy.name, "remedy")
+    if plan:
+        check_parameters(plan, PARAMETERS)
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
     report = launch(options.launch_options(REMEDIES if plan else {}, baseline), script)
     if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last
@@ -51,7 +54,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
 
     answer: dict[str, Any] = {
         "schema": "headway.run/1",
-        "run": str(report.run),
+        "run": str(report.run) if report.run else None,
         "exit": {
             "code": report.code,
             "class": report.cls,
@@ -66,6 +69,8 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     try:
         from headway.verbs.verdict import summarise, verdict_line
 
+        if report.run is None:
+            raise InputError("no rank was started. Start it on every host.")
         facts, explanation = summarise(report.run, plan, baseline)
         answer.update(facts)
         line = verdict_line(explanation)

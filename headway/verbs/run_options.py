@@ -43,8 +43,17 @@ class RunOptions:
     baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
     no_launch: Annotated[bool, _help("Join an existing torchrun, srun or accelerate line: be this rank.")] = False
     windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01
+    hang_timeout: Annotated[
+        float | None, _help("End the run after so many seconds without progress; by default a hang is only reported.")
+    ] = None
     grace_s: Annotated[float, _help("Seconds between SIGTERM and SIGKILL.")] = 30.0
     max_run_bytes: Annotated[str, _help("Most bytes the run folder may take.")] = "512MB"
+    metrics_port: Annotated[
+        int | None, _help("Serve Prometheus metrics of this host's ranks; 0 takes a free port.")
+    ] = None
+    metrics_host: Annotated[str, _help("Address of the metrics; only this host can read them by default.")] = (
+        "127.0.0.1"
+    )
     quiet: Annotated[bool, _help("No status line, no verdict; a failure's traceback still comes.")] = False
     json: Annotated[bool, _help("Print one JSON object (headway.run/1); the script's stdout goes to stderr.")] = False
 
@@ -64,7 +73,7 @@ class RunOptions:
         same = (
             "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role",
             "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module", "no_python", "out",
-            "no_launch", "windows", "grace_s", "quiet", "json",
+            "no_launch", "windows", "grace_s", "quiet", "json", "metrics_port", "metrics_host",
         )  # fmt: skip
         return LaunchOptions(
             nproc_per_node=ranks,
@@ -72,6 +81,7 @@ class RunOptions:
             apply=self.plan_path,
             baseline=str(baseline) if baseline else None,
             remedies=remedies,
+            hang_timeout_s=self.hang_timeout,
             max_run_bytes=parse_bytes(self.max_run_bytes),
             **{name: getattr(self, name) for name in same},
         )

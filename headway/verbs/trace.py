@@ -4,36 +4,40 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from headway.core.errors import InputError
 from headway.ledger.straggler import analyse
 from headway.report.terminal import render_trace_info
 from headway.sim.program import Program
-from headway.trace import chrome
-from headway.trace.formats import describe
+from headway.sim.row_edges import listed
+from headway.trace import chrome, perfetto
+from headway.trace.formats import describe, open_parts
+from headway.trace.parts import Parts
 from headway.trace.runs import Run, is_run
+from headway.trace.slices import Slice, moments
 from headway.trace.trace import Trace
 from headway.verbs.explain import ideal_of
 from headway.verbs.output import emit
 
+STREAMED = (".pftrace", ".perfetto-trace")
+"""Targets that are written a rank at a time."""
+
 
 def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
-    """Convert SOURCE (Kineto or Chrome JSON, Flight Recorder dump, straggler Parquet, a run) to headway's Parquet.
+    """Convert SOURCE (profiler JSON or folder, Chakra, torchtitan, Flight Recorder, a run, ...) to headway's Parquet.
 
     Example: `headway trace import profile.json.gz profile.parquet`
 
     Parameters
     ----------
     source
-        Any trace headway reads; its content decides the format, not its name.
+        Any trace headway reads; its content decides the format, not its name. NAME.et stands for NAME.<rank>.et.
     target
-        File to write; its suffix decides the format: .parquet, .straggler.parquet, .json or .json.gz.
+        File to write; its suffix decides the format: .parquet, .straggler.parquet, .json, .json.gz, .pftrace or .et.
     json
         Print one JSON object instead of text.
     """
     trace = Trace.open(source)
-    trace.save(target)
+    write(trace, target)
     answer = {"schema": "headway.trace-import/1", "source": str(source), "target": str(target), "events": len(trace)}
     emit(answer, lambda _: f"{target}: {len(trace)} events from {source}", as_json=json)
     return 0
@@ -46,54 +50,89 @@ def export(
     *,
     steps: str | None = None,
     ranks: str | None = None,
+    lanes: str | None = None,
+    names: str | None = None,
+    kinds: str | None = None,
+    between: str | None = None,
     ideal: bool = False,
     json: bool = False,
 ) -> int:
-    """Write a window of SOURCE for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    """Write a slice of SOURCE for Perfetto (ui.perfetto.dev), chrome://tracing, or a simulator that takes Chakra.
 
-    Example: `headway trace export headway-runs/train-1 window.json.gz --steps 100:110`
+    Example: `headway trace export headway-runs/train-1 window.json.gz --steps 100:110 --lanes "stream *"`
 
     Parameters
     ----------
     source
         A run folder or any trace.
     target
-        .json or .json.gz to look at, .parquet to keep.
+        .pftrace, .json or .json.gz to look at, .parquet to keep, .et for Chakra (one NAME.<rank>.et per rank).
     steps
         FIRST:END, the end excluded; all steps by default.
     ranks
         FIRST:END, the end excluded; all ranks by default.
+    lanes
+        Pattern of lane names, as of file names: main, "stream *", "loader/*".
+    names
+        Pattern of event names: "aten::*", "comm.*".
+    kinds
+        Kinds, separated by commas: COMPUTE,COLL.
+    between
+        FROM:TO after the first event, in ns or with a unit: 1.5s:1.6s. Rows that overlap it.
     ideal
-        Put the same window, replayed without the losses, beside the real one (a run or an operation trace; .json only).
+        Put the same slice, replayed without the losses, beside the real one (a run or an operation trace; .json only).
     json
         Print one JSON object instead of text.
     """
-    whole = Trace.open(source)
-    trace = window(whole, steps, ranks)
+    wanted = slice_of(steps=steps, ranks=ranks, lanes=lanes, names=names, kinds=kinds, between=between)
+    whole = Trace.open(source) if ideal else None
+    if whole is not None:
+        trace: Trace | Parts = wanted.of(whole)
+    else:
+        by_rank = wanted == Slice() and target.name.endswith(STREAMED)
+        trace = open_parts([source]) if by_rank else wanted.read([source])
+    given = (("step", steps), ("rank", ranks), ("lane", lanes), ("name", names), ("kind", kinds), ("moment", between))
     if not len(trace):
-        chosen = " and ".join(f"{name}s {text}" for name, text in (("step", steps), ("rank", ranks)) if text)
+        chosen = " and ".join(f"{what}s {text}" for what, text in given if text)
         raise InputError(
             f"no event of {source} lies in {chosen or 'it'}. `headway trace info {source}` lists its steps and ranks."
         )
-    if ideal:
+    if whole is not None:
         if not target.name.endswith((".json", ".json.gz")):
             raise InputError(f"--ideal needs a timeline to stand beside, and {target} is none. End it with .json.gz.")
-        chrome.write(trace, target, ideal=window(replayed(source, whole), steps, ranks))
+        chrome.write(wanted.of(whole), target, ideal=wanted.of(replayed(source, whole)))
+    elif isinstance(trace, Parts):
+        perfetto.write(trace, target)
     else:
-        trace.save(target)
+        write(trace, target)
     answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace), "ideal": ideal}
     emit(answer, lambda _: f"{target}: {len(trace)} events", as_json=json)
     return 0
 
 
-def window(trace: Trace, steps: str | None, ranks: str | None) -> Trace:
-    """Return the events of these steps and ranks, both FIRST:END or None for all."""
-    for column, text in (("step", steps), ("rank", ranks)):
-        if text is not None:
-            first, end = interval(text, column)
-            values = trace.events[column]
-            trace = trace.where(np.flatnonzero((values >= first) & (values < end)))
-    return trace
+def write(trace: Trace, target: Path) -> None:
+    """Save `trace`; a format that carries dependencies gets those that a replay would infer."""
+    (listed(trace) if target.suffix == ".et" else trace).save(target)
+
+
+def slice_of(
+    *,
+    steps: str | None,
+    ranks: str | None,
+    lanes: str | None,
+    names: str | None,
+    kinds: str | None,
+    between: str | None,
+) -> Slice:
+    """Parse the options of a slice. Raises `InputError` on what cannot be read."""
+    return Slice(
+        steps=None if steps is None else interval(steps, "step"),
+        ranks=None if ranks is None else interval(ranks, "rank"),
+        lanes=lanes,
+        names=names,
+        kinds=None if kinds is None else tuple(kind.strip().upper() for kind in kinds.split(",")),
+        between_ns=None if between is None else moments(between),
+    )
 
 
 def replayed(source: Path, trace: Trace) -> Trace:
@@ -118,7 +157,7 @@ def info(source: Path, /, *, json: bool = False) -> int:
     json
         Print one JSON object instead of text.
     """
-    answer = describe(Trace.open(source))
+    answer = describe(open_parts([source]))
     emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
     return 0
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from headway.report.terminal import render_why
 from headway.verbs.explain import Explanation, explain
+from headway.verbs.model_flops import ModelSpec
 from headway.verbs.output import emit
 from headway.verbs.source import newest_run
+from headway.verbs.views import why_object
 
 
-def why(*source: Path, json: bool = False) -> int:
+def why(*source: Path, model: str | None = None, json: bool = False) -> int:
     """Explain where the device time of a run or a trace went: ledger, ranked causes, next best action.
 
     Example: `headway why headway-runs/train-1` or `headway why trace.parquet`
@@ -20,11 +22,16 @@ def why(*source: Path, json: bool = False) -> int:
     source
         A run folder (the newest one by default), the run folders of several hosts, or any trace: Kineto or Chrome
         JSON, straggler Parquet, headway Parquet.
+    model
+        Shape of the model, for MFU: layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=64000,batch=768,dtype=bf16
+        (batch = sequences per step of all ranks). More keys: ffn, kv_heads, gated, tied, devices, device, peak (FLOP/s
+        of one device), recompute (none, selective, full).
     json
         Print one JSON object (schema headway.why/1) instead of text.
     """
+    spec = None if model is None else ModelSpec.parse(model)
     explanation = explain(list(source) or [newest_run()])
-    answer = explanation.to_json()
+    answer = why_object(explanation, spec)
     emit(
         answer,
         lambda screen: render_why(answer, source=explanation.source, next_command=next_command(explanation), **screen),

@@ -12,7 +12,8 @@ import random
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,20 +22,32 @@ import numpy as np
 import torch
 
 from headway.data.runtime.examples import decode, encode, equal
+from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
+
+SEEDED = {"random", "numpy", "torch"}
+"""Generators that torch seeds in each loader worker, differently from all others."""
 
 
-def impurity(dataset: Any, indices: Sequence[int]) -> str | None:
+def impurity(dataset: Any, indices: Sequence[int], *, may_draw: bool = False) -> str | None:
     """Say why the examples of `dataset` may not be kept, or None when the probe found nothing.
 
-    Reads each of `indices` twice. An exception of the dataset is a finding, not a failure.
+    Reads each of `indices` twice. An exception of the dataset is a finding, not a failure. With `may_draw`, it may
+    draw from the generators that torch seeds anew in each worker: then equal draws must give equal examples.
     """
-    states = _random_states()
+    own = own_generators(dataset)
+    states, before, restore_own = _random_states(), fingerprints(own), restorer(own)
     try:
         for index in indices:
+            if may_draw:
+                _restore(states)
             first = dataset[index]
             attributes = picture(dataset)  # after the first reading: opening a file lazily is no impurity
+            found = drawn(before, fingerprints(own))
+            if may_draw:
+                _restore(states)
             second = _read_as_a_worker_would(dataset, index)
-            if not _same_states(states, _random_states()):
+            found = sorted({*found, *drawn(before, fingerprints(own))})
+            if found and not (may_draw and {*found} <= SEEDED):
                 return f"reading example {index} draws random numbers"
             if not equal(first, second):
                 return f"reading example {index} twice gave two different results"
@@ -46,7 +59,18 @@ def impurity(dataset: Any, indices: Sequence[int]) -> str | None:
         return f"the probe of an example raised {type(failure).__name__}: {failure}"
     finally:
         _restore(states)
+        restore_own()
     return None
+
+
+@contextmanager
+def states_kept() -> Iterator[None]:
+    """Put every random number generator back afterwards."""
+    states = _random_states()
+    try:
+        yield
+    finally:
+        _restore(states)
 
 
 def _read_as_a_worker_would(dataset: Any, index: int) -> Any:
@@ -67,11 +91,6 @@ def _random_states() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types for it
         states["cuda"] = torch.cuda.get_rng_state()
     return states
-
-
-def _same_states(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Compare; a generator that appeared meanwhile was not there to be drawn from."""
-    return all(equal(state, after[name]) for name, state in before.items())
 
 
 def _restore(states: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from headway.data.runtime.examples import decode, encode, equal
-from headway.data.runtime.purity import impurity
+from headway.data.runtime.purity import impurity, states_kept
 
 TIMEOUT_S = 60.0
 """A child that has not answered by then hangs, as a worker would."""
@@ -47,17 +47,17 @@ class Batches:
         return self.collate_fn(many(self.indices) if many else [self.dataset[index] for index in self.indices])
 
 
-def unfit(loader: Any) -> tuple[str | None, int]:
+def unfit(loader: Any, *, may_draw: bool = False) -> tuple[str | None, int]:
     """Say why a loader's batches may not be made by (more) workers, or None; and the bytes of the batch tried.
 
     The dataset is read in this process only if the script reads it here too: what it opens at its first reading
-    would be inherited by the script's own workers.
+    would be inherited by the script's own workers. `may_draw` as in `impurity`.
     """
     batches = Batches(loader)
     if loader.num_workers:
-        return in_child(lambda: (impurity(batches, [0]), len(encode(batches[0]))))
+        return in_child(lambda: (impurity(batches, [0], may_draw=may_draw), len(encode(batches[0]))))
     before = _positions()
-    finding = impurity(batches, [0]) or _handle(loader.dataset)
+    finding = impurity(batches, [0], may_draw=may_draw) or _handle(loader.dataset)
     if finding is None and _positions().items() - before.items():
         finding = "reading it moves in a file that stays open, and workers would share its position"
     if finding is not None:
@@ -65,7 +65,9 @@ def unfit(loader: Any) -> tuple[str | None, int]:
     reading, payload = in_child(lambda: (None, encode(batches[0])))
     if reading is not None:
         return f"in a worker, {reading}", 0
-    return (None if equal(decode(payload), batches[0]) else "in a worker, it reads something else"), len(payload)
+    with states_kept():  # the child began with the same states: equal draws
+        same = equal(decode(payload), batches[0])
+    return (None if same else "in a worker, it reads something else"), len(payload)
 
 
 def in_child(work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:

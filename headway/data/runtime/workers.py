@@ -43,7 +43,8 @@ SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRando
 def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     """Install the remedy. Parameters: num_workers, prefetch_factor, persistent_workers, pin_memory, max_workers.
 
-    Whether a given loader takes it is decided when that loader is first read, and reported then.
+    Whether a given loader takes it is decided when that loader is first read, and reported then. One whose dataset
+    draws random numbers takes it only where the user allowed results that are equivalent, but not equal.
     """
     tuner = LoaderTuner(
         num_workers=int(parameters.get("num_workers", 2)),
@@ -51,6 +52,7 @@ def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
         persistent_workers=bool(parameters.get("persistent_workers", True)),
         pin_memory=bool(parameters.get("pin_memory", False)) and torch.cuda.is_available(),
         max_workers=int(parameters.get("max_workers", parameters.get("num_workers", 2))),
+        may_draw=context.allow == "result-equivalent",
         report=reporter("data.workers", parameters, context),
     )
     module = "torch.utils.data.dataloader"
@@ -60,8 +62,11 @@ def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     return Applied("data.workers", dict(parameters))
 
 
-def untunable(loader: DataLoader[Any], batches_ahead: int = 0) -> str | None:
-    """Say why this loader must keep its settings, or None; `batches_ahead` will lie in shared memory at a time."""
+def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool = False) -> str | None:
+    """Say why this loader must keep its settings, or None; `batches_ahead` will lie in shared memory at a time.
+
+    `may_draw`: its dataset may draw random numbers, and will draw others in workers.
+    """
     if torch.multiprocessing.current_process().daemon:
         return "this process is a daemon, which may have no children"
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
@@ -80,7 +85,7 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0) -> str | None:
         return "its worker_init_fn has never run, and would with workers"
     if len(loader.dataset) == 0:  # type: ignore[arg-type]  # IterableDataset was answered above
         return "its dataset is empty"
-    finding, tried_bytes = unfit(loader)
+    finding, tried_bytes = unfit(loader, may_draw=may_draw)
     if finding:
         return f"its dataset is not pure: {finding}"
     needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
@@ -181,6 +186,8 @@ class LoaderTuner:
     """Whether to stage batches in pinned memory."""
     max_workers: int
     """Where the search for a better number ends."""
+    may_draw: bool
+    """Whether datasets that draw random numbers may be read by workers, which draw others."""
     report: Report
     """Called when something about a loader was decided."""
     num_tried: int = 0
@@ -300,7 +307,7 @@ class LoaderTuner:
         if self.num_tried > MOST_LOADERS:
             self.report({"reason_not_applied": f"the script makes more than {MOST_LOADERS} loaders"})
             return
-        reason = untunable(loader, self.max_workers * self.prefetch_factor)
+        reason = untunable(loader, self.max_workers * self.prefetch_factor, may_draw=self.may_draw)
         if reason is not None:
             self.report({**facts, "reason_not_applied": reason})
             return

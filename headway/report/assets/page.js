@@ -107,47 +107,68 @@
     return a === b ? "step " + count(a) : "steps " + count(a) + "–" + count(b);
   };
 
+  // What a page that follows a run calls with new data: the chart keeps its zoom unless it showed everything.
+  const follow = {};
+  const replaced = (chart, columns) => {
+    const { min, max } = chart.scales.x, xs = chart.data[0];
+    const whole = min <= xs[0] && max >= xs[xs.length - 1];
+    chart.setData(columns, whole);
+    if (!whole) chart.setScale("x", { min, max });
+  };
+
   const stepChart = (source) => {
     const figure = byId("steps-figure"), logarithmic = byId("steps-log"), chooser = byId("steps-rank");
-    const low = decode(source.low), middle = decode(source.middle), high = decode(source.high);
-    const lines = source.lines.map(decode), twice = source.width > 1;
-    const known = middle.filter((x) => x !== null).sort((a, b) => a - b);
-    const largest = Math.max(...high.filter((x) => x !== null), 0), usual = known[known.length >> 1] ?? 0;
+    let low, middle, high, lines, twice, known, largest, points, xs, many;
+    const group = (i) => (twice ? i >> 1 : i);
+    const spread = (values) => (twice ? Array.from({ length: points }, (_, i) => values[i >> 1]) : values);
+    const load = (next) => {
+      source = next;
+      low = decode(source.low); middle = decode(source.middle); high = decode(source.high);
+      lines = source.lines.map(decode); twice = source.width > 1;
+      known = middle.filter((x) => x !== null).sort((a, b) => a - b);
+      largest = high.reduce((most, x) => (x !== null && x > most ? x : most), 0);
+      points = twice ? 2 * middle.length : middle.length;
+      xs = Array.from({ length: points }, (_, i) => source.first + (twice ? group(i) * source.width + (i & 1) * Math.floor(source.width / 2) : i));
+      many = source.ranks.length > 1 || twice;
+    };
+    load(source);
+    const usual = known[known.length >> 1] ?? 0;
     const positive = low.every((x) => x === null || x > 0) && known.length > 0;
     logarithmic.checked = positive && usual > 0 && largest > 12 * usual;
     logarithmic.disabled = !positive;
-    const points = twice ? 2 * middle.length : middle.length;
-    const group = (i) => (twice ? i >> 1 : i);
-    const xs = Array.from({ length: points }, (_, i) => source.first + (twice ? group(i) * source.width + (i & 1) * Math.floor(source.width / 2) : i));
-    const spread = (values) => (twice ? Array.from({ length: points }, (_, i) => values[i >> 1]) : values);
-    const many = source.ranks.length > 1 || twice;
     let chart = null;
+    const chosenRank = () => (chooser && chooser.value !== "" ? +chooser.value : null);
+    const columnsOf = (chosen) => [xs, spread(high), spread(low), spread(middle), ...(chosen === null ? [] : [lines[chosen]])];
     const draw = () => {
       if (chart) chart.destroy();
-      const chosen = chooser && chooser.value !== "" ? +chooser.value : null;
+      const chosen = chosenRank();
       const accent = paint("--accent"), veil = (chosen === null ? 0.22 : 0.14) * (twice ? 2 : 1);
       const band = `color-mix(in srgb, ${accent} ${100 * veil}%, transparent)`;
       const edge = { stroke: twice ? band : "transparent", width: 1, points: { show: false } };
       const series = [{}, edge, edge];
-      const columns = [xs, spread(high), spread(low)];
+      const columns = columnsOf(chosen);
       const main = chosen === null ? accent : paint("--quiet"), second = paint("--b-straggler");
-      columns.push(spread(middle));
       series.push({ stroke: main, width: chosen === null ? 1.25 : 1, points: lonely(columns[3], main) });
-      if (chosen !== null) { columns.push(lines[chosen]); series.push({ stroke: second, width: 1.25, points: lonely(lines[chosen], second) }); }
+      if (chosen !== null) series.push({ stroke: second, width: 1.25, points: lonely(lines[chosen], second) });
       const readout = (i) => {
         const g = group(i), where = spanOf(source, g);
         if (chosen !== null) return `${where}: rank ${source.ranks[chosen]} ${seconds(lines[chosen][i])}, median ${seconds(middle[g])}`;
         return many ? `${where}: median ${seconds(middle[g])}, range ${seconds(low[g])} to ${seconds(high[g])}` : `${where}: ${seconds(middle[g])}`;
       };
-      const flat = known.length ? [Math.min(...low.filter((x) => x !== null)), largest] : [0, 1];
       chart = makeChart("steps", figure, {
         scales: {
           x: { time: false, range: points === 1 ? [xs[0] - 1, xs[0] + 1] : undefined },
-          y: logarithmic.checked ? { distr: 3, range: (u, a, b) => [roundDown(a * 0.85), b * 1.2] } : { range: (u, a, b) => [0, (b > 0 ? b : flat[1] || 1) * 1.06] },
+          y: logarithmic.checked ? { distr: 3, range: (u, a, b) => [roundDown(a * 0.85), b * 1.2] } : { range: (u, a, b) => [0, (b > 0 ? b : largest || 1) * 1.06] },
         },
         axes: [stepAxis(), axis({ size: 66, values: (u, splits) => axisSeconds(splits) })],
         series, bands: many ? [{ series: [1, 2], fill: band }] : [],
       }, columns, readout, IDLE);
+    };
+    follow.steps = (next) => {
+      const before = [twice, points < 3, many];
+      load(next);
+      if (before[0] === twice && !before[1] && before[2] === many) replaced(chart, columnsOf(chosenRank()));
+      else draw();
     };
     logarithmic.addEventListener("change", draw);
     if (chooser) chooser.addEventListener("change", draw);
@@ -156,21 +177,29 @@
   };
 
   const shareChart = (source) => {
-    const figure = byId("shares-figure"), names = data.buckets.filter((name) => source.shares[name]);
-    const shares = names.map((name) => decode(source.shares[name])), groups = shares[0].length;
-    // One more point than groups: the last one closes the last group's step.
-    const xs = Array.from({ length: groups + 1 }, (_, i) => Math.min(source.first + i * source.width, source.first + source.steps));
-    const towers = [];
-    const sum = new Array(groups).fill(0);
-    for (const values of shares) {
-      for (let i = 0; i < groups; i++) sum[i] = values[i] === null ? null : sum[i] + values[i];
-      towers.push([...sum, sum[groups - 1]]);
-    }
+    const figure = byId("shares-figure");
+    let names, shares, groups, xs, towers;
+    const load = (next) => {
+      source = next;
+      names = data.buckets.filter((name) => source.shares[name]);
+      shares = names.map((name) => decode(source.shares[name]));
+      groups = shares[0].length;
+      // One more point than groups: the last one closes the last group's step.
+      xs = Array.from({ length: groups + 1 }, (_, i) => Math.min(source.first + i * source.width, source.first + source.steps));
+      towers = [];
+      const sum = new Array(groups).fill(0);
+      for (const values of shares) {
+        for (let i = 0; i < groups; i++) sum[i] = values[i] === null ? null : sum[i] + values[i];
+        towers.push([...sum, sum[groups - 1]]);
+      }
+    };
+    load(source);
     let chart = null;
+    const orderOf = () => names.map((_, i) => names.length - 1 - i);
+    const columnsOf = () => [xs, ...orderOf().map((k) => towers[k])];
     const draw = () => {
       if (chart) chart.destroy();
       const stepped = uPlot.paths.stepped({ align: 1 });
-      const order = names.map((_, i) => names.length - 1 - i);
       const readout = (i) => {
         const g = Math.min(i, groups - 1);
         const parts = names.map((name, k) => [shares[k][g], name]).filter((p) => p[0] >= 0.005).sort((a, b) => b[0] - a[0]).slice(0, 5);
@@ -179,8 +208,14 @@
       chart = makeChart("shares", figure, {
         scales: { x: { time: false }, y: { range: [0, 1] } },
         axes: [stepAxis(), axis({ size: 66, values: (u, splits) => splits.map((x) => Math.round(100 * x) + " %") })],
-        series: [{}, ...order.map((k) => ({ stroke: "transparent", width: 0, fill: bucketPaint(names[k]), paths: stepped, points: { show: false } }))],
-      }, [xs, ...order.map((k) => towers[k])], readout, IDLE);
+        series: [{}, ...orderOf().map((k) => ({ stroke: "transparent", width: 0, fill: bucketPaint(names[k]), paths: stepped, points: { show: false } }))],
+      }, columnsOf(), readout, IDLE);
+    };
+    follow.shares = (next) => {
+      const before = names.join();
+      load(next);
+      if (before === names.join()) replaced(chart, columnsOf());
+      else draw();
     };
     keyed(figure, () => chart);
     drawings.push(draw);
@@ -188,26 +223,43 @@
 
   /* ---- timeline ------------------------------------------------------------------------------------------------- */
 
-  const unpackTimeline = (source) => ({
-    ...source,
-    rows: source.rows.map((row) => ({
-      name: row.name, levels: row.levels, start: decode(row.start), duration: decode(row.duration), depth: decode(row.depth),
-      bucket: decode(row.bucket), code: decode(row.code), joined: decode(row.joined),
-    })),
-  });
+  const unpackTimeline = (source) => {
+    // Spans are numbered through all rows: `first` is the number of a row's first one.
+    let first = 0;
+    const rows = source.rows.map((row) => {
+      const start = decode(row.start);
+      const unpacked = {
+        name: row.name, rank: row.rank, levels: row.levels, first, start, duration: decode(row.duration), depth: decode(row.depth),
+        bucket: decode(row.bucket), code: decode(row.code), joined: decode(row.joined),
+      };
+      first += start.length;
+      return unpacked;
+    });
+    const before = new Map(), after = new Map(), [sources, targets] = source.links.map(decode);
+    const note = (map, key, value) => { if (map.has(key)) map.get(key).push(value); else map.set(key, [value]); };
+    sources.forEach((from, i) => { note(after, from, targets[i]); note(before, targets[i], from); });
+    return { ...source, rows, before, after };
+  };
 
   const timelineChart = (panels) => {
     const figure = byId("timeline-figure"), tip = byId("timeline-tip");
     const length = Math.max(1, ...panels.map((p) => p.length));
     const LEVEL = 15, GAP = 7, HEAD = 40, AXIS = 24;
-    let from = 0, to = length, margin = 90, drag = null;
-    const canvas = byId("timeline-canvas");
-    const heightOf = (panel) => HEAD + panel.rows.reduce((sum, row) => sum + row.levels * LEVEL + GAP, 0);
-    const height = panels.reduce((sum, panel) => sum + heightOf(panel) + 8, 0) + AXIS;
+    let from = 0, to = length, margin = 90, drag = null, chosen = null;
+    const canvas = byId("timeline-canvas"), chooser = byId("timeline-group"), waits = byId("timeline-waits");
+    // Ranks on show: those of the group that was chosen, else the first ones; the launcher always.
+    const onShow = () => {
+      const ranks = new Set(chooser && chooser.value !== "" ? panels[0].groups[+chooser.value][1] : panels[0].first);
+      return (row) => !ranks.size || row.rank < 0 || ranks.has(row.rank);
+    };
+    const rowsOf = (panel) => panel.rows.filter(onShow());
+    const heightOf = (panel) => HEAD + rowsOf(panel).reduce((sum, row) => sum + row.levels * LEVEL + GAP, 0);
+    let height = 0;
     const ctx = canvas.getContext("2d");
     let boxes = [];
     const draw = () => {
       const width = Math.max(240, figure.clientWidth), ratio = window.devicePixelRatio || 1, font = paint("--sans");
+      height = panels.reduce((sum, panel) => sum + heightOf(panel) + 8, 0) + AXIS;
       canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
       canvas.style.width = width + "px"; canvas.style.height = height + "px";
       ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
@@ -234,9 +286,86 @@
           if (at - lastLabel > 62) { ctx.fillText("step " + count(step), at + 4, y + HEAD - 8); lastLabel = at; }
         }
         y += HEAD;
-        for (const row of panel.rows) { drawRow(row, panel, y, x, scale, width, colours, dark, quiet, font); y += row.levels * LEVEL + GAP; }
+        for (const row of rowsOf(panel)) { drawRow(row, panel, y, x, scale, width, colours, dark, quiet, font); y += row.levels * LEVEL + GAP; }
         y += 8;
       }
+      if (chosen) drawWaits(x, width);
+    };
+    // Where a span stands: [row, index in it, its box's top], null when its rank is not on show.
+    const find = (panel, number) => {
+      for (const box of boxes)
+        if (box.panel === panel && number >= box.row.first && number < box.row.first + box.row.start.length) return [box.row, number - box.row.first, box.top];
+      return null;
+    };
+    const drawWaits = (x, width) => {
+      const ink = paint("--ink"), accent = paint("--accent"), bad = paint("--bad"), { panel, number } = chosen;
+      ctx.save(); ctx.beginPath(); ctx.rect(margin - 2, 0, width - margin + 2, height); ctx.clip();
+      const boxOf = (found) => {
+        const [row, i, top] = found, left = x(row.start[i]), right = x(row.start[i] + row.duration[i]);
+        return [left, top + row.depth[i] * LEVEL, Math.max(right - left, 2), LEVEL - 1.5];
+      };
+      const own = find(panel, number);
+      const outline = (found, colour, wide) => { ctx.strokeStyle = colour; ctx.lineWidth = wide; ctx.strokeRect(...boxOf(found)); };
+      const arrow = (a, b, colour) => {
+        const [left, top, wide, high] = boxOf(a), [to, below, , deep] = boxOf(b);
+        ctx.strokeStyle = colour; ctx.lineWidth = 1.2; ctx.beginPath();
+        ctx.moveTo(Math.min(left + wide, Math.max(left, to)), top + high / 2); ctx.lineTo(to, below + deep / 2); ctx.stroke();
+      };
+      for (const [map, colour] of [[panel.before, accent], [panel.after, bad]])
+        for (const other of map.get(number) || []) {
+          const found = find(panel, other);
+          if (!found) continue;
+          outline(found, colour, 2);
+          if (own && map === panel.before) arrow(found, own, colour); else if (own) arrow(own, found, colour);
+        }
+      if (own) outline(own, ink, 2.5);
+      ctx.restore();
+    };
+    const words = (panel, number) => {
+      const row = panel.rows.find((r) => number >= r.first && number < r.first + r.start.length), i = number - row.first;
+      return `${panel.names[row.code[i]] || "unnamed"} (${row.name}, ${seconds(row.duration[i] / 1e9)})`;
+    };
+    const listed = (panel, numbers) => {
+      const said = numbers.slice(0, 6).map((number) => words(panel, number)).join(", ");
+      return numbers.length > 6 ? `${said} and ${count(numbers.length - 6)} more` : said || "nothing on record";
+    };
+    const choose = (panel, number) => {
+      chosen = number === null ? null : { panel, number };
+      if (!chosen) waits.textContent = "";
+      else {
+        const part = (label, numbers) => { const p = document.createElement("p"), b = document.createElement("b"); b.textContent = label; p.append(b, " " + listed(panel, numbers)); return p; };
+        const head = document.createElement("p");
+        head.textContent = words(panel, number);
+        waits.replaceChildren(head, part("Waited for:", panel.before.get(number) || []), part("Waited for it:", panel.after.get(number) || []));
+        const row = panel.rows.find((r) => number >= r.first && number < r.first + r.start.length), i = number - row.first;
+        const middle = row.start[i] + row.duration[i] / 2;
+        if (middle < from || middle > to) { const span = to - from; from = Math.max(0, Math.min(length - span, middle - span / 2)); to = from + span; }
+      }
+      draw();
+    };
+    // The next choice from the keyboard: along the row, to the row above or below, or to what it waited for.
+    const move = (key) => {
+      const shown = rowsOf(panels[0]).filter((row) => row.start.length);
+      if (!shown.length) return;
+      if (!chosen) {
+        const row = shown[0], i = row.start.findIndex((start, k) => start + row.duration[k] > from);
+        choose(panels[0], row.first + Math.max(0, i)); return;
+      }
+      const { panel, number } = chosen;
+      const at = shown.findIndex((row) => number >= row.first && number < row.first + row.start.length), row = shown[Math.max(0, at)];
+      const i = Math.min(row.start.length - 1, Math.max(0, number - row.first));
+      if (key === "w" || key === "d") { const next = ((key === "w" ? panel.before : panel.after).get(number) || []).find((n) => find(panel, n)); if (next !== undefined) choose(panel, next); return; }
+      if (key === "ArrowLeft" || key === "ArrowRight") {
+        const order = row.start.map((_, k) => k).sort((a, b) => row.start[a] - row.start[b] || row.depth[a] - row.depth[b]);
+        const place = order.indexOf(i) + (key === "ArrowLeft" ? -1 : 1);
+        if (place >= 0 && place < order.length) choose(panel, row.first + order[place]);
+        return;
+      }
+      const next = shown[at + (key === "ArrowUp" ? -1 : 1)];
+      if (!next) return;
+      let best = 0;
+      for (let k = 1; k < next.start.length; k++) if (Math.abs(next.start[k] - row.start[i]) < Math.abs(next.start[best] - row.start[i])) best = k;
+      choose(panel, next.first + best);
     };
     const drawRow = (row, panel, top, x, scale, width, colours, dark, quiet, font) => {
       ctx.font = "12px " + font; ctx.textBaseline = "middle"; ctx.fillStyle = quiet; ctx.textAlign = "right";
@@ -313,7 +442,15 @@
     });
     canvas.addEventListener("mouseleave", () => { tip.style.display = "none"; });
     canvas.addEventListener("mousedown", (event) => { drag = { x: place(event)[0], from, to }; });
-    window.addEventListener("mouseup", () => { drag = null; });
+    canvas.addEventListener("click", (event) => {
+      const [px, py] = place(event);
+      if (drag && Math.abs(drag.x - px) > 3) return;
+      const found = px < margin ? null : hit(px, py);
+      if (found && found[1] === panels[0] && found[0].joined[found[2]] === 1) choose(panels[0], found[0].first + found[2]);
+      else if (chosen) choose(null, null);
+    });
+    if (chooser) chooser.addEventListener("change", draw);
+    window.addEventListener("mouseup", () => { setTimeout(() => { drag = null; }); });
     canvas.addEventListener("dblclick", () => show(0, length));
     canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey && document.activeElement !== figure) return;
@@ -323,7 +460,10 @@
     }, { passive: false });
     figure.addEventListener("keydown", (event) => {
       const span = to - from, middle = (from + to) / 2;
-      if (event.key === "ArrowLeft") show(from - span / 8, to - span / 8);
+      if (event.target !== figure) return;
+      if ((event.shiftKey && event.key.startsWith("Arrow")) || event.key === "w" || event.key === "d") move(event.key);
+      else if (event.key === "Escape" && chosen) choose(null, null);
+      else if (event.key === "ArrowLeft") show(from - span / 8, to - span / 8);
       else if (event.key === "ArrowRight") show(from + span / 8, to + span / 8);
       else if (event.key === "+" || event.key === "=") show(middle - span / 4, middle + span / 4);
       else if (event.key === "-") show(middle - span, middle + span);
@@ -423,5 +563,6 @@
   });
   label();
   redraw();
+  /*LIVE*/
   requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.drawn = "yes"; performance.mark("drawn"); }));
 })();

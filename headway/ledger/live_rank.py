@@ -1,0 +1,225 @@
+"""One rank of a running job: its records until they are booked, and where its steps end.
+
+Fed with the records of one process in the order in which they were written.
+Times in ns on CLOCK_MONOTONIC.
+
+>>> from headway.trace.records import RECORD_DTYPE
+>>> records = np.zeros(2, RECORD_DTYPE)
+>>> records["code"], records["start_ns"], records["duration_ns"] = STEP, [10, 30], 5
+>>> rank = LiveRank(0, 1, 0)
+>>> rank.take(records); rank.begin(), rank.steps, rank.window(2).ends_ns.tolist()
+(True, 2, [15, 35])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.trace.rows import training_thread
+from headway.trace.sweep import Ints
+from headway.trace.vocabulary import SPANS
+
+Records = NDArray[np.void]
+
+STEP, WAIT, SAVE, LOAD = (
+    SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
+)
+TRAINING = tuple(SPANS[name].code for name in ("input.iter", "input.next", "optimizer.step"))
+"""Codes that begin step 0."""
+
+RATE_WINDOW_NS = 10_000_000_000
+RECENT = 1024
+"""Ends of steps remembered for the rate."""
+
+STRAY_UPDATES = 32
+"""Updates by others after which an optimizer that made none no longer ends the steps."""
+
+
+class RingFacts(Protocol):
+    """What is read of a ring's header; `headway.trace.records.RingHeader` has it."""
+
+    @property
+    def rank(self) -> int:
+        """Rank that the process is."""
+        ...
+
+    @property
+    def attempt(self) -> int:
+        """Attempt of the job, from 0."""
+        ...
+
+    @property
+    def role(self) -> str:
+        """One of `headway.trace.ring.ROLES`."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        ...
+
+    @property
+    def end_ns(self) -> int:
+        """End of the process; 0 while it runs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Complete steps of one rank that are to be booked: from `low_ns` to the last of `ends_ns`."""
+
+    rank: int
+    """The rank."""
+
+    first_step: int
+    """Number of the first of the steps."""
+
+    low_ns: int
+    """Start of the first of the steps."""
+
+    ends_ns: Ints
+    """[n] End of each step, in order."""
+
+    records: Records
+    """[m] What its training thread recorded then, by record number."""
+
+
+@dataclass(slots=True)
+class LiveRank:
+    """What is known of one rank in the present attempt."""
+
+    rank: int
+    pid: int
+    from_ns: int
+    """From when on this attempt answers for the rank."""
+
+    first_ns: int = -1
+    """Start of step 0; -1 before it."""
+
+    booked_ns: int = 0
+    """Everything before is booked."""
+
+    booked_steps: int = 0
+    steps: int = 0
+    """Complete steps, booked or not."""
+
+    newest_ns: int = 0
+    """Length of the newest booked step."""
+
+    usual_ns: int = 0
+    """Median length of the steps booked last."""
+
+    last_ns: int = 0
+    """End of the newest record."""
+
+    last_step_ns: int = 0
+    """End of the newest complete step; 0 before the first."""
+
+    saved: int = -1
+    """Complete steps before its last save; -1 without one."""
+
+    loaded: bool = False
+    """Whether it loaded state before its first step."""
+
+    ended: bool = False
+    """Whether its process has noted its end."""
+
+    _lane: int = -1
+    _lead: int = -1
+    _strays: int = 0
+    _held: list[Records] = field(default_factory=list)
+    _ends: list[Ints] = field(default_factory=list)
+    _recent: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    def __post_init__(self) -> None:
+        self.last_ns = self.from_ns
+
+    def take(self, records: Records) -> None:
+        """Hold new records, and find the steps that they complete."""
+        self.last_ns = max(self.last_ns, int((records["start_ns"] + records["duration_ns"]).max()))
+        if self._lane != 0 and (records["code"] == STEP).any():
+            lane = training_thread(records)
+            if lane == 0 or self._lane < 0:
+                self._lane = lane
+                self._held = [self._own(held) for held in self._held]
+        records = self._own(records) if self._lane >= 0 else records
+        self._held.append(records)
+        ends = self._ends_of(records)
+        if len(ends):
+            ends = np.maximum(np.maximum.accumulate(ends), self.last_step_ns)
+            self._ends.append(ends)
+            self.steps += len(ends)
+            self.last_step_ns = int(ends[-1])
+            self._recent = np.concatenate([self._recent, ends])[-RECENT:]
+
+    def begin(self) -> bool:
+        """Say whether the first step has begun only now."""
+        if self.first_ns >= 0:
+            return False
+        held = self._own(np.concatenate(self._held), lane=max(self._lane, 0))
+        found = np.isin(held["code"], TRAINING)
+        if not found.any():
+            return False
+        self.first_ns = self.booked_ns = max(int(held["start_ns"][found].min()), self.from_ns)
+        self.loaded = bool(((held["code"] == LOAD) & (held["start_ns"] <= self.first_ns)).any())
+        return True
+
+    def window(self, horizon: int) -> Window | None:
+        """Hand over the complete steps before number `horizon` that are not booked; None when there is none."""
+        count = min(horizon, self.steps) - self.booked_steps
+        if count <= 0 or self.first_ns < 0:
+            return None
+        every = np.concatenate(self._ends)
+        ends, self._ends = np.maximum(every[:count], self.booked_ns), [every[count:]]
+        high, low, first = int(ends[-1]), self.booked_ns, self.booked_steps
+        held = np.concatenate(self._held)
+        end_ns = held["start_ns"] + held["duration_ns"]
+        self._held = [held[end_ns > high]]
+        records = held[(held["start_ns"] < high) & (end_ns > low)]
+        lengths = np.diff(ends, prepend=low)
+        self.newest_ns, self.usual_ns = (
+            int(lengths[-1]),
+            int(np.sort(lengths[-RECENT:])[(len(lengths[-RECENT:]) - 1) // 2]),
+        )
+        saves = records[(records["code"] == SAVE) & ((records["start_ns"] >= low) | (first == 0))]
+        if len(saves):
+            self.saved = first + int(np.searchsorted(ends, int(saves["start_ns"][-1]), side="right"))
+        self.booked_ns, self.booked_steps = high, first + count
+        return Window(self.rank, first, low, ends, records)
+
+    def steps_per_s(self, now_ns: int) -> float:
+        """Return the rate over the last ten seconds of steps; a step that is overdue lowers it."""
+        recent = self._recent[self._recent >= self.last_step_ns - RATE_WINDOW_NS]
+        if len(recent) < 2:
+            recent = self._recent[-2:]
+        if len(recent) < 2:
+            return 0.0
+        span = int(recent[-1] - recent[0])
+        mean = span / (len(recent) - 1)
+        open_ns = 0 if self.ended else now_ns - self.last_step_ns
+        return (len(recent) - 1) / max(span + max(open_ns - 2 * mean, 0), 1) * 1e9
+
+    def _own(self, records: Records, lane: int = -1) -> Records:
+        """Return what the training thread recorded; autograd's own thread sees the end of backward."""
+        lane = self._lane if lane < 0 else lane
+        own: Records = records[(records["lane"] == lane) | (records["code"] == WAIT)]
+        return own
+
+    def _ends_of(self, records: Records) -> Ints:
+        """Return the ends of the updates that end a step: those of the optimizer met first, while it lasts."""
+        updates = records[records["code"] == STEP]
+        if not len(updates):
+            return np.zeros(0, np.int64)
+        if self._lead < 0:
+            self._lead = int(updates["a"][0])
+        mine = updates[updates["a"] == self._lead]
+        self._strays = 0 if len(mine) else self._strays + len(updates)
+        if self._strays >= STRAY_UPDATES:  # that optimizer is done: a later phase of training has others
+            self._lead, self._strays = int(updates["a"][-1]), 0
+            mine = updates[updates["a"] == self._lead]
+        ends: Ints = mine["start_ns"] + mine["duration_ns"]
+        return ends

@@ -1,0 +1,365 @@
+"""The best plan for a training step: dPRO's optimiser (arXiv 2205.02473) on a compiled Dag.
+
+Use `optimise(step)` on a step built from a profile. Memory comes first: while
+the peak exceeds the budget, blocks are computed again or gradients are
+accumulated, whichever costs least. Then rounds over the neighbourhoods of
+`headway.plan.step_search`, until `QUIET_ROUNDS` rounds in a row have changed
+the step time by less than 0.1 %. The answer says which of the moves
+`headway run --apply` can make to an unmodified script, and how to make the
+others by hand. Times are int64 ns, sizes bytes.
+
+>>> from headway.cost.specs import Link
+>>> from headway.sim.hops import Network
+>>> from headway.sim.training_step import Block, Profile
+>>> profile = Profile.of([Block((50_000,), (90_000,), (40_000_000,))] * 6, update_ns=1)
+>>> step = TrainingStep.of(profile, Network("ring", 8, Link("wire", 1e12, 1e-5, "doctest")))
+>>> found = optimise(step)
+>>> found.base_ns, found.step_ns, [row.name for row in found.moves]
+(1650001, 1230001, ['buckets'])
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from headway.core.errors import InputError
+from headway.core.planfile import PlanFile, Remedy
+from headway.core.search import smallest_true
+from headway.core.tables import pick
+from headway.core.units import MIB, format_bytes
+from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
+from headway.sim.moves import MOVES, accumulate, recompute, view_gradients
+from headway.sim.training_step import TrainingStep
+
+QUIET_ROUNDS = 5
+"""The search stops after so many rounds in a row that changed little."""
+
+LEAST_CHANGE = 0.001
+"""What counts as little, as a share of the step time."""
+
+MOST_ROUNDS = 60
+"""Rounds at most, whatever they change."""
+
+SAFE: tuple[str, ...] = tuple(name for name in MOVES if name != "compute_in_half")
+"""Moves that leave results as they are, up to the order in which floating-point numbers are added."""
+
+
+@dataclass(frozen=True, slots=True)
+class MoveRow:
+    """One kind of move that was chosen."""
+
+    name: str
+    """A key of `KINDS`: 'buckets', 'operations', 'precision', ...."""
+
+    what: str
+    """In words."""
+
+    step_ns: int
+    """Step time with this kind and those before it."""
+
+    remedy: str | None
+    """Remedy that makes it on an unmodified script; None = by hand."""
+
+    how: str
+    """How to make it by hand."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row of the JSON object."""
+        return {
+            "name": self.name,
+            "what": self.what,
+            "step_s": self.step_ns / 1e9,
+            "remedy": self.remedy,
+            "how": self.how,
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Optimised:
+    """What the search found."""
+
+    before: TrainingStep
+    """As given."""
+
+    after: TrainingStep
+    """The best step found."""
+
+    base_ns: int
+    """Step time before."""
+
+    step_ns: int
+    """Predicted step time after."""
+
+    moves: tuple[MoveRow, ...]
+    """What changed, in the order in which `step_ns` of the rows adds up."""
+
+    rounds: tuple[int, ...]
+    """Step time after each round of the search."""
+
+    scored: int
+    """Variants replayed."""
+
+    uniform: TrainingStep
+    """`after` with its buckets replaced by the best of one size: what older versions of DDP can be told."""
+
+    uniform_ns: int
+    """Its step time."""
+
+    @property
+    def speedup(self) -> float:
+        """Steps per second after / before."""
+        return self.base_ns / self.step_ns if self.step_ns else float("inf")
+
+    def remedies(self) -> tuple[Remedy, ...]:
+        """Return what `headway run --apply` can do of it on an unmodified DDP script."""
+        found = []
+        alone = {row.remedy: row for row in self.moves if row.remedy}
+        if "comm.bucket" in alone:
+            found.append(Remedy("comm.bucket", self.bucket_parameters(), self._gain("comm.bucket")))
+        if "comm.gradient_view" in alone:
+            found.append(Remedy("comm.gradient_view", {}, self._gain("comm.gradient_view")))
+        return tuple(found)
+
+    def bucket_parameters(self) -> dict[str, Any]:
+        """Return the sizes in MiB: `bucket_mb_list` per bucket, and the best single size for a torch without lists.
+
+        A bucket closes once it holds its size, so each is written half a byte below what it shall hold.
+        """
+        sizes = [(int(size) - 0.5) / MIB for size in self.after.bucket_bytes()]
+        return {"bucket_mb": max(self._single(), 1 / MIB), "bucket_mb_list": sizes}
+
+    def plan_file(self, baseline: str | None = None) -> PlanFile:
+        """Return the plan that holds the remedies; its speedup is that of them together."""
+        remedies = self.remedies()
+        if not remedies:
+            return PlanFile(baseline=baseline)
+        names = {remedy.name for remedy in remedies}
+        step_ns = _with_only(self.before, self.after, names)
+        return PlanFile(remedies, predicted_speedup=self.base_ns / step_ns, baseline=baseline)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object, schema headway.optimised/1."""
+        return {
+            "schema": "headway.optimised/1",
+            "base_step_s": self.base_ns / 1e9,
+            "step_s": self.step_ns / 1e9,
+            "predicted_speedup": self.speedup,
+            "moves": [row.to_json() for row in self.moves],
+            "uniform_bucket_mb": self._single(),
+            "uniform_step_s": self.uniform_ns / 1e9,
+            "peak_bytes": self.after.peak_bytes(),
+            "scored": self.scored,
+            "rounds": len(self.rounds),
+        }
+
+    def _gain(self, remedy: str) -> float:
+        """Return the predicted speedup of one remedy alone."""
+        return self.base_ns / _with_only(self.before, self.after, {remedy})
+
+    def _single(self) -> float:
+        """Return the size in MiB that yields the best buckets of one size."""
+        sizes = self.uniform.bucket_bytes()
+        # Every bucket but the last has reached the cap, and had not before its last gradient.
+        return (int(sizes[:-1].min() if sizes.size > 1 else sizes.sum()) - 0.5) / MIB
+
+
+def optimise(
+    step: TrainingStep, *, memory_bytes: int | None = None, allow: Iterable[str] = SAFE, most_rounds: int = MOST_ROUNDS
+) -> Optimised:
+    """Search for the fastest step that fits `memory_bytes` (no limit by default), with the moves in `allow`.
+
+    Raises `UnknownNameError` on a move, `InputError` when no allowed move
+    brings the peak under the budget.
+    """
+    allowed = frozenset(allow)
+    for name in allowed:
+        pick(MOVES, name, "move")
+    scorer = Scorer(allowed)
+    base_ns = int(scorer.steps([step])[0])
+    found = step
+    if "view_gradients" in allowed:
+        found = _better(found, [view_gradients(found)], scorer)
+    if memory_bytes is not None:
+        found = fit_memory(found, memory_bytes, scorer)
+    if "compute_in_half" in allowed:
+        found = _precision(found, scorer)
+    found, rounds = _rounds(found, scorer, most_rounds)
+    ends = {one.joined.tobytes(): one for one in uniform(found)[3:]}
+    took = scorer.steps(list(ends.values()))
+    return Optimised(
+        before=step,
+        after=found,
+        base_ns=base_ns,
+        step_ns=int(scorer.steps([found])[0]),
+        moves=_explain(step, found, scorer),
+        rounds=tuple(rounds),
+        scored=scorer.scored,
+        uniform=list(ends.values())[int(np.argmin(took))],
+        uniform_ns=int(took.min()),
+    )
+
+
+def _rounds(step: TrainingStep, scorer: Scorer, most_rounds: int) -> tuple[TrainingStep, list[int]]:
+    """Take the neighbourhoods in turn until as many rounds in a row as there are of them change little."""
+    names, rounds, quiet = list(NEIGHBOURHOODS), list[int](), 0
+    now = int(scorer.steps([step])[0])
+    while quiet < QUIET_ROUNDS and len(rounds) < most_rounds:
+        step = NEIGHBOURHOODS[names[len(rounds) % len(names)]](step, scorer)
+        took = int(scorer.steps([step])[0])
+        quiet = quiet + 1 if now - took < LEAST_CHANGE * now else 0
+        now = took
+        rounds.append(took)
+    return step, rounds
+
+
+def fit_memory(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> TrainingStep:
+    """Compute blocks again or accumulate gradients while the peak exceeds the budget, whichever costs least time.
+
+    Gradients move into their buckets first, which costs nothing. Equal
+    blocks are candidates together: as many of them as are needed, the first
+    ones, whose activations live longest. Raises `InputError` when nothing is
+    left to try.
+    """
+    needs = step.peak_bytes()
+    if needs > memory_bytes and "view_gradients" in scorer.allowed:
+        step = view_gradients(step)  # never slower
+    while step.peak_bytes() > memory_bytes:
+        variants = [*_recomputing(step, memory_bytes, scorer), *_accumulating(step, memory_bytes, scorer)]
+        variants = [variant for variant in variants if variant.peak_bytes() < step.peak_bytes()]
+        if not variants:
+            raise InputError(
+                f"the step needs {format_bytes(needs)}, {format_bytes(step.peak_bytes())} with every move that lowers "
+                f"it; the budget is {format_bytes(memory_bytes)}. Allow recompute and accumulate, shard states over "
+                "ranks, or give a larger budget."
+            )
+        took = scorer.steps(variants)
+        fits = np.array([variant.peak_bytes() <= memory_bytes for variant in variants])
+        saved = np.array([step.peak_bytes() - variant.peak_bytes() for variant in variants])
+        cost = np.where(fits, took, np.inf) if fits.any() else took / saved
+        step = variants[int(np.argmin(cost))]
+    return step
+
+
+def _recomputing(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> list[TrainingStep]:
+    """Return, for each kind of block, the step with as few of them computed again as fit, or all of them."""
+    variants = []
+    for kind in np.unique(step.profile.block_kind) if "recompute" in scorer.allowed else []:
+        left = np.flatnonzero((step.profile.block_kind == kind) & ~step.recomputed).tolist()
+        variants += [_fewest(functools.partial(_recomputed, step, left), 1, len(left), memory_bytes)] if left else []
+    return variants
+
+
+def _accumulating(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> list[TrainingStep]:
+    """Return the step with as few micro-batches more as fit, or as many as there can be."""
+    least, most = step.microbatches + 1, step.profile.most_microbatches
+    if "accumulate" not in scorer.allowed or least > most:
+        return []
+    return [_fewest(functools.partial(accumulate, step), least, most, memory_bytes)]
+
+
+def _recomputed(step: TrainingStep, blocks: list[int], count: int) -> TrainingStep:
+    """Compute the first `count` of `blocks` again."""
+    return recompute(step, blocks[:count])
+
+
+def _fewest(variant: Callable[[int], TrainingStep], least: int, most: int, memory_bytes: int) -> TrainingStep:
+    """Return the variant with the least count in least..most that fits, or with the most."""
+    fits = smallest_true(lambda count: variant(count).peak_bytes() <= memory_bytes, least, most)
+    return variant(fits or most)
+
+
+def _precision(step: TrainingStep, scorer: Scorer) -> TrainingStep:
+    """Compute in 16 bits the kinds of blocks that gain by it, equal blocks together."""
+    kinds = [np.flatnonzero(step.profile.block_kind == kind) for kind in np.unique(step.profile.block_kind)]
+    variants = []
+    for blocks in kinds:
+        half = step.half.copy()
+        half[blocks] = True
+        variants.append(replace(step, half=half))
+    took, now = scorer.steps(variants), int(scorer.steps([step])[0])
+    together = step.half.copy()
+    for at in np.flatnonzero(took < now):
+        together[kinds[at]] = True
+    return _better(step, [replace(step, half=together), *variants], scorer)
+
+
+def _better(step: TrainingStep, variants: Sequence[TrainingStep], scorer: Scorer) -> TrainingStep:
+    """Return the fastest of a step and its variants; the step itself among equals."""
+    took = scorer.steps([step, *variants])
+    return [step, *variants][int(np.argmin(took))]
+
+
+def _explain(before: TrainingStep, after: TrainingStep, scorer: Scorer) -> tuple[MoveRow, ...]:
+    """Say what changed, kind by kind, each with the step time so far."""
+    rows, step = [], before
+    for name, kind in KINDS.items():
+        wanted = replace(step, **{part: getattr(after, part) for part in kind.fields})
+        if not wanted.equals(step):
+            step = wanted
+            rows.append(MoveRow(name, kind.words(before, after), int(scorer.steps([step])[0]), kind.remedy, kind.how))
+    return tuple(rows)
+
+
+def _with_only(before: TrainingStep, after: TrainingStep, remedies: set[str]) -> int:
+    """Return the step time of `before` with only those changes that the remedies make."""
+    parts = [part for kind in KINDS.values() if kind.remedy in remedies for part in kind.fields]
+    step = replace(before, **{part: getattr(after, part) for part in parts})
+    return int(Scorer(frozenset()).steps([step])[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One line of `KINDS`."""
+
+    fields: tuple[str, ...]
+    words: Callable[[TrainingStep, TrainingStep], str]
+    remedy: str | None
+    how: str
+
+
+def _bucket_words(before: TrainingStep, after: TrainingStep) -> str:
+    """Write the sizes of the buckets."""
+    sizes = [format_bytes(int(size)) for size in after.bucket_bytes()]
+    shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")
+    return f"{before.bucket_ends().size} -> {len(sizes)}: {shown}"
+
+
+KINDS: dict[str, _Kind] = {
+    "gradient_view": _Kind(
+        ("gradient_view",), lambda _, after: "gradients live inside the buckets", "comm.gradient_view",
+        "DistributedDataParallel(..., gradient_as_bucket_view=True)",
+    ),
+    "recompute": _Kind(
+        ("recomputed",), lambda _, after: f"{int(after.recomputed.sum())} blocks computed again", None,
+        "wrap those blocks in torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+    ),
+    "accumulate": _Kind(
+        ("microbatches",), lambda _, after: f"{after.microbatches} micro-batches accumulated", None,
+        "cut the batch, and run all micro-batches but the last under model.no_sync()",
+    ),
+    "precision": _Kind(
+        ("half",), lambda _, after: f"{int(after.half.sum())} blocks in 16 bits", None,
+        "run those blocks under torch.autocast(device_type, dtype=torch.bfloat16); sums of gradients need a comm hook",
+    ),
+    "buckets": _Kind(
+        ("joined",), _bucket_words, "comm.bucket", "DistributedDataParallel(..., bucket_cap_mb_list=[...])"
+    ),
+    "parts": _Kind(
+        ("parts",), lambda _, after: f"buckets cut into {sorted(set(after.parts[after.bucket_ends()].tolist()))} parts",
+        None, "set the partition size of the parameter-server library, for BytePS BYTEPS_PARTITION_BYTES",
+    ),
+    "operations": _Kind(
+        ("fused",), lambda _, after: f"{int(after.fused.sum())} pairs of operations fused", None,
+        "compile those blocks with torch.compile",
+    ),
+    "order": _Kind(
+        ("order",), lambda _, after: f"order of communication: {after.order}", None,
+        "schedule sums by priority of their layer, for BytePS BYTEPS_SCHEDULING_CREDIT",
+    ),
+}  # fmt: skip
+"""Kind of move -> what it changes, its words, the remedy that makes it, and how to make it by hand."""

@@ -1,0 +1,104 @@
+"""Terminal screen of `headway trace align`: how far the clocks stood apart, how well they agree now.
+
+Takes the object that the verb prints with `--json`. Offsets in seconds with
+their unit, drift in ppm, residuals in us.
+
+>>> rank = {"rank": 1, "host": "b", "offset_ns": -900, "drift_ppm": 1.5, "residual_us": 0.25, "moved_us": 0.0}
+>>> print(render_alignment({"ranks": [rank], "violations_before": 2, "violations": 0, "meetings": 9}, width=69))
+headway trace align
+<BLANKLINE>
+  9 collectives and messages matched. Ends before what they waited
+  for: 2 before, 0 after.
+<BLANKLINE>
+  rank  host   offset     drift  residual  moved
+     1  b     -900 ns  +1.5 ppm   0.25 us      -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Unpack
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headway.core.units import NS_PER_S, format_seconds
+from headway.report.figures import Json, clean, count, finite
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
+
+SHOWN = 32
+"""Ranks in the table: the reference and those whose clocks were farthest off; `--json` has all."""
+
+
+def render_alignment(answer: Json, *, source: str = "", target: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.trace-align/1` object.
+
+    Reads `ranks` (rank, host, offset_ns, drift_ppm, residual_us, moved_us), `meetings`, `skipped`, `violations_before`,
+    `violations` and `shortfall_us`.
+    """
+    parts: list[RenderableType] = [title("headway trace align", source, width=screen.get("width", 88)), ""]
+    before, after = answer.get("violations_before"), answer.get("violations")
+    parts.append(
+        paragraph(
+            f"{count(answer.get('meetings'))} collectives and messages matched. "
+            f"Ends before what they waited for: {count(before)} before, {count(after)} after."
+        )
+    )
+    if before == 0:
+        parts.append(
+            paragraph("The clocks as recorded keep every order: these offsets are estimates, not needs.", style="dim")
+        )
+    if after:
+        worst = format_seconds(float(answer.get("shortfall_us") or 0.0) / 1e6)
+        aside = count(answer.get("set_aside") or 0)
+        text = (
+            f"No clocks fulfil their order. {aside} records were set aside; what is left misses it by {worst} at most."
+        )
+        parts.append(paragraph(text, style="bold red"))
+    rows = list(answer.get("ranks") or ())
+    parts += ["", _table(_farthest(rows))]
+    if len(rows) > SHOWN:
+        parts += ["", paragraph(f"{len(rows) - SHOWN} more ranks: see --json.", style="dim")]
+    if target:
+        parts += ["", paragraph(Text.assemble(("written  ", "dim"), clean(target)))]
+    return draw(parts, **screen)
+
+
+def _farthest(rows: Sequence[Json]) -> list[Json]:
+    """Return the first rank and those with the largest offsets, in order of rank."""
+    ranked = sorted(rows[1:], key=lambda row: (-abs(int(row["offset_ns"])), int(row["rank"])))
+    return sorted([*rows[:1], *ranked[: SHOWN - 1]], key=lambda row: int(row["rank"]))
+
+
+def _table(rows: Sequence[Json]) -> Table:
+    hosts = any(row.get("host") for row in rows)
+    table = grid("right", "left", "right", "right", "right", "right")
+    add_row(table, "rank", "host" if hosts else "", "offset", "drift", "residual", "moved", style="dim")
+    for row in rows:
+        drift, moved = finite(row.get("drift_ppm")), finite(row.get("moved_us"))
+        add_row(
+            table,
+            str(row["rank"]),
+            clean(row.get("host") or ""),
+            _signed(int(row["offset_ns"])),
+            f"{drift:+.3g} ppm" if drift else "-",
+            _time(finite(row.get("residual_us"))),
+            _time(moved) if moved else "-",
+        )
+    return table
+
+
+def _signed(offset_ns: int) -> str:
+    """Return an offset in the unit that suits it.
+
+    >>> _signed(-900), _signed(48_215_000), _signed(0)
+    ('-900 ns', '+48.2 ms', '0')
+    """
+    if abs(offset_ns) < 1000:
+        return f"{offset_ns:+d} ns" if offset_ns else "0"
+    return f"{'+' if offset_ns > 0 else '-'}{format_seconds(abs(offset_ns) / NS_PER_S)}"
+
+
+def _time(value_us: float | None) -> str:
+    return "-" if value_us is None else format_seconds(value_us / 1e6)

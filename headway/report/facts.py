@@ -1,0 +1,33 @@
+"""The facts of a run as a page shows them: what ran where, and when it began.
+
+From run.json, whose secrets were replaced when it was written.
+
+>>> created({"realtime_ns": 0}), created({"realtime_ns": 86_400_000_000_000})
+('', '1970-01-02 00:00 UTC')
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from headway.core.units import NS_PER_S
+from headway.trace.trace import Trace
+
+
+def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
+    """Return the facts at the foot of the page."""
+    facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script", [])))} if meta else {}
+    wanted = ("host", "device_type", "cores", "world_size", "headway_version", "bytes_per_step", "dropped", "run_id")
+    facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
+    facts |= {f"loader {name}": row for name, row in (meta.get("loaders") or {}).items()}
+    if not meta and trace is not None:
+        facts |= {key: trace.meta[key] for key in ("source", "device_type", "world_size") if key in trace.meta}
+    return facts
+
+
+def created(meta: dict[str, Any]) -> str:
+    """Return when the run started, as text."""
+    if not meta.get("realtime_ns"):
+        return ""
+    return datetime.fromtimestamp(meta["realtime_ns"] / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")

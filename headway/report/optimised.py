@@ -1,0 +1,54 @@
+"""Terminal screen of `headway comm plan`: what to change about a training step, and what each change wins.
+
+Takes the object that the verb prints with `--json`, times in seconds.
+
+>>> move = {"name": "buckets", "what": "2 -> 9", "step_s": 0.08, "remedy": "comm.bucket", "how": "..."}
+>>> answer = {"base_step_s": 0.1, "step_s": 0.08, "predicted_speedup": 1.25, "moves": [move], "ranks": 2}
+>>> print(render_optimised(answer, plan_path="plan.json", width=60))
+headway comm plan
+<BLANKLINE>
+  100 ms -> 80 ms per step on 2 ranks, 1.25x (predicted)
+<BLANKLINE>
+  80 ms  buckets  2 -> 9
+                  by --apply
+<BLANKLINE>
+  Apply it: headway run --apply plan.json -- train.py
+"""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from rich.console import RenderableType
+
+from headway.report.figures import Json, clean, seconds, speedup
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
+
+
+def render_optimised(answer: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.comm-plan/1` object.
+
+    Reads `base_step_s`, `step_s`, `predicted_speedup`, `ranks`, `moves` (name, what, step_s, remedy, how) and `note`;
+    `plan_path` is where the plan was written, '' when there was nothing to write.
+    """
+    parts: list[RenderableType] = [title("headway comm plan", source, width=screen.get("width", 88)), ""]
+    gain = speedup(answer.get("predicted_speedup"))
+    parts.append(
+        paragraph(
+            f"{seconds(answer.get('base_step_s'))} -> {seconds(answer.get('step_s'))} per step on "
+            f"{answer.get('ranks')} ranks, {gain} (predicted)"
+        )
+    )
+    rows = list(answer.get("moves") or ())
+    if rows:
+        table = grid("right", "left", "fold")
+        for row in rows:
+            how = "by --apply" if row.get("remedy") else f"by hand: {clean(row.get('how'))}"
+            add_row(table, seconds(row.get("step_s")), clean(row.get("name")), clean(row.get("what")))
+            add_row(table, "", "", how)
+        parts += ["", table]
+    if answer.get("note"):
+        parts += ["", paragraph(clean(answer["note"]), style="dim")]
+    closing = f"Apply it: headway run --apply {plan_path} -- train.py" if plan_path else "No change is worth a plan."
+    parts += ["", paragraph(closing)]
+    return draw(parts, **screen)

@@ -1,0 +1,109 @@
+"""A folder that the PyTorch profiler filled -> one trace of all ranks.
+
+Use it on what `tensorboard_trace_handler` leaves: a file per process and
+window, `<worker>.<ns>.pt.trace.json(.gz)`. A file's rank is what its own
+`distributedInfo` says, else what its name says (`rank3`, `r3-`), else its
+worker's place in order of name, with a warning. Several files of one rank are
+windows: their correlation ids are kept apart. Times are int64 ns.
+
+>>> [rank_in_name(name) for name in ("rank_3.17.pt.trace.json", "r2-w0.json.gz", "host_991.1700.pt.trace.json")]
+[3, 2, None]
+>>> worker_in_name("host_991.1700000000.pt.trace.json.gz")
+'host_991'
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from headway.core.errors import InputError
+from headway.trace import kineto
+from headway.trace.content import Content
+from headway.trace.trace import Trace
+from headway.trace.vocabulary import KIND
+
+WINDOW_BITS = 32
+"""Correlation ids of one window stay below this many bits; the number of the window stands above them."""
+
+MOST_WINDOWS = 256
+
+_log = logging.getLogger(__name__)
+
+
+def rank_in_name(name: str) -> int | None:
+    """Return the rank that a file's name tells, None when it tells none."""
+    found = re.search(r"(?:^|[^a-zA-Z])rank[_-]?(\d{1,9})|^r(\d{1,9})-", name)
+    return int(found[1] or found[2]) if found else None
+
+
+def worker_in_name(name: str) -> str:
+    """Return the name without the moment and the endings that the profiler's handler adds."""
+    return re.sub(r"(\.\d{6,})?(\.pt)?(\.trace)?\.json(\.gz)?$", "", name)
+
+
+def read(contents: Sequence[Content]) -> list[Trace]:
+    """Read profiler files of one job, every row under its rank, in order of rank and time.
+
+    Raises `InputError` when two files of one rank overlap in time: they cannot be windows of one process.
+    """
+    traces = [kineto.read(content) for content in contents]
+    names = [content.path.name for content in contents]
+    ranks = _ranks(contents, traces, names)
+    windows: dict[int, list[tuple[Trace, str]]] = defaultdict(list)
+    for trace, rank, name in zip(traces, ranks, names, strict=True):
+        windows[rank].append((_under(trace, rank), name))
+    return [trace for rank in sorted(windows) for trace in _apart(windows[rank], rank)]
+
+
+def _ranks(contents: Sequence[Content], traces: Sequence[Trace], names: Sequence[str]) -> list[int]:
+    """Return the rank of each file."""
+    workers = sorted({worker_in_name(name) for name in names})
+    ranks, guessed = [], []
+    for content, trace, name in zip(contents, traces, names, strict=True):
+        told = next(iter(trace.ranks)) if b'"distributedInfo"' in next(iter(content), b"") else rank_in_name(name)
+        if told is None:
+            guessed.append(name)
+        ranks.append(workers.index(worker_in_name(name)) if told is None else told)
+    if guessed and len(workers) > 1:
+        _log.warning("%d files, such as %s, tell no rank: ranks are given in order of name", len(guessed), guessed[0])
+    return ranks
+
+
+def _under(trace: Trace, rank: int) -> Trace:
+    """Return the trace of one file with all its rows under `rank`."""
+    own = next(iter(trace.ranks))
+    if own == rank:
+        return trace
+    events = {**trace.events, "rank": np.full(len(trace), rank, np.int32)}
+    return replace(trace, events=events, ranks={rank: trace.ranks[own]})
+
+
+def _apart(windows: list[tuple[Trace, str]], rank: int) -> list[Trace]:
+    """Return the windows of one rank in order of time, each with correlation ids of its own."""
+    windows.sort(key=lambda window: window[0].span_ns)
+    for (before, first), (after, second) in pairwise(windows):
+        if len(before) and len(after) and after.span_ns[0] < before.span_ns[1]:
+            raise InputError(
+                f"{first} and {second} both say they are rank {rank}, and overlap in time. Put the files of one job "
+                "into the folder, or name them rank<n>.json."
+            )
+    return [_numbered(trace, place) for place, (trace, _) in enumerate(windows)]
+
+
+def _numbered(trace: Trace, window: int) -> Trace:
+    """Return the trace with the number of its window above the correlation ids."""
+    corr, seq = trace.events["corr"], trace.events["seq"]
+    low = corr & ((1 << 40) - 1)  # Above stand the flags of `kineto_names`: which kind of id it is.
+    if not window or window >= MOST_WINDOWS or bool((low[corr >= 0] >> WINDOW_BITS).any()):
+        return trace
+    awaits = (trace.events["kind"] == KIND["SYNC"]) & (seq >= 0)  # Their `seq` is the correlation of a record.
+    added = window << WINDOW_BITS
+    moved = {"corr": np.where(corr >= 0, corr + added, corr), "seq": np.where(awaits, seq + added, seq)}
+    return replace(trace, events={**trace.events, **moved})

@@ -1,0 +1,77 @@
+"""`headway trace align`: put the clocks of all ranks on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.ledger.clock_offsets import meetings_of
+from headway.report.alignment import render_alignment
+from headway.trace.alignment import WINDOW_S, Alignment
+from headway.trace.alignment import align as align_trace
+from headway.trace.clocks import on_common_clock
+from headway.trace.trace import Trace
+from headway.verbs.output import emit
+
+OWN, OTHER = ".parquet", ".straggler.parquet"
+"""Suffixes to tell apart: of the two, only headway's own Parquet has room for clocks beside raw times."""
+
+
+def align(
+    source: Path,
+    target: Path,
+    /,
+    *,
+    window_s: float = WINDOW_S,
+    tolerate: bool = False,
+    json: bool = False,
+) -> int:
+    """Put the clocks of all ranks of SOURCE on that of its first rank, by what the ranks did together.
+
+    Example: `headway trace align profiles/ aligned.parquet`
+
+    Ends of matched collectives and messages give offset and drift of each rank.
+
+    The order of calls limits them: none ends before its last start.
+
+    In .parquet the raw times stay and the clocks stand beside them.
+
+    All other formats get aligned times.
+
+    Parameters
+    ----------
+    source
+        A run, a trace with several ranks, or a folder of profiler files, one or more per rank.
+    target
+        File to write; its suffix decides the format.
+    window_s
+        Seconds over which a clock's drift counts as constant; 0 = offsets alone, without drift.
+    tolerate
+        Where no clocks fulfil the order, set wrong records aside and take the least violation instead of an error.
+    json
+        Print one JSON object instead of text.
+    """
+    trace = Trace.open(source)
+    found = aligned(trace, window_s, tolerate=tolerate)
+    written(found.apply(trace), target)
+    answer = {
+        "schema": "headway.trace-align/1",
+        "source": str(source),
+        "target": str(target),
+        "events": len(trace),
+        **found.to_json(),
+    }
+    emit(answer, lambda s: render_alignment(answer, source=str(source), target=str(target), **s), as_json=json)
+    return 0
+
+
+def aligned(trace: Trace, window_s: float, *, tolerate: bool = False) -> Alignment:
+    """Align any trace; an operation trace counts each step from zero, so its clocks have offsets and no drift."""
+    if trace.meta.get("source") == "straggler":
+        return align_trace(trace, None, tolerate=tolerate, meetings=meetings_of(trace))
+    return align_trace(trace, window_s or None, tolerate=tolerate)
+
+
+def written(trace: Trace, target: Path) -> None:
+    """Save `trace` with its clocks beside its times where the format has room for them, else applied to the times."""
+    apart = target.name.endswith(OWN) and not target.name.endswith(OTHER)
+    (trace if apart else on_common_clock(trace)).save(target)

@@ -1,0 +1,206 @@
+"""Windows of data-parallel jobs whose truth is known: played by an obvious fluid model, written as the profiler would.
+
+The model is not that of `headway.sim`: no Dag, no pieces. Collectives at once share the link continuously; two backend
+threads per rank take them first in, first out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from headway.sim.ddp_window import Window, joined
+from headway.trace.kineto_names import FORWARD
+from headway.trace.trace import Trace, concat
+from headway.trace.vocabulary import KIND
+
+US, MS = 1_000, 1_000_000
+LANES = ("main", "thread 1", "thread 2", "profiler")
+GRADIENT = "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad"
+COPY = "torch.distributed.ddp.reducer::copy_bucket_to_grad"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A network of layers with one parameter each, trained by `ranks` ranks."""
+
+    forward_ns: tuple[int, ...] = (3 * MS, 4 * MS, 5 * MS, 2 * MS)
+    """[layers]"""
+
+    size: tuple[int, ...] = (4_000_000, 2_000_000, 3_000_000, 900_000)
+    """[layers] Bytes of the parameter."""
+
+    limit: tuple[int, int] = (1 << 20, 25 << 20)
+    """Limits of DDP's buckets."""
+
+    bytes_per_s: float = 1e8
+    latency_ns: int = 350 * US
+    ranks: int = 2
+    lag: tuple[float, ...] = (1.0, 1.0)
+    """[ranks] Factor on the rank's compute."""
+
+    slow: dict[int, float] = field(default_factory=dict)
+    """Layer -> factor on its forward and backward."""
+
+    steps: int = 3
+    rate_of: tuple[float, ...] = (1.0,)
+    """Factor on the rate, step by step in turn: a link that is none."""
+
+    views: bool = False
+    """Gradients are views of their buckets: nothing is copied out."""
+
+    def buckets(self) -> list[list[int]]:
+        """Return layers per bucket, in the order of readiness (the last layer first), one type."""
+        found: list[list[int]] = [[]]
+        filled, bound = 0, self.limit[0]
+        for layer in reversed(range(len(self.size))):
+            found[-1].append(layer)
+            filled += self.size[layer]
+            if filled >= bound:
+                found.append([])
+                filled, bound = 0, self.limit[1]
+        return [bucket for bucket in found if bucket]
+
+    def model(self) -> dict[str, Any]:
+        """Return what a run would note of it."""
+        count = len(self.size)
+        return {
+            "parameter_bytes": list(self.size), "parameter_types": ["f"] * count, "order": list(range(count))[::-1],
+            "first_bucket_bytes": self.limit[0], "bucket_bytes": self.limit[1],
+        }  # fmt: skip
+
+
+@dataclass
+class Played:
+    """What playing a job gives."""
+
+    step_s: float
+    """Seconds of a step."""
+
+    window: Window
+    """As the profiler and the Flight Recorder saw it."""
+
+
+def fluid(ready: list[int], sizes: list[int], rate: float, latency: int) -> tuple[list[int], list[int]]:
+    """Return start and end of collectives that became ready in this order, two at once at most, sharing the rate."""
+    first = ready[0]
+    ready = [moment - first for moment in ready]  # Small numbers: moments of the clock would use up a float's digits.
+    start, end = [0] * len(ready), [0] * len(ready)
+    left: dict[int, float] = {}
+    now, waiting, free = 0.0, list(range(len(ready))), 2
+    carrying: dict[int, float] = {}  # collective -> when its latency is over
+    while waiting or carrying:
+        if waiting and free and ready[waiting[0]] <= now + 1e-6:
+            one = waiting.pop(0)
+            start[one], carrying[one], left[one] = round(now) + first, now + latency, float(sizes[one])
+            free -= 1
+            continue
+        active = [one for one in carrying if carrying[one] <= now + 1e-6]
+        moments = [carrying[one] for one in carrying if one not in active]
+        moments += [now + left[one] * len(active) / rate * 1e9 for one in active]
+        moments += [float(ready[waiting[0]])] if waiting and free else []
+        then = max(min(moments), now)
+        for one in active:
+            left[one] -= (then - now) / 1e9 * rate / len(active)
+        now = then
+        for one in [one for one in active if left[one] <= 0.01]:
+            end[one] = round(now) + first
+            del carrying[one]
+            free += 1
+    return start, end
+
+
+class _Rows:
+    """Rows of one rank."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, str, int, int, int, int]] = []
+
+    def add(self, name: str, lane: int, start: float, duration: float, kind: str = "COMPUTE", corr: int = -1) -> None:
+        """Append one."""
+        self.rows.append((name, kind, lane, round(start), round(duration), corr))
+
+    def trace(self, **columns: list[int]) -> Trace:
+        """Return them as a trace of rank 0, which the profiler writes whoever it was."""
+        names = sorted({row[0] for row in self.rows})
+        return Trace.from_columns(
+            {
+                "name": [names.index(row[0]) for row in self.rows], "kind": [KIND[row[1]] for row in self.rows],
+                "lane": [row[2] for row in self.rows], "start_ns": [row[3] for row in self.rows],
+                "duration_ns": [row[4] for row in self.rows], "corr": [row[5] for row in self.rows],
+                "rank": [0] * len(self.rows), **columns,
+            },
+            names=names, lanes=LANES, ranks={0: {}},
+        )  # fmt: skip
+
+
+def play(job: Job, *, origin_ns: int = 10**15) -> Played:
+    """Play the job; the first rank begins at `origin_ns`."""
+    kineto, flight = [_Rows() for _ in range(job.ranks)], [_Rows() for _ in range(job.ranks)]
+    numbers: list[list[tuple[int, int]]] = [[] for _ in range(job.ranks)]
+    at = [float(origin_ns)] * job.ranks
+    buckets, seq = job.buckets(), 0
+    for step in range(job.steps):
+        calls = [_compute(job, rows, at, rank, step, buckets) for rank, rows in enumerate(kineto)]
+        sizes = [sum(job.size[layer] for layer in bucket) for bucket in buckets]
+        ready = [max(calls[rank][b] for rank in range(job.ranks)) for b in range(len(buckets))]
+        rate = job.bytes_per_s * job.rate_of[step % len(job.rate_of)]
+        _, end = fluid(ready, sizes, rate, job.latency_ns)
+        for rank, rows in enumerate(kineto):
+            _backend(rows, calls[rank], end)
+            for b, bucket in enumerate(buckets):
+                at[rank] = max(at[rank], end[b])
+                for layer in bucket if not job.views else ():
+                    rows.add(COPY, 0, at[rank] + 2 * US, job.size[layer] / 5)
+                    at[rank] += 2 * US + job.size[layer] / 5
+                # The call was made a little before its span began to be noted by the other recorder.
+                flight[rank].add("gloo:all_reduce", 0, calls[rank][b] - 20 * US, 0, "COLL")
+                numbers[rank].append((seq + b, sizes[b]))
+            rows.add("Optimizer.step#SGD.step", 0, at[rank] + 30 * US, 2 * MS, "OPTIM")
+            at[rank] += 30 * US + 2 * MS
+        seq += len(buckets)
+    parts = []
+    for rank in range(job.ranks):
+        seqs, sizes = ([pair[k] for pair in numbers[rank]] for k in (0, 1))
+        columns = {"group": [0] * len(seqs), "seq": seqs, "bytes": sizes}
+        parts.append(joined(kineto[rank].trace(), flight[rank].trace(**columns), rank))
+    return Played((max(at) - origin_ns) / 1e9 / job.steps, Window(concat(parts), job.steps))
+
+
+def _compute(job: Job, rows: _Rows, at: list[float], rank: int, step: int, buckets: list[list[int]]) -> list[int]:
+    """Write forward and backward of one rank; returns when each bucket was in the queue, and moves `at`."""
+    rows.add("DistributedDataParallel.forward", 0, at[rank], 1, "MARK")
+    for layer, forward in enumerate(job.forward_ns):
+        cost = forward * job.lag[rank] * job.slow.get(layer, 1.0)
+        rows.add(f"layer.{layer}", 0, at[rank], cost, "MARK")
+        rows.add("aten::mm", 0, at[rank] + 1, cost - 2, corr=FORWARD + step * 100 + layer)
+        at[rank] += cost
+    calls, last = [], {bucket[-1]: b for b, bucket in enumerate(buckets)}
+    for layer in reversed(range(len(job.forward_ns))):
+        cost = 2 * job.forward_ns[layer] * job.lag[rank] * job.slow.get(layer, 1.0)
+        rows.add("MmBackward0", 0, at[rank], cost, corr=FORWARD + step * 100 + layer)
+        at[rank] += cost
+        queued = 80 * US if layer in last else 0
+        rows.add(GRADIENT, 0, at[rank], 100 * US + queued)
+        rows.add("torch::distributed::reducer::mul_out", 0, at[rank] + 10 * US, 80 * US)
+        at[rank] += 100 * US
+        if queued:
+            rows.add("c10d::allreduce_", 0, at[rank], queued, "HOST")
+            at[rank] += queued
+            calls.append(round(at[rank]))
+    return calls
+
+
+def _backend(rows: _Rows, calls: list[int], end: list[int]) -> None:
+    """Write the spans of the two backend threads."""
+    free = [0, 0]
+    for called, ended in zip(calls, end, strict=True):
+        thread = free.index(min(free))
+        begin = max(called, free[thread])
+        rows.add("gloo:all_reduce", 1 + thread, begin, ended - begin, "COLL")
+        free[thread] = ended
+
+
+def changed(job: Job, **changes: Any) -> Job:
+    """Return the job with other fields."""
+    return replace(job, **changes)

@@ -1,0 +1,92 @@
+"""Launchers as tests start them: in a process of their own, with options as JSON, so that signals can be sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+from tests.paths import ROOT
+
+LAUNCHER = """
+import json, sys
+from pathlib import Path
+from headway.runtime.launch import LaunchOptions, launch
+options = json.loads(sys.argv[1])
+report = launch(LaunchOptions(**{**options, "out": Path(options["out"])}), sys.argv[2:])
+if report.run is not None:
+    with open(options["out"] + "/report.json", "w") as file:
+        json.dump([report.code, report.cls, report.first_rank, report.traceback, report.seconds], file)
+sys.exit(report.code)
+"""
+
+
+def script(tmp_path: Path, text: str, name: str = "job.py") -> str:
+    """Write a script and return its path."""
+    path = tmp_path / name
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def start(out: Path, argv: list[str], env: dict[str, str] | None = None, **options) -> subprocess.Popen:
+    """Start a launcher in a process of its own."""
+    given = json.dumps({"out": str(out), "quiet": True, **options})
+    return subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, given, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "HEADWAY": "off", **(env or {})},
+    )
+
+
+def run(out: Path, argv: list[str], env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
+    """Run a launcher to its end."""
+    process = start(out, argv, env, **options)
+    stdout, stderr = process.communicate(timeout=90)
+    return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
+
+
+def wait_for(condition, timeout_s: float = 60.0):
+    """Return the first true value of `condition()`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = condition()
+        if found:
+            return found
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def alive(pid: int) -> bool:
+    """Say whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+DDP = """
+import os, sys, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    if "fail" in sys.argv and step == 3 and dist.get_rank() == 1:
+        with open(sys.argv[2], "w") as file:
+            file.write(str(time.perf_counter_ns()))
+        raise RuntimeError("rank 1 gives up")
+dist.barrier()
+print("done", dist.get_rank())
+dist.destroy_process_group()
+"""

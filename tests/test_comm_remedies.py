@@ -1,0 +1,137 @@
+"""DDP's arguments are changed where it is constructed: sizes per bucket, gradients inside buckets, a static graph."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from headway.catalog import PARAMETERS
+from headway.comm import runtime
+from headway.comm.runtime import bucket, gradient_view, static_graph
+from headway.core.errors import InputError
+from headway.core.planfile import PlanFile, Remedy
+from headway.core.units import MIB
+from headway.plan.parameters import check_parameters
+from headway.runtime.remedy import Applied, Refused
+from tests.remedy_context import applied
+
+DDP = torch.nn.parallel.DistributedDataParallel
+SIZES = [0.01, 0.02]
+takes_list = pytest.mark.skipif(
+    runtime.LIST not in inspect.signature(DDP.__init__).parameters, reason="this torch takes one size for all buckets"
+)
+
+
+@pytest.fixture
+def group(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def model(**arguments):
+    torch.manual_seed(0)
+    return DDP(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), **arguments)
+
+
+def trained(ddp) -> list[str]:
+    """Return the losses of three steps, bit for bit."""
+    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
+    for step in range(3):
+        loss = ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+@takes_list
+def test_each_bucket_gets_its_own_size_and_losses_stay_the_same(group):
+    plain = trained(model())
+    with applied(bucket, {"bucket_mb": 3, "bucket_mb_list": SIZES}) as context:
+        ddp = model(bucket_cap_mb=25)
+        losses = trained(ddp)
+
+    assert list(ddp.bucket_bytes_cap_list) == [int(size * MIB) for size in SIZES]
+    assert context.outcomes[-1].facts["per_bucket"] is True
+    assert losses == plain
+    assert not model().bucket_bytes_cap_list
+
+
+@takes_list
+def test_rebuilt_buckets_hold_exactly_what_the_plan_says(group):
+    # Four layers of 64 x 64 + 64 floats; the plan joins two layers, then one, then one.
+    layer = 4 * (64 * 64 + 64)
+    sizes = [(part - 0.5) / MIB for part in (2 * layer, layer, layer)]
+    with applied(bucket, {"bucket_mb": 1, "bucket_mb_list": sizes}):
+        ddp = model()
+        trained(ddp)
+
+    data = ddp._get_ddp_logging_data()
+    assert data["rebuilt_bucket_sizes"] == f"{2 * layer}, {layer}, {layer}"
+
+
+def test_a_torch_without_a_list_gets_the_single_size(group, monkeypatch):
+    monkeypatch.setattr(runtime, "LIST", "no such argument")
+    with applied(bucket, {"bucket_mb": 3, "bucket_mb_list": SIZES}) as context:
+        ddp = model()
+
+    assert ddp.bucket_bytes_cap == 3 * MIB
+    assert context.outcomes[-1].facts["per_bucket"] is False
+
+
+@takes_list
+def test_a_list_of_the_scripts_own_is_kept_when_the_plan_says_so(group):
+    with applied(bucket, {"bucket_mb": 3, "bucket_mb_list": SIZES, "respect_explicit": True}) as context:
+        ddp = model(bucket_cap_mb_list=[7])
+
+    assert list(ddp.bucket_bytes_cap_list) == [7 * MIB]
+    assert isinstance(context.outcomes[-1], Refused)
+
+
+def test_gradients_live_in_buckets_and_losses_stay_the_same(group):
+    plain = trained(model())
+    with applied(gradient_view, {}) as context:
+        ddp = model()
+        losses = trained(ddp)
+
+    assert ddp.gradient_as_bucket_view is True
+    assert context.outcomes[-1] == Applied("comm.gradient_view", {"models": 1, "had_it": 0})
+    assert losses == plain
+    assert model().gradient_as_bucket_view is False
+
+
+def test_what_the_script_has_already_is_counted_as_such(group):
+    with applied(gradient_view, {}) as context:
+        model(gradient_as_bucket_view=True)
+
+    assert context.outcomes[-1].facts == {"models": 0, "had_it": 1}
+
+
+def test_a_static_graph_needs_the_users_word(group):
+    with applied(static_graph, {}) as context:
+        refused = static_graph({}, context)
+        assert model().static_graph is False
+    with applied(static_graph, {}, allow="result-equivalent"):
+        ddp = model()
+        trained(ddp)
+
+    assert isinstance(refused, Refused)
+    assert "grant --allow result-equivalent" in refused.reason
+    assert ddp.static_graph is True
+
+
+@pytest.mark.parametrize("sizes", [[], [1, 0], [True], "1,2", [1, "2"]])
+def test_sizes_that_are_none_are_refused(sizes):
+    with pytest.raises(InputError, match=r"give each bucket a positive number of MiB"):
+        bucket({"bucket_mb": 1, "bucket_mb_list": sizes}, context=None)
+    with pytest.raises(InputError, match=r"it must be a list of numbers above 0"):
+        check_parameters(PlanFile((Remedy("comm.bucket", {"bucket_mb": 1, "bucket_mb_list": sizes}),)), PARAMETERS)
+
+
+def test_parameters_of_a_remedy_without_any_are_refused():
+    with pytest.raises(InputError, match=r"comm.gradient_view takes no parameters, but the plan gives \['on'\]"):
+        gradient_view({"on": True}, context=None)

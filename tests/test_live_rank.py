@@ -1,0 +1,129 @@
+"""One rank of a running job: where its steps begin and end, whatever optimizers and threads it has."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.ledger.live_rank import RECENT, STRAY_UPDATES, LiveRank
+from headway.trace.records import RECORD_DTYPE
+from headway.trace.steps import cycles
+from headway.trace.vocabulary import SPANS
+
+MS = 1_000_000
+
+
+def updates(optimizers, *, first_ns=0, step_ns=10 * MS, lane=0):
+    """Return one update per entry of `optimizers`, each 1 ms long and ending its 10 ms."""
+    records = np.zeros(len(optimizers), RECORD_DTYPE)
+    records["code"], records["a"], records["lane"] = SPANS["optimizer.step"].code, optimizers, lane
+    records["start_ns"] = first_ns + step_ns * np.arange(1, len(optimizers) + 1) - MS
+    records["duration_ns"] = MS
+    return records
+
+
+def row(name, start_ns, duration_ns, **more):
+    record = np.zeros(1, RECORD_DTYPE)
+    record["code"], record["start_ns"], record["duration_ns"] = SPANS[name].code, start_ns, duration_ns
+    for key, value in more.items():
+        record[key] = value
+    return record
+
+
+@given(cut=st.lists(st.integers(0, 40), max_size=5), horizons=st.lists(st.integers(0, 45), min_size=1, max_size=6))
+def test_windows_hand_out_every_step_once_and_in_order(cut, horizons):
+    rank, ends = LiveRank(0, 1, 0), []
+    for part in np.split(updates([0] * 40), sorted(cut)):
+        if len(part):
+            rank.take(part)
+    assert rank.begin()
+    for horizon in [*sorted(horizons), 40]:
+        window = rank.window(horizon)
+        if window is not None:
+            assert window.first_step == len(ends)
+            assert window.low_ns == (ends[-1] if ends else rank.first_ns)
+            ends += window.ends_ns.tolist()
+
+    assert ends == [10 * MS * step for step in range(1, 41)]
+
+
+@pytest.mark.parametrize("cycle", [[0], [0, 1], [3, 1, 2]])
+def test_as_many_steps_are_found_as_the_finished_run_has(cycle):
+    optimizers = cycle * 12
+    rank = LiveRank(0, 1, 0)
+    for part in np.array_split(updates(optimizers), 5):
+        rank.take(part)
+
+    assert rank.steps == len(cycles(np.array(optimizers)))
+
+
+def test_when_the_first_optimizer_is_done_for_good_another_ends_the_steps():
+    rank = LiveRank(0, 1, 0)
+    rank.take(updates([0] * 5))
+    rank.take(updates([7] * STRAY_UPDATES, first_ns=50 * MS))
+    rank.take(updates([7] * 10, first_ns=(50 + 10 * STRAY_UPDATES) * MS))
+
+    assert rank.steps == 5 + STRAY_UPDATES + 10
+
+
+def test_step_0_begins_with_the_first_iterator():
+    rank = LiveRank(0, 1, 0)
+    rank.take(row("host.import", 0, 4 * MS))
+    assert not rank.begin()
+    rank.take(row("input.iter", 5 * MS, 2 * MS))
+    assert rank.begin()
+    assert not rank.begin()
+
+    assert rank.first_ns == 5 * MS
+
+
+def test_training_in_another_thread_is_followed_there():
+    rank = LiveRank(0, 1, 0)
+    rank.take(np.concatenate([row("host.gc", MS, MS), updates([0] * 6, lane=2), row("host.gc", 3 * MS, MS, lane=2)]))
+    rank.begin()
+    window = rank.window(6)
+
+    assert window is not None
+    assert set(window.records["lane"].tolist()) == {2}
+
+
+def test_the_main_threads_updates_go_before_those_of_other_threads():
+    rank = LiveRank(0, 1, 0)
+    rank.take(updates([0] * 2, lane=3))
+    rank.take(updates([0] * 4, first_ns=20 * MS))
+    rank.take(updates([0] * 4, first_ns=60 * MS, lane=3))
+
+    assert rank.steps == 6
+
+
+def test_a_record_that_reaches_into_the_next_steps_is_handed_out_with_both():
+    rank = LiveRank(0, 1, 0)
+    rank.take(np.concatenate([updates([0] * 3), row("checkpoint.save", 15 * MS, 10 * MS)]))
+    rank.begin()
+    save = SPANS["checkpoint.save"].code
+    held = [save in rank.window(step).records["code"] for step in (1, 2, 3)]
+
+    assert held == [False, True, True]
+    assert rank.saved == 1
+
+
+def test_the_rate_is_that_of_the_last_ten_seconds_and_falls_when_nothing_comes():
+    rank = LiveRank(0, 1, 0)
+    rank.take(updates([0] * 100, step_ns=100 * MS))
+    rank.take(updates([0] * 200, first_ns=10_000 * MS, step_ns=50 * MS))
+    end = rank.last_step_ns
+
+    assert rank.steps_per_s(end) == pytest.approx(20.0)
+    assert rank.steps_per_s(end + 10_000 * MS) == pytest.approx(10.0, rel=0.05)
+    rank.take(updates([0] * 3 * RECENT, first_ns=end, step_ns=MS))
+    assert rank.steps_per_s(rank.last_step_ns) == pytest.approx(1000.0, rel=0.01)
+
+
+def test_before_the_second_step_there_is_no_rate():
+    rank = LiveRank(0, 1, 0)
+    rank.take(updates([0]))
+
+    assert rank.steps_per_s(10**9) == 0.0
+    assert rank.window(0) is None

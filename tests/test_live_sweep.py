@@ -1,0 +1,111 @@
+"""Booking several ranks in one sweep: the sums of each alone, and waits split at the last arrival."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
+from headway.ledger.live_rank import Window
+from headway.ledger.live_sweep import book_windows
+from headway.trace.records import RECORD_DTYPE
+from headway.trace.vocabulary import SPANS
+
+MS = 1_000_000
+SIMPLE = [name for name in BUCKET_OF if not name.startswith(("comm.wait", "comm.collective", "comm.send", "comm.recv"))]
+
+
+def record(name, start_ns, duration_ns, **more):
+    made = np.zeros(1, RECORD_DTYPE)
+    made["code"], made["start_ns"], made["duration_ns"] = SPANS[name].code, start_ns, duration_ns
+    for key, value in more.items():
+        made[key] = value
+    return made
+
+
+def window(rank, ends, records, low=0):
+    rows = np.concatenate(records) if records else np.zeros(0, RECORD_DTYPE)
+    return Window(rank, 0, low, np.array(ends, np.int64), rows)
+
+
+def named(step_ns):
+    return {name: int(amount) for name, amount in zip(BUCKETS, step_ns, strict=True) if amount}
+
+
+spans = st.lists(st.tuples(st.sampled_from(SIMPLE), st.integers(-20, 120), st.integers(0, 60)), max_size=12)
+"""Records of one rank: name, start and length."""
+
+
+@given(ranks=st.lists(st.tuples(spans, st.integers(1, 3)), min_size=1, max_size=4))
+def test_together_each_rank_gets_what_it_gets_alone_and_no_nanosecond_is_lost(ranks):
+    windows = [
+        window(number, [40 * step + 7 * number for step in range(1, steps + 1)], [record(*span) for span in rows])
+        for number, (rows, steps) in enumerate(ranks)
+    ]
+
+    together = list(book_windows(windows))
+
+    for one, (_, duration_ns, step_ns) in zip(windows, together, strict=True):
+        ((_, alone_duration_ns, alone_ns),) = book_windows([one])
+        assert (step_ns == alone_ns).all()
+        assert (duration_ns == alone_duration_ns).all()
+        assert (step_ns.sum(axis=1) == duration_ns).all()
+        assert (step_ns >= 0).all()
+
+
+@given(rows=spans)
+def test_each_nanosecond_goes_to_the_name_of_highest_precedence_over_it(rows):
+    ((_, _, step_ns),) = book_windows([window(0, [100], [record(*span) for span in rows])])
+
+    expected = dict.fromkeys(BUCKETS, 0)
+    for moment in range(100):
+        over = [BUCKET_OF[name] for name, start, length in rows if start <= moment < start + length]
+        best = max(over, key=lambda booking: booking.precedence, default=None)
+        expected["useful" if best is None else bucket_of_sub(best.sub)] += 1
+    state = [name for name, *_ in rows if name in ("checkpoint.save", "checkpoint.sync", "checkpoint.rename")]
+    if len(state) < 2:  # with two of them the gap between them counts, too
+        assert named(step_ns[0]) == {name: amount for name, amount in expected.items() if amount}
+
+
+def test_a_wait_is_the_stragglers_until_it_arrives_and_communication_after():
+    waits = [record("comm.wait", start, 90 - start, a=0, b=5) for start in (20, 50, 70)]
+    booked = book_windows([window(rank, [100], [wait]) for rank, wait in enumerate(waits)])
+
+    assert [named(step_ns[0]) for _, _, step_ns in booked] == [
+        {"useful": 30, "comm": 20, "straggler": 50},
+        {"useful": 60, "comm": 20, "straggler": 20},
+        {"useful": 80, "comm": 20},
+    ]
+
+
+def test_a_message_waits_for_its_peer_as_a_bubble():
+    sent = record("comm.send", 60, 20, a=0, b=0, d=1)
+    received = record("comm.recv", 10, 70, a=0, b=0, d=0)
+    booked = book_windows([window(0, [100], [sent]), window(1, [100], [received])])
+
+    assert [named(step_ns[0]) for _, _, step_ns in booked] == [
+        {"useful": 80, "comm": 20},
+        {"useful": 30, "comm": 20, "bubble": 50},
+    ]
+
+
+def test_a_collective_without_a_number_waits_for_nobody():
+    waits = [record("comm.collective", start, 90 - start, a=0, b=-1) for start in (20, 50)]
+    booked = book_windows([window(rank, [100], [wait]) for rank, wait in enumerate(waits)])
+
+    assert all("straggler" not in named(step_ns[0]) for _, _, step_ns in booked)
+
+
+def test_the_gap_between_a_save_and_its_sync_is_checkpoint_time():
+    rows = [record("checkpoint.save", 10, 10), record("checkpoint.sync", 50, 10), record("optimizer.step", 90, 10)]
+    ((_, _, step_ns),) = book_windows([window(0, [100], rows)])
+
+    assert named(step_ns[0]) == {"useful": 50, "checkpoint": 50}
+
+
+def test_compilation_of_a_later_attempt_belongs_to_the_restart():
+    rows = [record("host.compile", 10, 30)]
+    ((_, _, first),), ((_, _, again),) = (book_windows([window(0, [100], rows)], restarted=r) for r in (False, True))
+
+    assert named(first[0])["startup"] == named(again[0])["restart"] == 30
