@@ -38,6 +38,9 @@ VERBS: dict[str, tuple[str, str]] = {
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
     "trace align": ("headway.verbs.trace_align:align", "Put the clocks of all ranks on one: offset, drift, causality."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
+    "data cluster": ("headway.verbs.data_cluster:cluster", "Write a table with the rows of each session side by side."),
+    "data plan": ("headway.verbs.data_plan:plan", "Choose an input pipeline's order, cache, workers, offload."),
+    "data profile": ("headway.verbs.data_plan:profile", "Measure what each operator of an input pipeline costs."),
     "data stalls": ("headway.verbs.data:stalls", "Split a run's input stalls into fetch, prep and transfer; what-if."),
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
 }

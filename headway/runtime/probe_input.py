@@ -301,7 +301,7 @@ def open_schedstat() -> int:
 
     It stays open as long as the process: one per fetcher, closed with it would cost a finaliser per iterator.
     """
-    key = (os.getpid(), _thread.get_ident())
+    key = (os.getpid(), _thread.get_native_id())
     descriptor = _SCHEDSTAT.get(key)
     if descriptor is None:
         try:
@@ -313,7 +313,7 @@ def open_schedstat() -> int:
 
 
 _SCHEDSTAT: dict[tuple[int, int], int] = {}
-"""(pid, thread) -> descriptor: one that was inherited by fork would describe the parent's thread."""
+"""(pid, native thread) -> descriptor: one inherited by fork, or of an ended thread, would describe another thread."""
 
 
 def read_delay(descriptor: int) -> int:

@@ -1,0 +1,170 @@
+"""Orders of several jobs over one dataset: who receives which item when. Every job meets its own items once an epoch.
+
+- `Independent`: each job has a permutation of its own; nothing is shared on purpose.
+- `Shared`: one permutation of the whole dataset, each job takes its own items of it: jobs of like size that start
+  together need the same items within a short time, and a small cache serves them all.
+- `Dependent`: Joader's coupling (`headway.data.dependent`): for unlike sizes and starts.
+- `Opportunistic`: Seneca's substitution (`headway.data.opportunistic`): what is cached goes first.
+
+In the first three the order of one job is a uniform permutation of its set.
+`headway.data.order_choice` simulates them and chooses.
+
+>>> order = Shared({"a": [0, 1, 2], "b": [1, 2, 3]}, seed=3)
+>>> sorted(item for _ in range(3) for item, jobs in order.step().items() if "b" in jobs)
+[1, 2, 3]
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.rng import derived_seed
+from headway.data.dependent import Dependent
+from headway.data.job_order import Given, JobOrder, own_order
+from headway.data.opportunistic import Opportunistic
+from headway.data.order import item_seeds
+
+PASS = 1 << 64
+"""Places in one pass of the shared order: an item stands at its key, a hash of (seed, pass, item)."""
+
+
+class _Sequenced(JobOrder):
+    """An order in which each job's epoch is laid down when it begins, whatever the other jobs do."""
+
+    _laid: dict[str, tuple[int, array[int]]]
+    """Job -> (epoch, what it needed when this was laid down, in order)."""
+    _next: dict[str, int]
+    """Active job -> its place in its sequence at the last build."""
+
+    def _prepare(self) -> None:
+        self._laid, self._next = {}, {}
+
+    def _forget(self, job: str) -> None:
+        self._laid.pop(job, None)
+
+    def _load_more(self, state: Mapping[str, Any]) -> None:
+        self._laid = {}
+
+    def _build(self) -> None:
+        """Lay down the epochs that have begun, and find where each job stands."""
+        self._laid = {job: laid for job, laid in self._laid.items() if self._epoch.get(job) == laid[0]}
+        for job in self._subset:
+            if job not in self._laid:
+                self._laid[job] = self._epoch[job], array("i", self._sequence(job).astype(np.int32).tobytes())
+        self._next = {job: len(self._laid[job][1]) - self._num_needed[job] for job in self._active}
+
+    def _draw(self) -> Given:
+        """Give each job the next of its sequence."""
+        given: Given = {}
+        for job, begin in self._next.items():
+            sequence, place = self._laid[job][1], begin + self._steps
+            if place < len(sequence):
+                given.setdefault(sequence[place], set()).add(job)
+        return given
+
+    @abstractmethod
+    def _sequence(self, job: str) -> NDArray[np.int64]:
+        """Return what `job` still needs in its epoch, in order."""
+
+
+class Independent(_Sequenced):
+    """A permutation of its own for every job and epoch."""
+
+    def _sequence(self, job: str) -> NDArray[np.int64]:
+        order = own_order(self._subset[job], self.seed, job, self._epoch[job])
+        return order[self._needs[job][order]]
+
+
+class Shared(_Sequenced):
+    """One order per pass over the dataset, of which each job takes its own items.
+
+    A job that comes later begins where the foremost job stands and completes
+    its epoch in the next pass, so that its order is a uniform permutation too.
+    """
+
+    _begun: dict[str, tuple[int, int]]
+    """Job -> (epoch, place at which it began)."""
+    _reached: dict[str, int]
+    """Job -> place behind the last item it took, as of the latest build or change."""
+    _furthest: int
+    """Place that no job has passed yet."""
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self._begun, self._reached, self._furthest = {}, {}, 0
+
+    def _forget(self, job: str) -> None:
+        super()._forget(job)
+        self._begun.pop(job, None)
+        self._reached.pop(job, None)
+
+    def _sequence(self, job: str) -> NDArray[np.int64]:
+        begin = self._begun[job][1]
+        items = np.flatnonzero(self._needs[job])
+        keys, later = self._keys(items, begin // PASS), self._keys(items, begin // PASS + 1)
+        ahead = keys >= np.uint64(begin % PASS)
+        first, rest = np.argsort(keys[ahead], kind="stable"), np.argsort(later[~ahead], kind="stable")
+        return np.concatenate([items[ahead][first], items[~ahead][rest]])
+
+    def _keys(self, items: NDArray[np.int64], number: int) -> NDArray[np.uint64]:
+        """Return the place of each item within pass `number`."""
+        return item_seeds(derived_seed(self.seed, "shared"), number, items, np.zeros_like(items))
+
+    def _build(self) -> None:
+        """Let each epoch that has begun start where the foremost running job stands, or with a new pass."""
+        self._begun = {j: begun for j, begun in self._begun.items() if self._epoch.get(j) == begun[0]}
+        running = [self._reached[job] for job in self._begun if self._num_needed[job]]
+        place = max(running) if running else -(-self._furthest // PASS) * PASS
+        for job in self._subset.keys() - self._begun.keys():
+            self._begun[job], self._reached[job] = (self._epoch[job], place), place
+        super()._build()
+
+    def _settle(self) -> None:
+        """Note where each job stands before its epoch may change."""
+        super()._settle()
+        for job, (epoch, _) in self._laid.items():
+            if self._epoch.get(job) == epoch:
+                self._reached[job] = self._place(job)
+                self._furthest = max(self._furthest, self._reached[job])
+
+    def _place(self, job: str) -> int:
+        """Return the place behind the last item that `job` took."""
+        sequence = self._laid[job][1]
+        begin = self._begun[job][1]
+        taken = len(sequence) - self._num_needed[job]
+        if not taken:
+            return self._reached[job]
+        item = np.array([sequence[taken - 1]], np.int64)
+        place = begin // PASS * PASS + int(self._keys(item, begin // PASS)[0])
+        if place < begin:
+            place = (begin // PASS + 1) * PASS + int(self._keys(item, begin // PASS + 1)[0])
+        return place + 1
+
+    def _more_state(self) -> dict[str, Any]:
+        # As (pass, key): a whole place does not fit into the 64 bits that file formats have.
+        return {
+            "begun": {job: [epoch, *divmod(place, PASS)] for job, (epoch, place) in self._begun.items()},
+            "reached": {job: list(divmod(place, PASS)) for job, place in self._reached.items()},
+            "furthest": list(divmod(self._furthest, PASS)),
+        }
+
+    def _load_more(self, state: Mapping[str, Any]) -> None:
+        super()._load_more(state)
+        self._begun = {job: (epoch, number * PASS + key) for job, (epoch, number, key) in state["begun"].items()}
+        self._reached = {job: number * PASS + key for job, (number, key) in state["reached"].items()}
+        self._furthest = state["furthest"][0] * PASS + state["furthest"][1]
+
+
+ORDERS: dict[str, type[JobOrder]] = {
+    "independent": Independent,
+    "shared": Shared,
+    "dependent": Dependent,
+    "opportunistic": Opportunistic,
+}
+"""Every order strategy. Adding one is adding a line here."""

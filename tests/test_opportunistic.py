@@ -1,0 +1,122 @@
+"""Seneca's order: one storage read per item for all jobs, exactly once, nobody meets one augmented tensor twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.data.cache import TieredCache
+from headway.data.opportunistic import Opportunistic
+
+
+def epoch(order, cache, form, payload):
+    """Run until nobody needs anything; return (loads, job -> [(item, payload)])."""
+    loads, received = 0, {job: [] for job in order.jobs}
+    while given := order.step():
+        for item, jobs in sorted(given.items()):
+            lost = []
+            for job in sorted(jobs):
+                found = cache.get(item, job)
+                received[job].append((item, bytes(found[1]) if found else None))
+                lost += [] if found else [job]
+            if lost:
+                loads += 1
+                made = payload()
+                for job in lost:
+                    received[job][-1] = (item, made)
+                order.store(item, form, made, served=lost)
+    return loads, received
+
+
+def fresh():
+    """Return a maker of payloads that never repeats one."""
+    count = iter(range(1 << 30))
+    return lambda: next(count).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("cached", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize("num_jobs", [2, 4])
+def test_jobs_of_one_dataset_read_each_item_from_storage_once_together(num_jobs, cached):
+    """A miss rate of 1 / J at any size of cache (Seneca's law)."""
+    num, payload = 600, fresh()
+    cache = TieredCache(int(cached * num) * 4, (0, 0, 1))
+    order = Opportunistic({f"j{i}": range(num) for i in range(num_jobs)}, 3, cache=cache)
+    for _ in range(2):
+        loads, received = epoch(order, cache, "augmented", payload)
+
+        assert num <= loads <= 1.03 * num
+        for job, items in received.items():
+            assert sorted(item for item, _ in items) == list(range(num))
+            assert order.substituted_fraction(job) == pytest.approx(1 - 1 / num_jobs, abs=0.1)
+            order.restart(job)
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 999), num_jobs=st.integers(1, 4), capacity=st.integers(0, 20))
+def test_no_job_meets_one_augmented_tensor_twice_over_epochs_subsets_and_departures(seed, num_jobs, capacity):
+    rng, payload = np.random.default_rng(seed), fresh()
+    cache = TieredCache(4 * capacity, (0, 0, 1))
+    jobs = {f"j{i}": rng.permutation(25)[: rng.integers(1, 26)] for i in range(num_jobs)}
+    order = Opportunistic(jobs, seed, cache=cache)
+    tensors = {job: Counter() for job in jobs}
+    for turn in range(3):
+        _, received = epoch(order, cache, "augmented", payload)
+        for job, items in received.items():
+            assert sorted(item for item, _ in items) == sorted(jobs[job].tolist())
+            tensors[job].update(tensor for _, tensor in items)
+            order.restart(job)
+        if turn == 1 and num_jobs > 1:
+            order.remove("j0")
+
+    assert all(max(count.values()) == 1 for count in tensors.values())
+
+
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+@settings(max_examples=20)
+@given(num=st.integers(1, 80), capacity=st.integers(0, 80), seed=st.integers(0, 99))
+def test_one_job_has_the_hits_of_a_static_cache(form, num, capacity, seed):
+    cache = TieredCache(capacity, (1, 0, 0) if form == "encoded" else (0, 1, 0))
+    order = Opportunistic({"only": range(num)}, seed, cache=cache)
+    for turn in range(3):
+        loads, _ = epoch(order, cache, form, lambda: b"x")
+        assert loads == (num - min(capacity, num) if turn else num)
+        order.restart("only")
+
+
+def test_what_is_cached_goes_first_and_the_bias_is_counted():
+    cache = TieredCache(10, (0, 1, 0))
+    order = Opportunistic({"a": range(100)}, 1, cache=cache)
+    for item in range(20, 30):
+        cache.put(item, "decoded", b"x")
+    first = [next(iter(order.step())) for _ in range(10)]
+
+    assert sorted(first) == list(range(20, 30))
+    assert order.substituted_fraction("a") >= 0.8
+
+
+def test_an_item_that_leaves_the_cache_is_not_offered_any_more():
+    cache = TieredCache(2, (0, 1, 0))
+    order = Opportunistic({"a": range(50)}, 1, cache=cache)
+    order.step()
+    cache.put(3, "decoded", b"x")
+    cache.put(4, "decoded", b"x")
+    cache.discard(3)
+
+    assert next(iter(order.step())) == 4
+    assert order.num_substituted["a"] == 1
+
+
+def test_a_state_carries_the_counts_and_what_each_job_still_needs():
+    cache = TieredCache(10, (0, 0, 1))
+    order = Opportunistic({"a": range(30), "b": range(20)}, 1, cache=cache)
+    for _ in range(7):
+        order.step()
+    again = Opportunistic({}, 0, cache=TieredCache(10, (0, 0, 1)))
+    again.load_state_dict(order.state_dict())
+
+    assert again.num_given == order.num_given
+    assert {job: again.needed(job).tolist() for job in "ab"} == {job: order.needed(job).tolist() for job in "ab"}

@@ -1,0 +1,138 @@
+"""The planner of orders: its simulation against laws and against plain counting; its choice against both candidates."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import InputError
+from headway.core.rng import stream
+from headway.data.cache import TieredCache
+from headway.data.order_choice import Reader, choose_order, count_loads
+from headway.data.strategies import ORDERS
+
+
+def mix(seed, *, of=300, equal=False):
+    """Two to four jobs on random subsets; (readers, seconds over which they arrive)."""
+    rng = stream(seed, "mix")
+    sizes = rng.integers(of // 3, of + 1, int(rng.integers(2, 5)))
+    sizes[:] = sizes[0] if equal else sizes
+    readers = {f"j{i}": Reader(rng.permutation(of)[:size]) for i, size in enumerate(sizes)}
+    return readers, float(rng.choice([0.0, 0.5 * of]))
+
+
+def union(readers):
+    return np.unique(np.concatenate([reader.items for reader in readers.values()])).size
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 999), cache_items=st.integers(0, 300))
+def test_loads_lie_between_the_union_and_what_all_jobs_take(order, seed, cache_items):
+    readers, _ = mix(seed, of=80)
+    loads = count_loads(order, readers, cache_items=cache_items, seed=seed)
+
+    assert union(readers) <= loads <= sum(reader.items.size for reader in readers.values())
+
+
+@pytest.mark.parametrize("order", ["independent", "shared", "dependent"])
+@given(seed=st.integers(0, 99), cache_items=st.integers(0, 60))
+@settings(max_examples=15)
+def test_jobs_in_step_load_what_plain_counting_says(order, seed, cache_items):
+    """The event loop against a loop over steps, with the same order and cache."""
+    readers, _ = mix(seed, of=60)
+    plain, cache, loads = ORDERS[order]({}, seed), TieredCache(cache_items, policies="refcount"), 0
+    for job, reader in readers.items():
+        plain.add(job, reader.items)
+        cache.expect(reader.items)
+    while given := plain.step():
+        missing = []
+        for item, jobs in given.items():
+            if None in [cache.get(item, job) for job in jobs]:
+                missing.append(item)
+        loads += len(missing)
+        for item in missing:
+            cache.put(item, "encoded", b"x")
+
+    # Within a step the event loop serves jobs in another order than the chain: counts of equal rank may part.
+    assert count_loads(order, readers, cache_items=cache_items, seed=seed) == pytest.approx(loads, rel=0.08, abs=4)
+
+
+def test_a_shared_order_reaches_the_union_with_a_small_cache():
+    rng = np.random.default_rng(2)
+    readers = {f"j{i}": Reader(rng.permutation(1333)[:1000]) for i in range(4)}
+
+    assert count_loads("shared", readers, cache_items=66, seed=1) <= 1.01 * union(readers)
+    assert count_loads("dependent", readers, cache_items=66, seed=1) > 1.3 * union(readers)
+
+
+def test_a_job_of_half_the_speed_costs_nothing_when_the_cache_holds_what_it_misses():
+    readers = {"fast": Reader(range(200)), "slow": Reader(range(200), items_per_s=0.5)}
+    for order in ("shared", "dependent"):
+        assert count_loads(order, readers, cache_items=100, seed=1) == 200
+        assert count_loads(order, readers, cache_items=20, seed=1) > 250
+
+
+def test_every_epoch_of_every_job_is_simulated():
+    readers = {job: Reader(range(50), epochs=3) for job in "ab"}
+
+    assert count_loads("shared", readers, cache_items=5, seed=1) == 150
+    # The first job to begin an epoch is one item ahead of the other for the rest of it: a cache of 5 bridges that.
+    assert 150 <= count_loads("dependent", readers, cache_items=5, seed=1) <= 160
+    assert count_loads("shared", readers, cache_items=50, seed=1, policy="static") == 50
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_choice_holds_for_other_seeds_and_arrivals(seed):
+    readers, spread_s = mix(seed, of=200)
+    choice = choose_order(readers, cache_items=30, seed=seed, arrival_spread_s=spread_s)
+    judged = {}
+    for order in ("shared", "dependent"):
+        loads = []
+        for trial in range(12 if spread_s else 4):
+            late = stream(99, "judge", trial).random(len(readers)) * spread_s
+            jobs = {
+                job: Reader(reader.items, arrives_s=float(delay))
+                for (job, reader), delay in zip(readers.items(), late, strict=True)
+            }
+            loads.append(count_loads(order, jobs, cache_items=30, seed=1000 + trial))
+        judged[order] = np.mean(loads)
+
+    assert judged[choice.order] <= 1.03 * min(judged.values())
+
+
+def test_a_large_dataset_is_judged_by_a_sample_of_it():
+    rng = np.random.default_rng(1)
+    readers = {f"j{i}": Reader(rng.permutation(200_000)[: 20_000 * (1 + 3 * i)]) for i in range(3)}
+    choice = choose_order(readers, cache_items=10_000, seed=1, most_items=1000)
+
+    assert choice.sampled_fraction == 1000 / 140_000
+    assert 0.9 < choice.union * choice.sampled_fraction**-1 / union(readers) < 1.1
+    assert choice.order == "dependent"
+
+
+def test_equal_arguments_give_equal_choices():
+    readers, spread_s = mix(3)
+
+    assert choose_order(readers, cache_items=20, seed=1, arrival_spread_s=spread_s) == choose_order(
+        readers, cache_items=20, seed=1, arrival_spread_s=spread_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r: choose_order({}, cache_items=1, seed=0), "0 readers.*give at least 1"),
+        (lambda r: choose_order(r, cache_items=1, seed=0, candidates=()), "0 candidates"),
+        (lambda r: choose_order(r, cache_items=1, seed=0, candidates=["dependant"]), "Did you mean 'dependent'"),
+        (lambda r: count_loads("shared", r, cache_items=1, seed=0, policy="lur"), "Did you mean 'lru'"),
+        (lambda r: Reader([1], items_per_s=0), "items_per_s is 0"),
+        (lambda r: Reader([1], arrives_s=-1), "arrives_s is -1"),
+        (lambda r: Reader([1], epochs=0), "epochs is 0"),
+    ],
+)
+def test_bad_input_is_one_clear_error(make, message):
+    with pytest.raises(InputError, match=message):
+        make({"a": Reader([1, 2])})

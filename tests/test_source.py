@@ -1,0 +1,135 @@
+"""Sources: the same bytes whichever way they are read, and slow storage that is slow by the second."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tarfile
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from headway.core.errors import FormatError, InputError
+from headway.data.source import FolderSource, ParquetSource, SyntheticJpeg, TarSource, Throttled
+
+
+@pytest.fixture
+def payloads():
+    rng = np.random.default_rng(0)
+    return [rng.bytes(int(size)) for size in rng.integers(1, 900, 7)]
+
+
+def test_a_folder_is_read_by_path_and_labelled_by_folder(tmp_path, payloads):
+    for k, payload in enumerate(payloads):
+        (tmp_path / f"class{k % 2}").mkdir(exist_ok=True)
+        (tmp_path / f"class{k % 2}" / f"{k}.JPG").write_bytes(payload)
+    source = FolderSource(tmp_path)
+
+    read = [(source.read(k), source.meta(k)["label"]) for k in range(len(source))]
+
+    assert read == [(payloads[k], k % 2) for k in (0, 2, 4, 6, 1, 3, 5)]
+    before = source.fingerprint()
+    (tmp_path / "class1" / "new.jpg").write_bytes(b"x")
+    assert FolderSource(tmp_path).fingerprint() != before
+
+
+def test_tar_members_are_read_in_place_also_by_threads_and_copies(tmp_path, payloads):
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for k in range(shard, 7, 2):
+                member = tarfile.TarInfo(f"{k}.jpg")
+                member.size = len(payloads[k])
+                tar.addfile(member, io.BytesIO(payloads[k]))
+    source = TarSource(sorted(tmp_path.glob("*.tar")), suffixes=(".jpg",))
+    expected = [payloads[k] for k in (0, 2, 4, 6, 1, 3, 5)]
+    found = {}
+
+    def read(k):
+        found[k] = source.read(k)
+
+    threads = [threading.Thread(target=read, args=(k,)) for k in range(7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert [found[k] for k in range(7)] == expected
+    assert pickle.loads(pickle.dumps(source)).read(3) == expected[3]
+    (tmp_path / "1.tar").write_bytes(b"")
+    with pytest.raises(FormatError, match="Fetch the shard again"):
+        source.read(6)
+
+
+def test_parquet_rows_come_back_across_row_groups(tmp_path, payloads):
+    table = pa.table({"image": payloads, "label": list(range(7))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    source = ParquetSource(tmp_path / "a.parquet", "image", ["label"], groups=1)
+
+    rows = [(source.read(k), source.meta(k)["label"]) for k in (6, 0, 3, 2, 5)]
+
+    assert rows == [(payloads[k], k) for k in (6, 0, 3, 2, 5)]
+    assert len(source) == 7
+    assert pickle.loads(pickle.dumps(source)).read(4) == payloads[4]
+    with pytest.raises(InputError, match="Use 0 to 6"):
+        source.read(7)
+
+
+def test_generated_images_depend_on_the_seed_alone():
+    one, other = SyntheticJpeg(3, 40, 30, seed=1), SyntheticJpeg(9, 40, 30, seed=1)
+
+    assert [one.read(k) for k in range(3)] == [other.read(k) for k in range(3)]
+    assert SyntheticJpeg(3, 40, 30, seed=2).read(0) != one.read(0)
+
+
+def test_throttled_storage_delivers_its_rate_and_latency():
+    now = [0.0]
+
+    class Blob:
+        def __len__(self):
+            return 4
+
+        def read(self, index):
+            return b"x" * 1000
+
+        def meta(self, index):
+            return {}
+
+        def fingerprint(self):
+            return "blob"
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    source = Throttled(Blob(), bytes_per_s=10_000, latency_s=0.05, clock=lambda: now[0], sleep=sleep)
+
+    for _ in range(10):
+        source.read(0)
+
+    assert now[0] == pytest.approx(10 * (0.1 + 0.05))
+    assert source.bytes_read == 10_000
+    assert pickle.loads(pickle.dumps(Throttled(SyntheticJpeg(2, 8, 8), 1e12))).read(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: FolderSource(folder), "Pass another folder"),
+        (lambda folder: TarSource([folder / "none.tar"]), "Unpack it"),
+        (lambda folder: ParquetSource(folder / "none.parquet", "x"), "cannot be read as Parquet"),
+        (lambda folder: SyntheticJpeg(0), "each must be 1 or more"),
+        (lambda folder: Throttled(SyntheticJpeg(1), 0), "use a rate above 0"),
+    ],
+)
+def test_sources_that_cannot_be_are_refused(tmp_path, make, message):
+    with pytest.raises(InputError, match=message):
+        make(tmp_path)
+
+
+def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
+    parquet.write_table(pa.table({"image": [b"1"]}), tmp_path / "a.parquet")
+
+    with pytest.raises(InputError, match="no column 'picture'; it has: image"):
+        ParquetSource(tmp_path / "a.parquet", "picture")

@@ -1,0 +1,268 @@
+"""Orders of several jobs: each item once an epoch whatever happens, uniform, the same after a restore, clear errors."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.core.errors import InputError
+from headway.data import job_order
+from headway.data.cache import TieredCache
+from headway.data.job_order import Buffered, DataShareError, own_order
+from headway.data.opportunistic import Opportunistic
+from headway.data.strategies import ORDERS, Shared
+from tests.chi_square import p_value
+
+NAMES = ("a", "b", "c", "d")
+
+
+def made(name, jobs=None, seed=0, **more):
+    """An order by name, Seneca's with a cache of 5 items that stays empty until a test fills it."""
+    if ORDERS[name] is Opportunistic:
+        more["cache"] = TieredCache(5, (0, 0, 1))
+    return ORDERS[name](jobs or {}, seed, **more)
+
+
+def drained(order):
+    """Step until nobody needs anything; return what each job received."""
+    received = {job: [] for job in order.jobs}
+    while given := order.step():
+        for item, jobs in given.items():
+            for job in jobs:
+                received[job].append(item)
+    return received
+
+
+def through_a_file(state):
+    """Write a state as MessagePack and read it again."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+
+
+def overlapping(seed, num_jobs=3, of=40):
+    rng = np.random.default_rng(seed)
+    return {name: rng.permutation(of)[: rng.integers(1, of + 1)] for name in NAMES[:num_jobs]}
+
+
+calls = st.lists(
+    st.tuples(
+        st.sampled_from(["step", "step", "step", "masked", "add", "remove", "restart", "save"]),
+        st.sampled_from(NAMES),
+        st.sets(st.integers(0, 30), min_size=1, max_size=12),
+    ),
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@settings(max_examples=60)
+@given(calls=calls, seed=st.integers(0, 99))
+def test_each_job_receives_its_items_once_an_epoch_for_any_order_of_calls(name, calls, seed):
+    """Also: the sum of what is needed falls by what is given, a mask is obeyed, nobody else's set changes."""
+    order, sets, left = made(name, seed=seed), {}, {}
+    for call, job, items in calls:
+        if call == "add" and job not in sets:
+            order.add(job, sorted(items))
+            sets[job], left[job] = items, set(items)
+        elif call == "remove" and job in sets:
+            order.remove(job)
+            del sets[job], left[job]
+        elif call == "restart" and job in sets and not left[job]:
+            order.restart(job)
+            left[job] = set(sets[job])
+        elif call == "save":
+            state, order = order.state_dict(), made(name)
+            order.load_state_dict(through_a_file(state))
+        elif call in ("step", "masked"):
+            mask = {job} & sets.keys() if call == "masked" else set()
+            expected = {other for other in sets if other not in mask and left[other]}
+            received = Counter()
+            for item, jobs in order.step(mask).items():
+                for receiver in jobs:
+                    left[receiver].remove(item)
+                    received[receiver] += 1
+            assert received == Counter(expected)
+        assert {job: set(order.needed(job).tolist()) for job in order.jobs} == left
+        assert {job: order.remaining(job) for job in order.jobs} == {job: len(need) for job, need in left.items()}
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERS if ORDERS[name].draws_again])
+@settings(max_examples=40)
+@given(seed=st.integers(0, 999), before=st.integers(0, 30), masked=st.booleans())
+def test_a_restored_order_goes_on_as_the_one_it_was_taken_from(name, seed, before, masked):
+    jobs = overlapping(seed)
+    order, other = made(name, jobs, seed), made(name)
+    for _ in range(before):
+        order.step(("a",) if masked else ())
+
+    other.load_state_dict(through_a_file(order.state_dict()))
+    order.add("late", [1, 2, 3])
+    other.add("late", [1, 2, 3])
+
+    assert drained(other) == drained(order)
+
+
+@pytest.mark.parametrize("name", [name for name in ORDERS if ORDERS[name].draws_again])
+def test_taking_a_state_changes_nothing(name):
+    quiet, asked = made(name, overlapping(3), 5), made(name, overlapping(3), 5)
+    for _ in range(9):
+        asked.state_dict()
+        assert asked.step() == quiet.step()
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_equal_seeds_give_equal_orders_and_others_other_ones(name):
+    assert drained(made(name, overlapping(1), 7)) == drained(made(name, overlapping(1), 7))
+    assert drained(made(name, overlapping(1), 7)) != drained(made(name, overlapping(1), 8))
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_order_of_a_job_is_equally_likely_beside_two_others(name):
+    jobs = {"small": [0, 5], "job": [0, 1, 2, 3], "large": [1, 2, 4, 5, 6, 7]}
+    orders = Counter(tuple(drained(made(name, jobs, seed))["job"]) for seed in range(1200))
+
+    counts = [orders[order] for order in itertools.permutations(range(4))]
+
+    assert p_value(counts, [50] * 24) > 1e-3
+
+
+def test_a_job_that_joins_a_shared_order_late_has_a_uniform_order_too():
+    orders = Counter()
+    for seed in range(1200):
+        order = Shared({"first": range(8)}, seed)
+        for _ in range(5):
+            order.step()
+        order.add("late", [0, 1, 2, 3])
+        orders[tuple(drained(order)["late"])] += 1
+
+    assert p_value([orders[order] for order in itertools.permutations(range(4))], [50] * 24) > 1e-3
+
+
+def test_shared_jobs_of_one_set_receive_every_item_together_epoch_after_epoch():
+    order = Shared({"a": range(50), "b": range(50)}, seed=1)
+    passes = []
+    for _ in range(3):
+        steps = [order.step() for _ in range(50)]
+        assert all(jobs == {"a", "b"} for given in steps for jobs in given.values())
+        passes.append([item for given in steps for item in given])
+        order.restart("a")
+        order.restart("b")
+
+    assert len({tuple(items) for items in passes}) == 3
+
+
+def test_a_job_that_joins_a_shared_order_begins_where_the_others_are():
+    order = Shared({"a": range(100)}, seed=2)
+    for _ in range(40):
+        order.step()
+    order.add("b", range(100))
+
+    assert [len(order.step()) for _ in range(60)] == [1] * 60
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_no_job_sees_the_same_order_in_two_epochs(name):
+    order = made(name, {"a": range(30)}, 3)
+    first = drained(order)["a"]
+    order.restart("a")
+
+    assert order.epoch("a") == 1
+    assert drained(order)["a"] != first
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_state_holds_two_bits_per_item_and_job(name):
+    order = made(name, {job: range(100_000) for job in "ab"}, 1)
+    for _ in range(20):
+        order.step()
+    jobs = order.state_dict()["jobs"].values()
+
+    assert all(len(facts[part][1]) <= 100_000 / 8 for facts in jobs for part in ("subset", "needs"))
+
+
+def test_builds_between_steps_do_not_lose_or_repeat_an_item(monkeypatch):
+    monkeypatch.setattr(job_order, "BUILD_STEPS", 7)
+    for name in ORDERS:
+        received = drained(made(name, overlapping(9), 4))
+        assert {job: sorted(items) for job, items in received.items()} == {
+            job: sorted(items.tolist()) for job, items in overlapping(9).items()
+        }
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+@pytest.mark.parametrize("name", ORDERS)
+@settings(max_examples=15)
+@given(speeds=st.lists(st.sampled_from(NAMES[:3]), max_size=150))
+def test_jobs_of_any_speed_receive_their_items_once_and_nobody_waits(name, limit, speeds):
+    jobs = {job: range(20) for job in NAMES[:3]}
+    buffered = Buffered(made(name, jobs, 6), limit=limit)
+    received = {job: [] for job in jobs}
+    for job in speeds:
+        item = buffered.take(job)
+        assert (item is None) == (len(received[job]) == 20)
+        received[job].append(item) if item is not None else None
+    for job, items in received.items():
+        items += iter(lambda job=job: buffered.take(job), None)
+
+    assert all(sorted(items) == list(range(20)) for items in received.values())
+
+
+def test_a_fast_job_is_coupled_to_what_a_slow_one_takes_later():
+    buffered = Buffered(made("dependent", {"fast": range(50), "slow": range(50)}, 2))
+    fast = [buffered.take("fast") for _ in range(50)]
+
+    assert [buffered.take("slow") for _ in range(50)] == fast
+
+
+def test_a_job_that_leaves_a_buffer_takes_its_queue_along():
+    buffered = Buffered(made("shared", {"a": range(9), "b": range(9)}), limit=3)
+    assert [buffered.take("a") is None for _ in range(5)] == [False] * 5
+    buffered.remove("b")
+
+    assert len(list(iter(lambda: buffered.take("a"), None))) == 4
+    assert buffered.order.jobs == ["a"]
+
+
+def test_ones_own_order_is_a_permutation_per_epoch():
+    flags = np.array([True, False, True, True])
+    assert sorted(own_order(flags, 1, "a", 0).tolist()) == [0, 2, 3]
+    assert len({tuple(own_order(np.ones(30, bool), 1, "a", epoch)) for epoch in range(5)}) == 5
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda order: order.add("a", [3]), "job 'a' is here already. Choose another name"),
+        (lambda order: order.add("b", []), "job 'b' has 0 items"),
+        (lambda order: order.add("b", [1, 1]), "lists an item twice"),
+        (lambda order: order.add("b", [0.5]), "float64; give a flat list of whole numbers"),
+        (lambda order: order.add("b", [-1]), "item -1, outside a dataset of 10 items"),
+        (lambda order: order.add("b", [10]), "item 10, outside a dataset of 10 items"),
+        (lambda order: order.add("b", [1], fingerprint="flowers/v2"), "'flowers/v2'.*'flowers/v1'"),
+        (lambda order: order.remove("b"), "no job 'b' here.*: a"),
+        (lambda order: order.step(["b"]), "no job 'b' here"),
+        (lambda order: order.restart("a"), "still needs 3 items of epoch 0"),
+        (lambda order: order.load_state_dict({"version": 9}), "version 9"),
+        (lambda order: Buffered(order, limit=0), "limit is 0"),
+    ],
+)
+def test_bad_input_is_one_clear_error(name, make, message):
+    order = made(name, {"a": range(3)}, size=10, fingerprint="flowers/v1")
+    with pytest.raises(InputError, match=message):
+        make(order)
+
+    assert order.jobs == ["a"]
+    assert order.remaining("a") == 3
+
+
+def test_jobs_on_different_data_cannot_share():
+    with pytest.raises(DataShareError, match="Start an order of its own"):
+        made("shared", fingerprint="x").add("a", [1], fingerprint="y")
+    with pytest.raises(InputError, match="size is -1"):
+        made("shared", size=-1)
