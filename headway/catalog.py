@@ -4,7 +4,8 @@ Nothing is imported here: an entry is "module:function", resolved where it is
 used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
-['comm.bucket', 'comm.gradient_view', 'comm.static_graph', 'data.cache', 'data.workers', 'host.gc', 'host.logging']
+['comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', 'data.workers', 'host.gc', \
+'host.logging']
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ ADVISERS: dict[str, str] = {
 REMEDIES: dict[str, str] = {
     "data.workers": "headway.data.runtime.workers:workers",
     "data.cache": "headway.data.runtime.cache:cache",
-    "comm.bucket": "headway.comm.runtime:bucket",
-    "comm.gradient_view": "headway.comm.runtime:gradient_view",
-    "comm.static_graph": "headway.comm.runtime:static_graph",
+    "comm.bucket": "headway.comm.runtime.ddp:bucket",
+    "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
+    "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
+    "comm.order": "headway.comm.runtime.fsdp:order",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
 }
@@ -36,6 +38,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "comm.bucket": {"bucket_mb": "number", "bucket_mb_list": "numbers", "respect_explicit": "flag"},
     "comm.gradient_view": {},
     "comm.static_graph": {},
+    "comm.order": {"ahead": "size"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
 }  # fmt: skip
@@ -57,6 +60,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "comm.bucket": ("comm.exposed",),
     "comm.gradient_view": ("comm.exposed",),
     "comm.static_graph": ("comm.exposed",),
+    "comm.order": ("comm.exposed",),
     "comm.links": ("comm.exposed",),
     "host.gc": ("host.gc",),
     "host.logging": ("host.logging",),

@@ -100,8 +100,10 @@ def fluid(ready: list[int], sizes: list[int], rate: float, latency: int) -> tupl
         moments += [now + left[one] * len(active) / rate * 1e9 for one in active]
         moments += [float(ready[waiting[0]])] if waiting and free else []
         then = max(min(moments), now)
+        # A step that a float cannot make any more: what was due to end at it has ended.
+        over = [one for one in active if then == now and now + left[one] * len(active) / rate * 1e9 <= then]
         for one in active:
-            left[one] -= (then - now) / 1e9 * rate / len(active)
+            left[one] = 0.0 if one in over else left[one] - (then - now) / 1e9 * rate / len(active)
         now = then
         for one in [one for one in active if left[one] <= 0.01]:
             end[one] = round(now) + first

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from headway.comm.advise import propose
+import pytest
+
+from headway.comm.advise import SEARCH, propose
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
+from headway.runtime.ddp_facts import facts_of
+from headway.sim.ddp_replay import DdpReplay
+from headway.sim.ddp_window import Window
 from headway.sim.program import Program
-from tests.runs_made import MS, RunMaker
+from headway.trace.parts import Parts
+from headway.trace.trace import Trace, concat
+from headway.trace.vocabulary import COLLECTIVES, KIND
+from tests.ddp_made import GRADIENT, Job, changed, play
+from tests.runs_made import MS, Rows, RunMaker
+from tests.spawn import on_ranks
 
 
 def advice(**changes: Any) -> dict[str, Proposal | Refusal]:
@@ -43,3 +56,191 @@ def test_hidden_communication_leaves_nothing_to_win() -> None:
 
 def test_one_rank_has_no_collective() -> None:
     assert "no collective" in advice(ranks=1)["comm.bucket"].reason
+
+
+# What DDP does around the sums
+
+
+def with_windows(job: Job, window: Window | None = None, **facts: Any) -> dict[str, Proposal | Refusal]:
+    """Return what is proposed for a made run whose deep windows are those of `job`, and whose DDP noted `facts`."""
+    made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=5 * MS).make()
+    deep = DdpReplay.from_windows([window or play(job).window], models=[job.model() | facts], cores=8)
+    program = replace(Program.from_trace(made.trace, made.meta), deep=[deep])
+    return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
+
+
+@pytest.mark.parametrize("bytes_per_s", [1.5e8, 4e8])
+def test_gradients_inside_buckets_win_what_the_copies_cost(bytes_per_s: float) -> None:
+    job = Job(forward_ns=(2 * MS,) * 6, size=(9_000_000,) * 6, bytes_per_s=bytes_per_s)
+    row = with_windows(job)["comm.gradient_view"]
+    truth = play(job).step_s / play(changed(job, views=True)).step_s
+
+    assert isinstance(row, Proposal)
+    assert (row.applies, row.allow, row.parameters) == (True, None, {})
+    assert row.predicted_speedup == pytest.approx(truth, rel=0.03)
+    assert row.interval[0] <= truth <= row.interval[1]
+
+
+@pytest.mark.parametrize(
+    ("job", "facts", "reason"),
+    [
+        (Job(), {"gradient_as_bucket_view": True}, "live inside the buckets already"),
+        (Job(views=True), {}, "no deep window shows a copy out of a bucket"),
+        (Job(size=(90_000,) * 4), {}, "copies out of buckets cost little"),
+    ],
+)
+def test_gradients_inside_buckets_are_refused_where_they_win_nothing(job: Job, facts: Any, reason: str) -> None:
+    row = with_windows(job, **facts)["comm.gradient_view"]
+
+    assert isinstance(row, Refusal)
+    assert reason in row.reason
+
+
+def test_without_windows_what_copies_cost_is_not_known() -> None:
+    row = advice(comm_ns=5 * MS)["comm.gradient_view"]
+
+    assert isinstance(row, Refusal)
+    assert "a bare trace has no deep windows" in row.reason
+
+
+SEARCHED = {"find_unused_parameters": True, "static_graph": False, "can_set_static_graph": True}
+
+
+def searching(job: Job) -> Window:
+    """Return the job's window with its last layer named as the search for unused parameters."""
+    window = play(job).window
+    names = tuple(SEARCH if name == "layer.3" else name for name in window.trace.names)
+    return replace(window, trace=replace(window.trace, names=names))
+
+
+def test_a_static_graph_wins_what_the_search_costs_and_needs_the_users_word() -> None:
+    job = Job(bytes_per_s=1e9)
+    row = with_windows(job, searching(job), **SEARCHED)["comm.static_graph"]
+    truth = play(job).step_s / play(changed(job, slow={3: 0.001})).step_s
+
+    assert isinstance(row, Proposal)
+    assert (row.applies, row.allow) == (True, "result-equivalent")
+    assert row.predicted_speedup == pytest.approx(truth, rel=0.05)
+
+
+def test_a_search_that_no_window_shows_is_left_to_a_live_try() -> None:
+    row = with_windows(Job(), **SEARCHED)["comm.static_graph"]
+
+    assert isinstance(row, Proposal)
+    assert (row.predicted_speedup, row.edits, row.clear) == (1.0, (), False)
+    assert "try it live: no deep window shows the search" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"find_unused_parameters": False}, "no deep window noted a DDP that searches"),
+        ({**SEARCHED, "static_graph": True}, "has a static graph already"),
+        ({**SEARCHED, "can_set_static_graph": False}, "steps that use other parameters"),
+    ],
+)
+def test_a_static_graph_is_refused_where_there_is_none(facts: Any, reason: str) -> None:
+    row = with_windows(Job(), **facts)["comm.static_graph"]
+
+    assert isinstance(row, Refusal)
+    assert reason in row.reason
+
+
+def graph_facts(changing: bool) -> list[bool]:
+    """Train with a search for unused parameters; return whether DDP calls the graph static, while and after."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+            self.step = 0
+
+        def forward(self, x: Any) -> Any:
+            self.step += 1
+            return self.parts[self.step % 2 if changing else 0](x)
+
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    found = []
+    for _ in range(12):
+        model(torch.ones(1, 4)).sum().backward()
+        facts = facts_of(model)
+        found.append(facts["find_unused_parameters"] and facts["can_set_static_graph"])
+    return found
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_ddp_itself_says_whether_its_graph_is_static(changing: bool) -> None:
+    found = on_ranks(graph_facts, 2, changing)[0]
+
+    assert found[-1] is not changing
+
+
+def with_sum_of_used(job: Job) -> Window:
+    """Return the job's window with one collective more per rank: the last gradient queues the used parameters."""
+    window = play(job).window
+    parts = [window.trace]
+    for rank in range(job.ranks):
+        trace = window.trace.where(window.trace.events["rank"] == rank)
+        start, duration = trace.events["start_ns"], trace.events["duration_ns"]
+        ready = int((start + duration)[trace.named(GRADIENT)].max())
+        ran = trace.named("gloo:all_reduce")
+        columns = {
+            "rank": [rank] * 2, "name": [0, 1], "lane": [0, 1],
+            "start_ns": [ready - 10, int((start + duration)[ran].max())], "duration_ns": [9, 1000],
+            "group": [-1, 0], "seq": [-1, int(trace.events["seq"].max()) + 1], "bytes": [-1, 16],
+            "kind": [KIND["HOST"], KIND["COLL"]],
+        }  # fmt: skip
+        names = ("c10d::allreduce_", "gloo:all_reduce")
+        parts.append(Trace.from_columns(columns, names=names, lanes=("main", "thread 1"), ranks={rank: {}}))
+    return replace(window, trace=concat(parts))
+
+
+def test_the_sum_over_used_parameters_is_no_bucket_with_copies() -> None:
+    job = Job(forward_ns=(2 * MS,) * 6, size=(9_000_000,) * 6, bytes_per_s=4e8)
+    plain, row = (with_windows(job, window)["comm.gradient_view"] for window in (None, with_sum_of_used(job)))
+
+    assert isinstance(plain, Proposal)
+    assert isinstance(row, Proposal)
+    assert row.predicted_speedup == pytest.approx(plain.predicted_speedup, rel=0.01)
+
+
+# The order of all-gathers
+
+
+def sharded(gather_ns: int, gathers: int = 3) -> dict[str, Proposal | Refusal]:
+    """Return what is proposed for a run whose steps also gather and scatter, `gather_ns` each time."""
+    made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=5 * MS).make()
+    program = Program.from_trace(made.trace, made.meta)
+    parts = [made.trace]
+    for lane in program.recording.lanes:
+        rows = Rows(lane.rank)
+        for start in lane.step_end_ns[:-1].tolist():
+            for name, count in (("all_gather_into_tensor", gathers), ("reduce_scatter_tensor", 1)):
+                for _ in range(count):
+                    rows.add("comm.collective", start, gather_ns, corr=COLLECTIVES.index(name))
+        parts.append(rows.trace(ranks={lane.rank: {}}))
+    program = replace(
+        program, run=SimpleNamespace(path=Path("made"), parts=Parts.of(concat(parts)), windows=list, meta=made.meta)
+    )
+    return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
+
+
+def test_waits_for_all_gathers_offer_another_order_without_a_promise() -> None:
+    rows = sharded(MS // 2)
+    row = rows["comm.order"]
+
+    assert isinstance(row, Proposal)
+    assert (row.predicted_speedup, row.clear, row.applies, row.parameters) == (1.0, False, True, {"ahead": 1})
+    assert "waits 1.5 ms of a step" in row.reason
+    assert isinstance(rows["comm.bucket"], Refusal)
+    assert "it has no buckets" in rows["comm.bucket"].reason
+
+
+def test_short_waits_for_all_gathers_leave_nothing_to_win() -> None:
+    assert "no order can win more" in sharded(MS // 1000)["comm.order"].reason
+
+
+def test_a_job_that_gathers_once_a_step_is_not_sharded_by_modules() -> None:
+    assert "comm.order" not in sharded(MS, gathers=1)

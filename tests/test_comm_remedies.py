@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from headway.catalog import PARAMETERS
-from headway.comm import runtime
-from headway.comm.runtime import bucket, gradient_view, static_graph
+from headway.comm.runtime import ddp as runtime
+from headway.comm.runtime.ddp import bucket, gradient_view, static_graph
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy
 from headway.core.units import MIB

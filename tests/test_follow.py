@@ -126,6 +126,10 @@ def test_a_record_that_its_writer_never_completed_is_passed_over(tmp_path):
 
     assert seen == [n for n in range(PATIENCE + 20) if n != 5]
     assert follower.lost == 1
+    remove(next(iter(follow.spool.stems(tmp_path))))
+
+    assert follower.poll() == []
+    assert follower.lost == 1  # what a ring lost stays lost when the ring is over
 
 
 def test_only_ranks_are_followed_and_a_child_that_becomes_one_is_met(tmp_path):

@@ -16,6 +16,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.ledger.hang import Verdict, Wait, localise
 from headway.ledger.hang_reports import of_dumps, of_watch
+from headway.report.hang import hang_part, render_hang
 from headway.trace import flight
 from headway.trace.trace import Trace, concat
 from headway.verbs.hang import verdict_of
@@ -137,6 +138,25 @@ def test_a_rank_that_runs_and_has_entered_nothing_tells_where_it_is():
 
     (origin,) = localise(found.reports, found.mesh, groups=found.groups).origins
     assert (origin.ranks, origin.reason, origin.doing) == ((1,), "absent", "forward of step 7")
+
+
+def test_a_blocking_rank_shows_the_line_it_stands_at_and_a_waiting_one_does_not():
+    stack = (
+        'Thread 0x1 (most recent call first):\n  File "/lib/threading.py", line 5 in wait\n\n'
+        'Current thread 0x2 (most recent call first):\n  File "/my job/train.py", line 22 in <lambda>\n'
+        '  File "train.py", line 30 in main'
+    )
+    rows = [
+        {"rank": 0, "silent": False, "op": "comm.wait", "group": 0, "seq": 3, "state": "S", "stack": stack},
+        {"rank": 1, "silent": True, "phase": "forward", "op": None, "state": "S", "step": 7, "stack": stack},
+        {"rank": 2, "silent": True, "phase": "forward", "op": None, "state": "S", "step": 7, "stack": "not asked"},
+    ]
+    found = of_watch({"world_size": 3, "groups": {"0": [0, 1, 2]}, "ranks": rows})
+    hung = localise(found.reports, found.mesh, groups=found.groups).to_json()
+
+    assert hung["stacks"] == {"1": ["/my job/train.py:22 in <lambda>", "train.py:30 in main"]}
+    assert "Rank 1 stands at\n    /my job/train.py:22 in <lambda>\n" in render_hang(hung, width=80, unicode=False)
+    assert "/my job/train.py:22 in &lt;lambda&gt;" in hang_part(hung)
 
 
 def test_a_rank_that_creates_the_first_group_waits_for_all():

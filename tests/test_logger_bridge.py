@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -11,7 +12,7 @@ import torch
 
 import headway
 from headway.core.errors import InputError
-from headway.runtime.logger_bridge import QUEUE, writer_of
+from headway.runtime.logger_bridge import QUEUE, LoggerBridge, writer_of
 from tests.recorded import recording, run_script
 
 
@@ -171,6 +172,15 @@ def test_where_nothing_is_recorded_it_says_so_and_does_nothing(capfd):
 
     assert "log_to reports nothing: nothing is recorded here. Use `headway run`" in capfd.readouterr().err
     assert (target.rows, bridge.recording, bridge.dropped) == ([], False, 0)
+
+
+def test_before_the_script_has_imported_torch_it_says_to_be_called_later(monkeypatch, capfd, tmp_path):
+    monkeypatch.setenv("HEADWAY_RUN", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch")
+    bridge = LoggerBridge(None, Wandb())
+
+    assert not bridge.recording
+    assert "nothing is recorded here yet. Call it after `import torch`" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def kineto(rows: list[dict], **tables) -> Trace:
 
 def own(rows: list[dict]) -> Trace:
     """Return rows of headway's own recorder: name is 'comm.send' and the like, by number."""
-    names = ["comm.collective", "comm.wait", "comm.send", "comm.recv", "comm.init"]
+    names = ["comm.collective", "comm.wait", "comm.send", "comm.recv", "comm.init", "segment.backward"]
     blank = {
         "rank": 0,
         "start_ns": 0,
@@ -181,3 +181,23 @@ def test_beside_an_accelerator_the_hosts_calls_prove_nothing_but_barriers():
 
     assert match(trace).num_meetings == 2
     assert members(beside) == [[1, 3]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60), st.integers(0, 60)), min_size=2, max_size=4))
+def test_a_wait_for_gradients_proves_no_more_than_that_its_backward_had_begun(ranks):
+    """A thread without a core begins to wait late: others may have ended their wait of the same number before."""
+    rows = []
+    for rank, (begin, work, wait) in enumerate(ranks):
+        rows.append({"rank": rank, "name": 5, "start_ns": begin, "duration_ns": work + wait, "seq": -1, "group": -1})
+        rows.append({"rank": rank, "name": 1, "start_ns": begin + work, "duration_ns": wait})
+    met = match(own(rows))
+
+    assert met.start_ns.tolist() == [begin for begin, _, _ in ranks]
+    assert met.end_ns.tolist() == [begin + work + wait for begin, work, wait in ranks]
+
+
+def test_a_wait_outside_every_backward_counts_from_its_own_start():
+    backward = {"rank": 0, "name": 5, "start_ns": 0, "duration_ns": 20, "seq": -1, "group": -1}
+    waits = [{"rank": rank, "name": 1, "start_ns": 50, "duration_ns": 9} for rank in range(2)]
+
+    assert match(own([backward, *waits])).start_ns.tolist() == [50, 50]

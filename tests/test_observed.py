@@ -151,6 +151,17 @@ def test_a_collective_begins_when_the_last_rank_has_come() -> None:
     assert faster == 60
 
 
+def test_the_origin_is_when_the_first_rank_came_though_it_then_waited_for_the_others() -> None:
+    """Rank 0 enters at 5 as the first operation of all, and its collective begins at 90."""
+    rows = [("ncclAllReduce", "COLL", "stream 7", 5, 95), ("mm", "COMPUTE", "stream 7", 20, 70)]
+    rows += [("ncclAllReduce", "COLL", "stream 7", 90, 10)]
+    seen = observe(trace_of(*rows, ranks=[0, 1, 1]))
+
+    assert seen.start_ns.tolist() == [0, 85, 15, 85, 85]
+    assert replay(seen.dag, seen.duration_ns).end_ns.max() == 95
+    assert seen.dag.fidelity == 1.0
+
+
 def test_collectives_of_other_sizes_are_not_taken_for_one() -> None:
     with pytest.raises(InputError, match=r"collective 0 of group -1 has sizes \[4, 8\].*windows of the same steps"):
         observe(collective([50, 90], 100, bytes=[0, 4, 0, 8]))

@@ -195,6 +195,7 @@ def test_ddp_told_the_sizes_of_the_plan_makes_exactly_its_buckets(seed: int) -> 
 def test_every_kind_of_change_says_how_to_make_it() -> None:
     changed = {part for kind in KINDS.values() for part in kind.fields}
 
+    assert all("DDP" in kind.how and "FSDP2" in kind.how for kind in KINDS.values())
     assert changed == {field for field in TrainingStep.__dataclass_fields__ if field not in ("profile", "network")}
 
 

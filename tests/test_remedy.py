@@ -21,7 +21,7 @@ from tests.recorded import recording, rows, run_script
 TABLE = {
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
-    "comm.bucket": "headway.comm.runtime:bucket",
+    "comm.bucket": "headway.comm.runtime.ddp:bucket",
 }
 
 
@@ -389,7 +389,7 @@ def test_a_bucket_size_is_applied_on_two_ranks_with_the_same_losses(tmp_path):
 
 
 def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_path):
-    from headway.comm.runtime import bucket
+    from headway.comm.runtime.ddp import bucket
 
     bucket({"bucket_mb": 3, "respect_explicit": True}, context)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

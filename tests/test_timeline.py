@@ -141,6 +141,16 @@ def test_an_empty_trace_has_no_rows() -> None:
     assert timeline(empty) == Timeline(0, 0, (), ("compute",))
 
 
+def test_ranks_are_drawn_on_the_common_clock_of_an_aligned_trace() -> None:
+    rows = {"rank": [0, 1], "start_ns": [100, 5_100], "duration_ns": [10, 10], "name": [0, 0], "kind": [0, 0]}
+    rows["lane"] = [0, 0]
+    trace = Trace.from_columns(rows, names=["matmul"], lanes=["main"], ranks={1: {"offset_ns": -5_000}}, meta=HOST)
+    drawn = timeline(trace)
+
+    assert (drawn.start_ns, drawn.end_ns) == (100, 110)
+    assert [row.start_ns.tolist() for row in drawn.rows] == [[0], [0]]
+
+
 def test_a_window_that_ends_before_it_starts_is_refused() -> None:
     with pytest.raises(InputError, match=r"ends 5 ns before it starts. Swap"):
         timeline(demo_trace(), start_ns=10, end_ns=5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -165,3 +167,11 @@ def test_edges_follow_their_rows_through_joining_and_selection(data, parts):
 def test_an_edge_to_a_row_that_is_not_there_is_refused():
     with pytest.raises(InputError, match=r"an edge names row 2 or 0 of 2 rows. Number rows from 0"):
         Trace.from_columns({"start_ns": [1, 2]}, edges=[[0], [2]])
+
+
+def test_what_two_recorders_know_of_one_rank_is_joined():
+    """A profiler file knows the host, the Flight Recorder's dump beside it the groups' states."""
+    profile, dump = (Trace.from_columns({"rank": [0]}, ranks=ranks) for ranks in ({0: {"host": "a"}}, {0: {"pid": 7}}))
+
+    assert concat([profile, dump]).ranks == {0: {"host": "a", "pid": 7}}
+    assert concat([profile, replace(profile, ranks={0: {"host": "b"}})]).ranks == {0: {"host": "b"}}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from headway.cli import dispatch
-from headway.core.errors import InputError
+from headway.core.errors import FormatError, InputError
+from headway.trace.clocks import common_ns, is_mapped
 from headway.trace.trace import Trace
 from tests.paths import ROOT, shared
 from tests.test_perfetto import Viewer
@@ -94,3 +95,63 @@ def test_a_folder_of_parquet_files_is_described_and_explained_as_one(tmp_path, c
 
     assert info["events"] == len(whole)
     assert sum(why["ledger_ns"].values()) == why["devices"] * why["wall_ns"]
+
+
+@pytest.mark.parametrize("suffix", [".json.gz", ".pftrace", ".parquet"])
+def test_aligned_clocks_are_applied_where_a_format_has_no_room_for_them(tmp_path, capsys, suffix):
+    rows = {"rank": [0, 1], "start_ns": [100, 5_100], "duration_ns": [10, 10], "name": [0, 0], "lane": [0, 0]}
+    trace = Trace.from_columns(rows, names=["add"], lanes=["main"], ranks={0: {}, 1: {"offset_ns": -5_000}})
+    trace.save(tmp_path / "aligned.parquet")
+    target = tmp_path / f"out{suffix}"
+    answer(capsys, "trace", "export", tmp_path / "aligned.parquet", target)
+
+    if suffix == ".pftrace":
+        begins = [row[2] for row in Viewer(target).rows]
+    else:
+        back = Trace.open(target)
+        begins = common_ns(back)[0].tolist()
+        assert is_mapped(back) is (suffix == ".parquet")
+    assert len(begins) == 2
+    assert len(set(begins)) == 1
+
+
+@pytest.mark.parametrize("verb", ["import", "export", "align"])
+def test_what_is_read_is_never_written_over(tmp_path, verb):
+    source = tmp_path / "a.parquet"
+    Trace.open(BEFORE).save(source)
+    held = source.read_bytes()
+
+    for read in (source, tmp_path):
+        with pytest.raises(InputError, match=r"a\.parquet is what is read.*Name another file"):
+            dispatch(["trace", verb, str(read), str(source)], None)
+    assert source.read_bytes() == held
+
+
+@pytest.mark.parametrize("verb", ["import", "export", "align"])
+def test_what_a_run_recorded_is_never_written_over(tmp_path, verb):
+    """`headway trace align A B` with two recorded windows names the second one as the target."""
+    (tmp_path / "run" / "events").mkdir(parents=True)
+    (tmp_path / "run" / "windows").mkdir()
+    windows = [tmp_path / "run" / "windows" / f"r{rank}-w0.parquet" for rank in range(2)]
+    for rank, window in enumerate(windows):
+        Trace.from_columns({"start_ns": [rank], "rank": [rank]}).save(window)
+    held = windows[1].read_bytes()
+
+    with pytest.raises(InputError, match=r"r1-w0\.parquet is a file of the run run.*Name another file"):
+        dispatch(["trace", verb, *map(str, windows)], None)
+    assert windows[1].read_bytes() == held
+
+
+def test_one_rank_alone_has_nothing_to_be_aligned_with(tmp_path):
+    Trace.from_columns({"start_ns": [1], "rank": [3]}).save(tmp_path / "a.parquet")
+
+    with pytest.raises(InputError, match=r"holds rank 3 only.*files of all ranks into one folder"):
+        dispatch(["trace", "align", str(tmp_path / "a.parquet"), str(tmp_path / "b.parquet")], None)
+    assert not (tmp_path / "b.parquet").exists()
+
+
+def test_perfettos_protobuf_is_told_to_be_written_only(tmp_path, capsys):
+    answer(capsys, "trace", "export", BEFORE, tmp_path / "w.pftrace", "--steps", "4:5")
+
+    with pytest.raises(FormatError, match=r"Perfetto's protobuf, which headway only writes. Give one of"):
+        Trace.open(tmp_path / "w.pftrace")

@@ -94,6 +94,16 @@ def test_a_start_up_that_dwarfs_the_first_cause_is_said_beside_it():
     assert blind.sentence == "10.0 % of 1 device x 10 s was useful work; time nobody recorded took 90 %."
 
 
+def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
+    why = {"devices": 2, "wall_s": 10.0, "steps": 30, "goodput": 0.25, "ledger": {"useful": 5.0, "comm": 15.0}}
+    why["causes"] = [{"cause": "comm.exposed", "lost_device_s": 15.0, "fix": "faster links", "predicted_speedup": 2.0}]
+    hung, recovered = (verdict({**why, "hang": {"ended_the_run": ended}}) for ended in (True, False))
+
+    assert hung.sentence.startswith("The run made no more progress after 30 steps and was ended: it hung. 25.0 %")
+    assert "headway hang" in hung.remedy
+    assert recovered == verdict(why)
+
+
 def test_equal_runs_are_not_called_faster():
     assert "is as fast as the first (10 -> 10 steps/s)." in render_compare({"speedup": 1.0, "steps_per_s": [10, 10]})
 

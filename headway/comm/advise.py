@@ -1,10 +1,10 @@
-"""What the communication room would change: the size of DDP's buckets, and faster links.
+"""What the communication room would change: DDP's buckets and flags, the order of all-gathers, and faster links.
 
-Both start from exposed communication, the part that backward does not hide.
-The size of buckets decides how much that is. Where the run has deep windows
-and a link of one rate, sizes are replayed and the best one is proposed; on
-busy cores a small all-reduce takes ten times its idle time, and no size can be
-predicted: there it is offered for a live try, without a promise.
+All start from exposed communication, the part that backward does not hide,
+or from what DDP itself does around it. Bucket sizes, the copies out of buckets
+and the search for unused parameters are replayed on the run's deep windows;
+where these cannot tell, a remedy is refused with the reason, or offered for a
+live try without a promise. Times are seconds.
 
 >>> setup = Setup.from_facts({"world_size": 1}, memory_bytes=0)
 >>> [row.reason for row in propose(None, None, setup)]  # one rank: the program is not even asked
@@ -13,13 +13,20 @@ predicted: there it is offered for a live try, without a promise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from headway.core.errors import BarMissedError, InputError
-from headway.core.units import format_fraction
+from headway.core.units import NS_PER_S, format_fraction, format_seconds
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
+from headway.sim.ddp_thread import COPIED
+from headway.sim.ddp_window import models_of
 from headway.sim.program import Prediction, Program
+from headway.trace.vocabulary import COLLECTIVES
 
 TRY_MB = 25
 """Size in MiB to try where none can be predicted: all buckets of 25, where DDP's default makes the first one 1."""
@@ -27,21 +34,164 @@ TRY_MB = 25
 SIZES_MB = (1, 2, 5, 10, 25, 50, 100)
 """Sizes in MiB that are replayed."""
 
+FRESH_S_PER_BYTE = 1e-9
+"""What memory that the system hands out anew costs a CPU at most: 4 us for a page of 4 KiB. Without views a step that
+frees its gradients takes that much again; seen on a virtual host: 0.65 ns per byte. Windows do not tell it apart."""
+
+SEARCH = "torch.distributed.ddp.reducer::search_unused_parameters"
+"""Operation of a deep window: DDP looks for parameters that the step does not use."""
+
+GATHERS, SCATTERS = (
+    tuple(code for code, name in enumerate(COLLECTIVES) if name.startswith(way) and not name.endswith("_object"))
+    for way in ("all_gather_", "reduce_scatter_")
+)
+"""Values of `corr`: collectives of tensors that sharded training calls; not those of objects."""
+
+COLUMNS = ("rank", "name", "start_ns", "duration_ns", "corr")
+"""What is read of each rank to tell whether the job is sharded."""
+
+LEAST_GATHERS = 2
+"""All-gathers per step from which on a job counts as sharded by modules: one has no next module."""
+
 
 def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
-    """Yield what another bucket size and faster links would win, or why the size has to be tried."""
+    """Yield what each remedy for communication would win, or why it is refused or has to be tried."""
     del ledger
     if setup.world_size < 2 or not program.recording.meetings:
         yield Refusal("comm.bucket", "comm", "no collective over ranks was recorded")
         return
     bound = program.predict(["comm=instant"])
+    gathers_s = _gathers_s(program)
+    if gathers_s is not None:
+        yield _order(program, gathers_s)
+    else:
+        yield _gradient_view(program, setup)
+        yield _static_graph(program)
     if bound.speedup < MIN_SPEEDUP:
         share = format_fraction(1 - 1 / bound.speedup)
         reason = f"exposed communication costs {share} of a step: no bucket size can win more"
         yield Refusal("comm.bucket", "comm", reason)
         return
-    yield _bucket(program, bound)
+    if gathers_s is not None:
+        yield Refusal("comm.bucket", "comm", "the run shards its parameters module by module: it has no buckets")
+    else:
+        yield _bucket(program, bound)
     yield _links(program, bound)
+
+
+def _gradient_view(program: Program, setup: Setup) -> Proposal | Refusal:
+    """Return what it wins that no gradient is copied out of its bucket, from the deep windows."""
+    name = "comm.gradient_view"
+    try:
+        deep = program.windows()
+        if deep.models and all(model.get("gradient_as_bucket_view") for model in deep.models):
+            return Refusal(name, "comm", "the run's gradients live inside the buckets already")
+        if not deep.matches(COPIED):
+            return Refusal(name, "comm", "no deep window shows a copy out of a bucket")
+        edit = f"op:{COPIED}=none"
+        found = program.predict([edit])
+    except (InputError, BarMissedError) as cause:
+        return Refusal(name, "comm", f"what the copies cost is not known: {cause}")
+    if found.speedup < MIN_SPEEDUP:
+        return Refusal(name, "comm", f"copies out of buckets cost little: {found.speedup:.3f}x without them")
+    fresh_s = 0.0 if setup.accelerated else FRESH_S_PER_BYTE * sum(sum(m["parameter_bytes"]) for m in deep.models)
+    fastest_s = found.base_step_s / found.interval[1]
+    most = found.base_step_s / max(fastest_s - fresh_s, fastest_s / 2)  # Half a step is not all memory.
+    return Proposal(
+        name=name,
+        room="comm",
+        edits=(edit,),
+        predicted_speedup=found.speedup,
+        interval=(found.interval[0], most),
+        applies=True,
+        cost="none: it saves one copy of the gradients",
+        risk="a script that calls detach_() on gradients fails",
+        reason="Gradients that live inside the buckets are not copied out of them. On a CPU it may win more: they take "
+        f"no fresh memory at each step. {found.note}",
+    )
+
+
+def _static_graph(program: Program) -> Proposal | Refusal:
+    """Return what it wins that DDP does not search for unused parameters, where it says that it need not."""
+    name = "comm.static_graph"
+    searching = [model for model in _models(program) if model.get("find_unused_parameters")]
+    if not searching:
+        return Refusal(name, "comm", "no deep window noted a DDP that searches for unused parameters")
+    if any(model.get("static_graph") for model in searching):
+        return Refusal(name, "comm", "the run's DDP has a static graph already")
+    if not all(model.get("can_set_static_graph") for model in searching):
+        return Refusal(name, "comm", "DDP saw steps that use other parameters than the step before: no static graph")
+    offer = Proposal(
+        name=name,
+        room="comm",
+        edits=(),
+        predicted_speedup=1.0,
+        interval=(1.0, 1.0),
+        applies=True,
+        risk="the script has to use the same parameters at every step, also later",
+        allow="result-equivalent",
+    )
+    try:
+        deep = program.windows()
+        if not deep.matches(SEARCH):
+            raise InputError("no deep window shows the search.")
+        edit = f"op:{SEARCH}=none"
+        found = program.predict([edit])
+    except (InputError, BarMissedError) as cause:
+        return replace(offer, reason=f"What the search for unused parameters costs is not known; try it live: {cause}")
+    if found.speedup < MIN_SPEEDUP:
+        return Refusal(name, "comm", f"the search for unused parameters costs little: {found.speedup:.3f}x without it")
+    reason = f"Every step used the same parameters, so DDP need not search for unused ones. {found.note}"
+    return replace(offer, edits=(edit,), predicted_speedup=found.speedup, interval=found.interval, reason=reason)
+
+
+def _models(program: Program) -> Sequence[Mapping[str, Any]]:
+    """Return what the run noted of its DistributedDataParallel models, also when its windows cannot be replayed."""
+    try:
+        return program.windows().models
+    except InputError:
+        return () if program.run is None else models_of(program.run)
+
+
+def _order(program: Program, gathers_s: float) -> Proposal | Refusal:
+    """Offer to gather the next module ahead: how much of a gather its neighbour's compute hides was not recorded."""
+    speedup = program.measured_s / max(program.measured_s - gathers_s, 1e-9)
+    if speedup < MIN_SPEEDUP:
+        share = format_fraction(gathers_s / program.measured_s)
+        return Refusal("comm.order", "comm", f"waits for all-gathers cost {share} of a step: no order can win more")
+    return Proposal(
+        name="comm.order",
+        room="comm",
+        edits=(),
+        predicted_speedup=1.0,
+        interval=(1 / speedup, speedup),
+        applies=True,
+        parameters={"ahead": 1},
+        cost="the parameters of one more module at a time, whole",
+        risk="on busy cores a collective beside compute may slow both",
+        reason=f"FSDP2 waits {format_seconds(gathers_s)} of a step for all-gathers that could run while the module "
+        f"before computes. How much of it that hides is not recorded: at most {speedup:.3f}x. Try it live.",
+    )
+
+
+def _gathers_s(program: Program) -> float | None:
+    """Return the seconds per step that the slowest rank waits for all-gathers; None unless the job is sharded.
+
+    Sharded training gathers parameters and scatters gradients at every step; its all-gathers count as waited for where
+    the training thread was held up, which always-on records show on the CPU only.
+    """
+    if program.run is None:
+        return None
+    steps, slowest = program.recording.recorded_steps, 0.0
+    for lane in program.recording.lanes:
+        rows = program.run.parts.read({"rank": (lane.rank, lane.rank + 1)}, COLUMNS)
+        called = rows.named("comm.collective") & (rows.events["start_ns"] >= lane.step_end_ns[0])
+        corr = rows.events["corr"]
+        gathers = called & np.isin(corr, GATHERS)
+        if min(int(gathers.sum()) / LEAST_GATHERS, int((called & np.isin(corr, SCATTERS)).sum())) < steps:
+            return None
+        slowest = max(slowest, float(rows.events["duration_ns"][gathers].sum()) / NS_PER_S / steps)
+    return slowest
 
 
 def _bucket(program: Program, bound: Prediction) -> Proposal | Refusal:

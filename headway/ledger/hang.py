@@ -93,6 +93,9 @@ class RankReport:
     attempt: int = 0
     """Attempt of the job that the rank belongs to."""
 
+    stack: tuple[str, ...] = ()
+    """Frames of its training thread, innermost first; () = not known."""
+
     @property
     def free(self) -> bool:
         """Whether nothing holds the rank: no operation is open, or only asynchronous ones while it does something."""
@@ -161,6 +164,9 @@ class Verdict:
         )
         return f"rank {rank} ({where})" if where else f"rank {rank}"
 
+    def _stack_of(self, rank: int) -> tuple[str, ...]:
+        return self.reports[rank].stack if rank in self.reports else ()
+
     def states(self) -> list[str]:
         """Return [world_size] 'waiting', a reason of `REASONS`, 'deadlock', or 'busy', by rank."""
         states = ["waiting"] * self.mesh.world_size
@@ -195,6 +201,7 @@ class Verdict:
             "deadlocks": [list(circle) for circle in self.deadlocks],
             "states": self.states(),
             "ongoing": {str(rank): _said(report) for rank, report in sorted(self.reports.items())},
+            "stacks": {str(rank): list(self.reports[rank].stack) for rank in self.ranks if self._stack_of(rank)},
             "next_rank": {str(rank): target for rank, target in sorted(self.next_rank.items())},
             "ignored_reports": self.num_ignored,
         }

@@ -23,6 +23,7 @@ dump with work of that group, and for the default group all.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,9 @@ DEFAULT_GROUP = 0
 
 ALL = "all ranks"
 """Key of the group of all ranks, for an operation that has none yet: creating the first group."""
+
+_FRAME = re.compile(r'^ *File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+"""One frame of a stack as `faulthandler` writes it."""
 
 STOPPED = ("T", "t", "Z", "X")
 """States of a process (/proc/PID/stat) in which it cannot have reported anything itself: stopped, traced, dead."""
@@ -195,7 +199,20 @@ def _of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[RankReport]:
             waits = (Wait(name, ALL if group == -1 else _number(group), int(seq), int(peer)),)
         step = f"of step {row['step']}" if row.get("step") is not None else ""
         doing = " ".join(str(word) for word in (row.get("phase"), step, row.get("op")) if word)
-        yield RankReport(int(row["rank"]), waits, "" if waits else doing, attempt=int(row.get("attempt") or 0))
+        attempt, stack = int(row.get("attempt") or 0), frames(str(row.get("stack") or ""))
+        yield RankReport(int(row["rank"]), waits, "" if waits else doing, attempt=attempt, stack=stack)
+
+
+def frames(text: str) -> tuple[str, ...]:
+    """Return the frames of the thread that matters in what `faulthandler` wrote, innermost first; () without any.
+
+    Of several threads that is the last one written: the main thread, which was there first.
+
+    >>> frames('Current thread 0x1 (most recent call first):\\n  File "a/train.py", line 22 in <module>')
+    ('a/train.py:22 in <module>',)
+    """
+    last = re.split(r"(?m)^(?:Current thread|Thread) 0x", text)[-1]
+    return tuple(f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(last))
 
 
 def _number(key: object) -> Group:

@@ -66,7 +66,7 @@ class MoveRow:
     """Remedy that makes it on an unmodified script; None = by hand."""
 
     how: str
-    """How to make it by hand."""
+    """How to make it by hand with DDP and with FSDP2."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row of the JSON object."""
@@ -332,34 +332,45 @@ def _bucket_words(before: TrainingStep, after: TrainingStep) -> str:
 KINDS: dict[str, _Kind] = {
     "gradient_view": _Kind(
         ("gradient_view",), lambda _, after: "gradients live inside the buckets", "comm.gradient_view",
-        "DistributedDataParallel(..., gradient_as_bucket_view=True)",
+        "DDP: DistributedDataParallel(..., gradient_as_bucket_view=True). FSDP2: nothing to do, sharded gradients are "
+        "views of what was reduced",
     ),
     "recompute": _Kind(
         ("recomputed",), lambda _, after: f"{int(after.recomputed.sum())} blocks computed again", None,
-        "wrap those blocks in torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+        "DDP: wrap those blocks in torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False). FSDP2: wrap each "
+        "before fully_shard(block)",
     ),
     "accumulate": _Kind(
         ("microbatches",), lambda _, after: f"{after.microbatches} micro-batches accumulated", None,
-        "cut the batch, and run all micro-batches but the last under model.no_sync()",
+        "cut the batch, and sum gradients over ranks at the last micro-batch only. DDP: run the others under "
+        "model.no_sync(). FSDP2: model.set_requires_gradient_sync(False) before them, True before the last",
     ),
     "precision": _Kind(
         ("half",), lambda _, after: f"{int(after.half.sum())} blocks in 16 bits", None,
-        "run those blocks under torch.autocast(device_type, dtype=torch.bfloat16); sums of gradients need a comm hook",
+        "DDP: run those blocks under torch.autocast(device_type, dtype=torch.bfloat16); sums of gradients need a comm "
+        "hook. FSDP2: fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), which gathers "
+        "and sums in 16 bits too",
     ),
     "buckets": _Kind(
-        ("joined",), _bucket_words, "comm.bucket", "DistributedDataParallel(..., bucket_cap_mb_list=[...])"
+        ("joined",), _bucket_words, "comm.bucket",
+        "DDP: DistributedDataParallel(..., bucket_cap_mb_list=[...]). FSDP2: what one fully_shard call holds is summed "
+        "together, so fully_shard([a, b]) joins and one call each splits",
     ),
     "parts": _Kind(
         ("parts",), lambda _, after: f"buckets cut into {sorted(set(after.parts[after.bucket_ends()].tolist()))} parts",
-        None, "set the partition size of the parameter-server library, for BytePS BYTEPS_PARTITION_BYTES",
+        None,
+        "set the partition size of the parameter-server library, for BytePS BYTEPS_PARTITION_BYTES. DDP sums a bucket "
+        "in one piece: make it smaller. FSDP2: call fully_shard on smaller modules",
     ),
     "operations": _Kind(
         ("fused",), lambda _, after: f"{int(after.fused.sum())} pairs of operations fused", None,
-        "compile those blocks with torch.compile",
+        "DDP: compile those blocks with torch.compile. FSDP2: block.compile() before fully_shard(block)",
     ),
     "order": _Kind(
         ("order",), lambda _, after: f"order of communication: {after.order}", None,
-        "schedule sums by priority of their layer, for BytePS BYTEPS_SCHEDULING_CREDIT",
+        "schedule sums by priority of their layer, for BytePS BYTEPS_SCHEDULING_CREDIT. DDP sums in the order of "
+        "readiness. FSDP2: the remedy comm.order of headway run --apply gathers the next module ahead, or "
+        "set_modules_to_forward_prefetch by hand",
     ),
 }  # fmt: skip
 """Kind of move -> what it changes, its words, the remedy that makes it, and how to make it by hand."""

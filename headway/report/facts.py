@@ -11,15 +11,17 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from headway.core.units import NS_PER_S
+from headway.core.units import NS_PER_S, format_bytes
 from headway.trace.trace import Trace
 
 
 def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
     """Return the facts at the foot of the page."""
     facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script", [])))} if meta else {}
-    wanted = ("host", "device_type", "cores", "world_size", "headway_version", "bytes_per_step", "dropped", "run_id")
+    wanted = ("host", "device_type", "cores", "world_size", "headway_version", "dropped", "run_id")
     facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
+    if meta.get("bytes_per_step") is not None:
+        facts["events written"] = f"{format_bytes(meta['bytes_per_step'])} per step"
     facts |= {f"loader {name}": row for name, row in (meta.get("loaders") or {}).items()}
     if not meta and trace is not None:
         facts |= {key: trace.meta[key] for key in ("source", "device_type", "world_size") if key in trace.meta}

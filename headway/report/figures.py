@@ -205,12 +205,17 @@ def verdict(why: Json) -> Verdict:
 
     The first cause with a predicted gain leads, else the first cause: its bucket
     gives the share, its fix the remedy. A run without a cause worth naming is
-    told so. Where something else took more of the time (the start-up of a short
-    run, time that nobody recorded), that is said behind it.
+    told so, and a run that a hang ended that it hung. Where something else took
+    more of the time (the start-up of a short run, time that nobody recorded),
+    that is said behind it.
     """
     devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
     if not finite(why.get("steps")):
         return Verdict(f"No optimizer step was recorded in {devices} x {wall}.", "", "")
+    if (why.get("hang") or {}).get("ended_the_run"):
+        goodput = percent(why.get("goodput"))
+        sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
+        return Verdict(f"{sentence} {goodput} of {devices} x {wall} was useful work.", HUNG, "")
     named = [c for c in why.get("causes") or () if worth_naming(c, why)]
     first = next((c for c in named if (finite(c.get("predicted_speedup")) or 0.0) >= GAIN_WORTH_NAMING), None)
     first = first or next(iter(named), None)
@@ -225,6 +230,9 @@ def verdict(why: Json) -> Verdict:
         sentence, clean(first.get("fix") or ""), predicted(first) if (gain or 0) >= GAIN_WORTH_NAMING else ""
     )
 
+
+HUNG = "look at the rank that the others wait for: headway hang shows where it stands"
+"""What to do first about a run that a hang ended."""
 
 OVERSHADOWED = 0.2
 """Share of the device time from which a bucket without a cause of its own is named beside the first cause."""

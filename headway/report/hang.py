@@ -37,6 +37,11 @@ MOST_CELLS = 4_096
 
 MOST_RANKS_NAMED = 12
 
+NEWLINE = "\n"
+
+MOST_STACKS, MOST_FRAMES = 4, 5
+"""Blocking ranks whose stacks are shown, and how many of their innermost frames."""
+
 SIGNS: dict[str, tuple[str, str]] = {
     "waiting": ("·", "dim"),
     "busy": ("-", "dim"),
@@ -97,6 +102,12 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:MOST_RANKS_NAMED]))}{more}"
 
 
+def stacks(hang: Json) -> list[tuple[str, list[str]]]:
+    """Return ('Rank 3 stands at', its innermost frames) for the ranks that block, as far as their stacks are known."""
+    known = list(hang.get("stacks", {}).items())[:MOST_STACKS]
+    return [(f"Rank {rank} stands at", [clean(frame) for frame in frames[:MOST_FRAMES]]) for rank, frames in known]
+
+
 def rows_of_grid(hang: Json) -> list[tuple[str, list[list[int]]]]:
     """Return the grid: per pipeline stage its name and its ranks, in groups of one replica.
 
@@ -143,6 +154,8 @@ def render_hang(hang: Json, *, source: str = "", **screen: Unpack[ScreenOptions]
     head = title("headway hang", f"{clean(source)} · {mesh.product()}".strip(" ·"), width=screen.get("width", 88))
     parts: list[RenderableType] = [head, ""]
     parts += [paragraph(sentence, style="bold") for sentence in sentences(hang)]
+    for heading, frames in stacks(hang):
+        parts += ["", Text(f"  {heading}", style="bold"), *(Text(f"    {frame}") for frame in frames)]
     rows = rows_of_grid(hang)
     if max(sum(map(len, groups)) + len(groups) for _, groups in rows) <= screen.get("width", 88) - 12:
         parts += ["", *_grid_lines(rows, hang["states"])]
@@ -173,7 +186,11 @@ def hang_part(hang: Json | None) -> str:
     if not hang:
         return ""
     told = "".join(f"<li>{text(sentence)}</li>" for sentence in sentences(hang))
-    body = f"<ul>{told}</ul>{_picture(hang)}"
+    stood = "".join(
+        f'<p>{text(heading)}</p><pre class="mono">{text(NEWLINE.join(frames))}</pre>'
+        for heading, frames in stacks(hang)
+    )
+    body = f"<ul>{told}</ul>{stood}{_picture(hang)}"
     rows = "".join(
         f'<tr><td class="mono">{text(said)}</td><td class="n">{len(ranks)}</td><td>{text(_ranks(ranks))}</td></tr>'
         for said, ranks in _operations(hang)

@@ -17,6 +17,7 @@ import contextlib
 import ipaddress
 import json
 import logging
+import os
 import secrets
 import socket
 import time
@@ -294,9 +295,14 @@ def listening(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as cause:
         raise InputError(
-            f"{host} port {port} cannot be served: {cause.strerror or cause}. Pass --port 0 for a free port, "
+            f"{host} port {port} cannot be served: {_reason(cause)}. Pass --port 0 for a free port, "
             "and a --host that is an address of this machine."
         ) from cause
+
+
+def _reason(cause: OSError) -> str:
+    """Return the system's own words: `socket.create_server` adds the address, which the message already has."""
+    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
 
 
 class _QuietServer(uvicorn.Server):

@@ -28,6 +28,7 @@ from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.charts import encode
 from headway.report.figures import clean
+from headway.trace.clocks import on_common_clock
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
 
@@ -216,11 +217,13 @@ def timeline(
 
     `ranks` chooses whose rows are drawn; for an ideal timeline pass the
     recorded one's `.ranks`. With `groups` all ranks are drawn, up to
-    `MOST_GROUPED_RANKS`, for the reader to choose among. `links` [2, e] are
+    `MOST_GROUPED_RANKS`, for the reader to choose among. Clocks that were
+    aligned are put on one; the window is a stretch of that one. `links` [2, e] are
     rows of `trace`, the second waited for the first
     (`headway.ledger.waited_for`). Raises `InputError` when the window ends
     before it starts.
     """
+    trace = on_common_clock(trace)
     start, end = _window(trace, start_ns, end_ns, steps)
     if end < start:
         raise InputError(f"the window ends {start - end} ns before it starts. Swap start_ns and end_ns.")

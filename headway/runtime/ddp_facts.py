@@ -46,7 +46,20 @@ def facts_of(ddp: Any) -> dict[str, Any]:
         "bucket_bytes": cap,
         "default": default,
         "gradient_as_bucket_view": bool(getattr(ddp, "gradient_as_bucket_view", False)),
+        "find_unused_parameters": bool(getattr(ddp, "find_unused_parameters", False)),
+        "static_graph": bool(getattr(ddp, "static_graph", False)),
+        "can_set_static_graph": graph_is_static(ddp, logged),
     }
+
+
+def graph_is_static(ddp: Any, logged: Mapping[str, Any]) -> bool:
+    """Say whether DDP has seen every step use the same parameters so far; only its search for unused ones sees that.
+
+    Its logging data say so once they changed, and otherwise when the model is destroyed: until then its reducer does.
+    """
+    told = logged.get("can_set_static_graph")
+    ask = getattr(ddp.reducer, "_ddp_graph_static", None)
+    return bool(told) if told is not None or ask is None else bool(ask())
 
 
 def order_of(logged: Mapping[str, Any]) -> list[int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,7 +89,10 @@ class LoggerBridge:
         self._warned = False
         self._pid = os.getpid()
         if session is None:
-            warn("log_to reports nothing: nothing is recorded here. Use `headway run`, or `with headway.run():`")
+            # A launched rank begins to record when its script imports torch.
+            early = "HEADWAY_RUN" in os.environ and "torch" not in sys.modules
+            remedy = "Call it after `import torch`" if early else "Use `headway run`, or `with headway.run():`"
+            warn(f"log_to reports nothing: nothing is recorded here{' yet' if early else ''}. {remedy}")
             return
         self._worker = Worker(self._report, capacity=QUEUE, when_full="drop", name="headway-log-to")
         session.probes.listeners.append(self._after_step)

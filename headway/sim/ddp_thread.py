@@ -220,7 +220,8 @@ def _finalisers(
         next_forward = forwards[np.searchsorted(forwards, at) :][:1]
         copied = first + count <= begin.size and not (next_forward < begin[first + count - 1]).any()
         for call, so_far in bucket:
-            until = int(begin[first + before]) if copied else int(ended[call]) + LATE_NS
+            # A call without gradients of its own sums up which parameters were used: nothing is copied after it.
+            until = int(begin[first + before]) if copied and so_far > before else int(ended[call]) + LATE_NS
             at = _wait(call, ended, (at, until), resumed, points, backward)
             for copy in range(before, so_far) if copied else ():
                 row = first + copy

@@ -163,7 +163,7 @@ def _assemble(trace: Trace, ops: Operations, found: list[tuple[str, Ints, Ints]]
     src, dst, code = src[good], dst[good], code[good]
     residual, explained = _residuals(ops, src, dst, code == names.index("launch"))
     keep = {"all": np.ones(src.size, bool), "host": explained, "none": code == names.index("launch")}[delays]
-    zero = int(ops.begin.min())
+    zero = int(ops.came.min())  # Not `begin`: the first operation of a rank may wait for others.
     roots = np.setdiff1d(np.arange(n), dst)
     # Operation 0 is the origin; then the observed ones; then the points at which ranks meet, which stand for the
     # arrival of their members: what a member waits for, the point waits for.

@@ -211,6 +211,7 @@ class RunFollower:
         self._rings, self._rank = rings, rank
         self._seen_ns = -1
         self._followed: dict[Path, RingFollower] = {}
+        self._lost = 0
         self._others: set[Path] = set()
 
     def poll(self) -> list[tuple[RingHeader, Records]]:
@@ -233,8 +234,8 @@ class RunFollower:
 
     @property
     def lost(self) -> int:
-        """Records of the followed rings that nothing holds any more."""
-        return sum(ring.lost for ring in self._followed.values())
+        """Records that nothing holds any more, those of rings that are over included."""
+        return self._lost + sum(ring.lost for ring in self._followed.values())
 
     def headers(self) -> list[RingHeader]:
         """Return the headers, as of the last poll, of the ranks that are followed."""
@@ -252,7 +253,9 @@ class RunFollower:
 
     def _leave(self, stem: Path) -> None:
         self._others.add(stem)
-        self._followed.pop(stem).close()
+        ring = self._followed.pop(stem)
+        self._lost += ring.lost
+        ring.close()
 
     def _find(self) -> None:
         """Open the rings that are new; the folder is read only when it changed."""

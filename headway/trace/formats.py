@@ -227,6 +227,8 @@ def _looks(content: Content) -> str:
         return f"is Parquet with the columns {', '.join(columns[:8])}" if columns else DAMAGED
     if opening.startswith((b"{", b"[")):
         return f"is JSON that starts with {opening[:60].decode(errors='replace')!r} and has no 'traceEvents'"
+    if content.path.suffix in (".pftrace", ".perfetto-trace"):
+        return "is by its name Perfetto's protobuf, which headway only writes"
     return f"starts with the bytes {opening[:16]!r}"
 
 

@@ -7,8 +7,10 @@ ranks, after a check that they are alike. A send belongs with the n-th receive
 of its (group, source, target). Only collectives that no rank leaves before
 all have entered count: a broadcast's source, for one, leaves at once. Of what
 a host recorded itself beside an accelerator only barriers count, because its
-other calls return when they are enqueued. Times are the raw ones, int64 ns,
-each on the clock of its rank.
+other calls return when they are enqueued. A wait for DDP's gradients counts
+from the begin of its backward: the rank may have sent its last gradients long
+before it began to wait. Times are the raw ones, int64 ns, each on the clock of
+its rank.
 
 >>> trace = Trace.from_columns(
 ...     {"rank": [0, 1], "start_ns": [0, 930], "duration_ns": [50, 20], "group": [0, 0], "seq": [4, 4]},
@@ -221,6 +223,9 @@ def calls(trace: Trace) -> Calls:
     if str(trace.meta.get("device_type") or "cpu") != "cpu":
         known &= ~own | (verb == list(VERBS).index("barrier"))  # The host only enqueues; a barrier it waits for.
     row = np.flatnonzero((own | foreign) & known & (events["rank"] >= 0))
+    start_ns = events["start_ns"].astype(np.int64)
+    waits = row[wait[row]]
+    start_ns[waits] = _backward_start_ns(trace, waits)
 
     def column(name: str) -> Ints:
         return np.asarray(events[name][row], dtype=np.int64)
@@ -229,12 +234,33 @@ def calls(trace: Trace) -> Calls:
     # The profiler numbers messages on each rank for itself.
     seq = np.where(message & ~own[row], -1, column("seq"))
     return Calls(
-        row=row, rank=rank, start_ns=column("start_ns"), end_ns=column("start_ns") + column("duration_ns"),
+        row=row, rank=rank, start_ns=start_ns[row], end_ns=column("start_ns") + column("duration_ns"),
         what=np.where(message, MESSAGE, np.where(wait[row], WAIT, COLLECTIVE)), group=column("group"),
         source=np.where(message, np.where(sends, rank, peer), 0),
         target=np.where(message, np.where(sends, peer, rank), 0),
         seq=seq, step=column("step"), verb=verb[row].astype(np.int64), size_bytes=column("bytes"),
     )  # fmt: skip
+
+
+def _backward_start_ns(trace: Trace, waits: Ints) -> Ints:
+    """[k] Start of the backward that each wait for gradients lies in; its own where no backward was recorded.
+
+    Gradients are sent while the backward goes on, and their reduction may end on another rank before this rank, whose
+    thread has lost its core, begins to wait: that the backward has begun is all that such an end proves.
+    """
+    events = trace.events
+    start_ns = events["start_ns"][waits].astype(np.int64)
+    rows = np.flatnonzero(trace.named("segment.backward"))
+    for rank in np.unique(events["rank"][waits]).tolist():
+        mine = np.flatnonzero(events["rank"][waits] == rank)
+        own = rows[events["rank"][rows] == rank]
+        own = own[np.argsort(events["start_ns"][own], kind="stable")]
+        begin = events["start_ns"][own]
+        place = np.searchsorted(begin, start_ns[mine], side="right") - 1
+        mine, place = mine[place >= 0], place[place >= 0]
+        inside = begin[place] + events["duration_ns"][own][place] >= start_ns[mine]
+        start_ns[mine[inside]] = begin[place[inside]]
+    return start_ns
 
 
 def _verbs(trace: Trace, own: Bools, wait: Bools) -> Ints:

@@ -4,7 +4,9 @@ Use it to keep a trace. What is read is what was written, bit for bit: columns
 as zstd Parquet columns (times delta-coded), the names, lanes, groups, ranks
 and facts as one JSON text in the file's key-value metadata. Times are int64
 nanoseconds. Any Parquet tool can open the columns. A trace that lists its own
-dependencies has one column more: the rows that each row comes after.
+dependencies has one column more: the rows that each row comes after. pyarrow is
+loaded with the first file: ranks and launchers import this module and may
+never open one.
 
 >>> import tempfile
 >>> path = Path(tempfile.mkdtemp()) / "a.parquet"
@@ -24,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
@@ -55,6 +55,9 @@ def write(trace: Trace, path: str | Path) -> None:
 
     Raises `InputError` when a table holds something JSON has no form for.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     columns = {column: pa.array(trace.events[column]) for column in COLUMNS}
     if trace.edges is not None:
         source, target = trace.edges
@@ -163,6 +166,9 @@ class Stored:
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         """Open the file; what pyarrow says of damage becomes a `FormatError`."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         try:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 yield file
@@ -195,6 +201,9 @@ def columns_of(path: str | Path) -> tuple[str, ...]:
 
 def _footer(path: str | Path) -> Any:
     """Return the file's Parquet metadata, None when the file is no readable Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         return pq.read_metadata(path)
     except (pa.ArrowException, OSError):

@@ -3,7 +3,8 @@
 Use it where Chrome JSON is too large: names are interned, times are whole
 nanoseconds, and the file is written a rank at a time, so a trace need not fit
 into memory. One process group per rank, a track per lane (a further one where
-rows of a lane overlap without nesting), the columns as annotations. Flows join
+rows of a lane overlap without nesting), the columns as annotations, times on
+the common clock where clocks were aligned. Flows join
 the rows of a collective, a send and its receive, a launch and its kernel, and
 forward with backward: Perfetto orders the rows of a flow by time. Written
 only: Parquet is the format to keep a trace in.
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.whole_file import whole_file
+from headway.trace.clocks import on_common_clock
 from headway.trace.kineto_names import FORWARD, OP
 from headway.trace.messages import message_classes
 from headway.trace.parts import Parts
@@ -101,7 +103,8 @@ def _packets(parts: Parts) -> Iterator[Any]:
                 getattr(packet.interned_data, field).add(iid=place + 1, name=entry)
             yield packet
             flags = NEEDED
-    for place, (number, part) in enumerate(zip(parts.numbers, parts, strict=True)):
+    for place, (number, raw) in enumerate(zip(parts.numbers, parts, strict=True)):
+        part = on_common_clock(raw)
         if len(part) and int(part.events["start_ns"].min()) < 0:
             raise InputError(
                 f"rank {number} has a row at {part.events['start_ns'].min()} ns; Perfetto's times start at 0. "

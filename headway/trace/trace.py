@@ -342,7 +342,10 @@ class Joint:
 
         Of facts that differ the last one stays; their coverage is listed per trace.
         """
-        known = {rank: facts for each in ranks for rank, facts in each.items()}
+        known: dict[int, dict[str, Any]] = {}
+        for each in ranks:
+            for rank, facts in each.items():
+                known[rank] = {**known.get(rank, {}), **facts}
         return Trace.from_columns(
             {}, names=tuple(self.names), lanes=tuple(self.lanes), groups=self.groups, ranks=known,
             meta=_joined_facts(metas),

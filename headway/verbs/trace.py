@@ -10,6 +10,7 @@ from headway.report.terminal import render_trace_info
 from headway.sim.program import Program
 from headway.sim.row_edges import listed
 from headway.trace import chrome, perfetto
+from headway.trace.clocks import on_common_clock
 from headway.trace.formats import describe, open_parts
 from headway.trace.parts import Parts
 from headway.trace.runs import Run, is_run
@@ -20,6 +21,9 @@ from headway.verbs.output import emit
 
 STREAMED = (".pftrace", ".perfetto-trace")
 """Targets that are written a rank at a time."""
+
+OWN, OTHER = ".parquet", ".straggler.parquet"
+"""Suffixes to tell apart: of the two, only headway's own Parquet has room for clocks beside raw times."""
 
 
 def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
@@ -36,6 +40,7 @@ def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
     json
         Print one JSON object instead of text.
     """
+    spare(source, target)
     trace = Trace.open(source)
     write(trace, target)
     answer = {"schema": "headway.trace-import/1", "source": str(source), "target": str(target), "events": len(trace)}
@@ -85,6 +90,7 @@ def export(
         Print one JSON object instead of text.
     """
     wanted = slice_of(steps=steps, ranks=ranks, lanes=lanes, names=names, kinds=kinds, between=between)
+    spare(source, target)
     whole = Trace.open(source) if ideal else None
     if whole is not None:
         trace: Trace | Parts = wanted.of(whole)
@@ -100,7 +106,8 @@ def export(
     if whole is not None:
         if not target.name.endswith((".json", ".json.gz")):
             raise InputError(f"--ideal needs a timeline to stand beside, and {target} is none. End it with .json.gz.")
-        chrome.write(wanted.of(whole), target, ideal=wanted.of(replayed(source, whole)))
+        ideally = on_common_clock(wanted.of(replayed(source, whole)))
+        chrome.write(on_common_clock(wanted.of(whole)), target, ideal=ideally)
     elif isinstance(trace, Parts):
         perfetto.write(trace, target)
     else:
@@ -111,8 +118,24 @@ def export(
 
 
 def write(trace: Trace, target: Path) -> None:
-    """Save `trace`; a format that carries dependencies gets those that a replay would infer."""
+    """Save `trace`; a format that carries dependencies gets those that a replay would infer.
+
+    Clocks that were aligned stand beside the times where the format has room for them, and are applied elsewhere.
+    """
+    apart = target.name.endswith(OWN) and not target.name.endswith(OTHER)
+    trace = trace if apart else on_common_clock(trace)
     (listed(trace) if target.suffix == ".et" else trace).save(target)
+
+
+def spare(source: Path, target: Path) -> None:
+    """Raise `InputError` where writing `target` would replace what is read, or what a run recorded."""
+    if not target.is_file():
+        return
+    if target.samefile(source) if source.is_file() else source.resolve() in target.resolve().parents:
+        raise InputError(f"{target} is what is read: writing it would replace it. Name another file to write.")
+    run = next((folder for folder in target.resolve().parents[1:3] if is_run(folder)), None)
+    if run is not None:
+        raise InputError(f"{target} is a file of the run {run.name}: writing it would replace it. Name another file.")
 
 
 def slice_of(

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from headway.core.errors import InputError
 from headway.ledger.clock_offsets import meetings_of
 from headway.report.alignment import render_alignment
 from headway.trace.alignment import WINDOW_S, Alignment
 from headway.trace.alignment import align as align_trace
-from headway.trace.clocks import on_common_clock
 from headway.trace.trace import Trace
 from headway.verbs.output import emit
-
-OWN, OTHER = ".parquet", ".straggler.parquet"
-"""Suffixes to tell apart: of the two, only headway's own Parquet has room for clocks beside raw times."""
+from headway.verbs.trace import spare, write
 
 
 def align(
@@ -50,9 +48,16 @@ def align(
     json
         Print one JSON object instead of text.
     """
+    spare(source, target)
     trace = Trace.open(source)
+    ranks = sorted(set(trace.events["rank"][trace.events["rank"] >= 0].tolist()))
+    if len(ranks) == 1:
+        raise InputError(
+            f"{source} holds rank {ranks[0]} only, so there is nothing to align it with. "
+            "Put the files of all ranks into one folder and name that, or name the run."
+        )
     found = aligned(trace, window_s, tolerate=tolerate)
-    written(found.apply(trace), target)
+    write(found.apply(trace), target)
     answer = {
         "schema": "headway.trace-align/1",
         "source": str(source),
@@ -69,9 +74,3 @@ def aligned(trace: Trace, window_s: float, *, tolerate: bool = False) -> Alignme
     if trace.meta.get("source") == "straggler":
         return align_trace(trace, None, tolerate=tolerate, meetings=meetings_of(trace))
     return align_trace(trace, window_s or None, tolerate=tolerate)
-
-
-def written(trace: Trace, target: Path) -> None:
-    """Save `trace` with its clocks beside its times where the format has room for them, else applied to the times."""
-    apart = target.name.endswith(OWN) and not target.name.endswith(OTHER)
-    (trace if apart else on_common_clock(trace)).save(target)

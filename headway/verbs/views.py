@@ -43,7 +43,10 @@ def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, Any]:
 def hang_of(explanation: Explanation) -> dict[str, Any] | None:
     """Return the `headway.hang/1` object of the run's newest report of its hang watch, None without one."""
     run = explanation.run
-    return verdict_of([run.path]).to_json() if run is not None and watch_reports(run.path) else None
+    if run is None or not watch_reports(run.path):
+        return None
+    found = verdict_of([run.path]).to_json()
+    return {**found, "ended_the_run": (run.meta.get("exit") or {}).get("class") == "hang"}
 
 
 def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:

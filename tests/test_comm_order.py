@@ -1,0 +1,211 @@
+"""'comm.order' on two ranks: FSDP2 gathers the next module ahead, and every loss stays the same bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.catalog import PARAMETERS, REMEDIES
+from headway.core.errors import InputError
+from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.plan.parameters import check_parameters
+from headway.runtime.remedy import Applied, Refused
+from tests.recorded import run_script
+from tests.remedy_context import applied
+from tests.spawn import on_ranks
+
+LAYERS = 4
+
+
+def network() -> Any:
+    """Return layers, each sharded, in a sharded whole; a forward leaves out `skip` of them, runs `twice` again."""
+    import torch
+    import torch.distributed.fsdp as fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    class Network(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(32, 32) for _ in range(LAYERS)])
+            self.head = torch.nn.Linear(32, 1)
+            self.skip, self.twice = frozenset[int](), frozenset[int]()
+
+        def forward(self, x: Any) -> Any:
+            for at, layer in enumerate(self.layers):
+                for _ in range(0 if at in self.skip else 2 if at in self.twice else 1):
+                    x = torch.tanh(layer(x))
+            return self.head(x)
+
+    torch.manual_seed(0)
+    model = Network()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fsdp.fully_shard(layer, mesh=mesh)  # By its module, as a script that imports it after the remedy is in.
+    fsdp.fully_shard(model, mesh=mesh)
+    return model
+
+
+def losses_of(model: Any, steps: int = 3) -> list[str]:
+    """Train; return the losses, bit for bit."""
+    import torch
+    import torch.distributed as dist
+
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(steps):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def prefetches(model: Any) -> dict[str, int]:
+    """Return how many modules one step gathers ahead in forward and in backward, by FSDP2's own marks."""
+    from torch.profiler import profile
+
+    with profile() as seen:
+        losses_of(model, 1)
+    names = [event.name for event in seen.events()]
+    return {way: sum(f"FSDP::{way}_prefetch" in name for name in names) for way in ("forward", "backward")}
+
+
+def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False) -> dict[str, Any]:
+    """Return what `job` gives with the remedy and without it, the outcomes, and how much was gathered ahead."""
+    from headway.comm.runtime.fsdp import order
+
+    plain = job(network())
+    with applied(order, {"ahead": ahead}) as context:
+        model = network()
+        mine = job(model)
+        outcomes, gathered = list(context.outcomes), prefetches(model) if counted else {}
+    after = prefetches(model) if counted else {}
+    return {"plain": plain, "mine": mine, "outcomes": outcomes, "gathered": gathered, "after": after}
+
+
+def out_of_order(model: Any) -> list[str]:
+    """Leave the last layer out of a forward, with parameters that change before it runs again."""
+    import torch
+
+    losses = losses_of(model, 2)
+    model.skip = frozenset([LAYERS - 1])
+    with torch.no_grad():
+        losses.append(model(torch.ones(2, 32)).sum().item().hex())
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    model.skip = frozenset()
+    return losses + losses_of(model, 2)
+
+
+def an_exception(model: Any) -> list[str]:
+    """Fail in the middle of a forward, and go on."""
+    import torch
+
+    losses = losses_of(model, 1)
+    handle = model.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+    with torch.no_grad():
+        with pytest.raises(ZeroDivisionError):
+            model(torch.ones(2, 32))
+        handle.remove()
+        model.layers[1](torch.ones(2, 32))
+    return losses + losses_of(model, 2)
+
+
+def twice(model: Any) -> list[str]:
+    """Run a layer twice in a forward."""
+    model.twice = frozenset([1])
+    return losses_of(model)
+
+
+def own_order(model: Any) -> list[str]:
+    """Say an order in the script."""
+    losses = losses_of(model, 1)
+    model.set_modules_to_forward_prefetch([model.layers[1]])
+    return losses + losses_of(model, 1)
+
+
+def recomputed(model: Any) -> list[str]:
+    """Compute each layer again in backward."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    apply_activation_checkpointing(model, check_fn=lambda module: module in set(model.layers))
+    return losses_of(model)
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_modules_are_gathered_ahead_and_losses_stay_the_same(ahead: int) -> None:
+    for found in on_ranks(both, 2, losses_of, ahead, True):
+        assert found["mine"] == found["plain"]
+        assert found["outcomes"][-1] == Applied("comm.order", {"ahead": ahead, "models": 1, "modules": LAYERS + 1})
+        # The root is whole after its forward: of the chain behind it each layer is asked for by those before it.
+        assert found["gathered"]["forward"] == sum(min(ahead, LAYERS - at) for at in range(LAYERS))
+        assert found["after"]["forward"] == 0
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (out_of_order, "its modules ran in another order later"),
+        (an_exception, "its modules ran in another order later"),
+        (twice, "ran 2 times in one forward: the modules are no chain"),
+        (own_order, "the script sets its own order of prefetching"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_no_chain_is_refused_and_results_stay_the_same(job: Callable[[Any], Any], reason: str) -> None:
+    for found in on_ranks(both, 2, job):
+        assert found["mine"] == found["plain"]
+        assert isinstance(found["outcomes"][-1], Refused)
+        assert reason in found["outcomes"][-1].reason
+
+
+def test_recomputed_layers_are_no_other_order() -> None:
+    for found in on_ranks(both, 2, recomputed):
+        assert found["mine"] == found["plain"]
+        assert isinstance(found["outcomes"][-1], Applied)
+
+
+@pytest.mark.parametrize("ahead", [0, True, 1.5, "2"])
+def test_what_is_no_count_is_refused(ahead: object) -> None:
+    from headway.comm.runtime.fsdp import order
+
+    with pytest.raises(InputError, match="it counts modules gathered ahead, so give 1 or more"):
+        order({"ahead": ahead}, context=None)
+    with pytest.raises(InputError, match="ahead"):
+        check_parameters(PlanFile((Remedy("comm.order", {"ahead": ahead}),)), PARAMETERS)
+
+
+@pytest.mark.slow
+def test_a_plan_applies_it_to_an_unmodified_script(tmp_path: Path) -> None:
+    source = """
+        import os, torch, torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group("gloo", init_method=os.environ["STORE"])
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(4):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item().hex())
+        dist.destroy_process_group()
+    """
+    write_plan(PlanFile((Remedy("comm.order", {"ahead": 1}),)), tmp_path / "plan.json")
+    env = {"HEADWAY_PLAN": str(tmp_path / "plan.json"), "HEADWAY_REMEDIES": json.dumps(REMEDIES)}
+    changed = run_script(source, tmp_path, ranks=2, **env)
+    plain = run_script(source, tmp_path, ranks=2, recorded=False)
+    (outcome,) = json.loads((tmp_path / "run" / "applied" / "r1.json").read_text())["remedies"]
+
+    assert changed == plain
+    assert (outcome["applied"], outcome["facts"]) == (True, {"ahead": 1, "models": 1, "modules": 4})
