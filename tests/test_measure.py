@@ -224,7 +224,7 @@ def test_files_are_read_from_storage_when_cold_and_from_memory_when_warm_and_all
 
     assert [(data / f"ended-{rank}").read_text().split() for rank in (0, 1)] == [["23"] * 3] * 2
     assert Phase.read(out / "cold").files_dropped >= 2 * 4 * 24
-    assert warm["read_bytes_per_s"] == 0
+    assert warm["read_bytes_per_s"] < 1 << 18  # less than one file a second, of some hundred: none of the data
     if not any("read nothing from storage" in flag for flag in answer["flags"]):  # tests may run on a memory disk
         assert cold["read_bytes_per_s"] > 0
     assert cold["examples_per_s"] == pytest.approx(8 / cold["step_s"])

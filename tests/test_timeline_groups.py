@@ -174,6 +174,7 @@ def test_keys_choose_an_operation_and_follow_what_it_waited_for(shown):
 
 @pytest.mark.slow
 def test_a_click_chooses_and_a_drag_does_not(shown):
+    shown.locator("#timeline-canvas").scroll_into_view_if_needed()
     box = shown.locator("#timeline-canvas").bounding_box()
     at = shown.evaluate(
         """() => {
