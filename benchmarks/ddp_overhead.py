@@ -8,14 +8,12 @@ two ranks on two cores disturb each other. `--full` takes four times as many tur
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from _command import ROOT
+from _command import ROOT, on_two_ranks
 from _noise import middle_mean, standard_error
 
 PAIRS = 60
@@ -78,30 +76,11 @@ main()
 """
 
 
-def measure(pairs: int, folder: Path) -> list[list[list[list[object]]]]:
-    """Run the job on two ranks; returns each rank's pairs of [cost, loss], bare and recorded."""
-    script = folder / "job.py"
-    script.write_text(JOB)
-    ranks = []
-    for rank in (0, 1):
-        env = {
-            **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "STORE": f"file://{folder}/store?rank={rank}&world_size=2", "ANSWER": str(folder / f"answer{rank}.json"),
-            "FOLDER": str(folder), "PAIRS": str(pairs), "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-        ranks.append(subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True))
-    for number, rank in enumerate(ranks):
-        _, error = rank.communicate(timeout=400)
-        # gloo at times aborts at the very end of a process, bare or not: what counts is that the job is done.
-        if rank.returncode and not (folder / f"answer{number}.json").exists():
-            raise SystemExit(f"a rank failed with {rank.returncode}:\n{error[-1500:]}")
-    return [json.loads((folder / f"answer{rank}.json").read_text()) for rank in (0, 1)]
-
-
 def main() -> None:
     """Take turns and print one JSON line."""
     with tempfile.TemporaryDirectory() as folder:
-        answers = measure(PAIRS * (4 if "--full" in sys.argv else 1), Path(folder))
+        pairs = PAIRS * (4 if "--full" in sys.argv else 1)
+        answers = on_two_ranks(JOB, Path(folder), timeout_s=400, PAIRS=str(pairs), PYTHONPATH=str(ROOT))
     for rank in answers:
         losses = {loss for pair in rank for _, loss in pair}
         assert len(losses) == 1, f"losses differ: {losses}"

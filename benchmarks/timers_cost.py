@@ -12,14 +12,12 @@ the training thread, not wall: the ranks disturb each other and so do others.
 """
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from _command import ROOT, on_two_ranks
+
 STEPS = 2000
 LIMIT = 0.01
 
@@ -80,25 +78,12 @@ main()
 
 def measure(timers: str, folder: Path) -> list[dict[str, object]]:
     """Run the job once on two ranks, recorded with its timers 'on' or 'off'; returns each rank's answer."""
-    script = folder / "job.py"
-    script.write_text(JOB)
-    run = Path(tempfile.mkdtemp(dir=folder))
     paths = [str(ROOT / "headway" / "runtime" / "inject"), str(ROOT)]
-    ranks = []
-    for rank in (0, 1):
-        env = {
-            **os.environ, "OMP_NUM_THREADS": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "STORE": f"file://{run}/store?rank={rank}&world_size=2", "ANSWER": str(run / f"answer{rank}.json"),
-            "STEPS": str(STEPS), "HEADWAY_RUN": str(run / "recording"), "HEADWAY_WINDOWS": "0",
-            "HEADWAY_TIMERS": timers, "PYTHONPATH": ":".join(paths),
-        }  # fmt: skip
-        ranks.append(subprocess.Popen([sys.executable, str(script)], env=env, stderr=subprocess.PIPE, text=True))
-    for number, rank in enumerate(ranks):
-        _, error = rank.communicate(timeout=180)
-        # gloo at times aborts at the very end of a process, recorded or not: what counts is that the job is done.
-        if rank.returncode and not (run / f"answer{number}.json").exists():
-            raise SystemExit(f"a rank failed with {rank.returncode}:\n{error[-1500:]}")
-    return [json.loads((run / f"answer{rank}.json").read_text()) for rank in (0, 1)]
+    run = tempfile.mkdtemp(dir=folder)
+    return on_two_ranks(
+        JOB, folder, timeout_s=180, STEPS=str(STEPS), HEADWAY_RUN=f"{run}/recording", HEADWAY_WINDOWS="0",
+        HEADWAY_TIMERS=timers, PYTHONPATH=":".join(paths),
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -10,9 +10,10 @@ resolved on first use, through one literal table.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import TYPE_CHECKING
+
+from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.core.errors import HeadwayError as HeadwayError
@@ -47,17 +48,4 @@ PUBLIC: dict[str, str] = {
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> object:
-    """Resolve a public name on first use (PEP 562)."""
-    target = PUBLIC.get(name)
-    if target is None:
-        raise AttributeError(f"module 'headway' has no attribute {name!r}; it has: {', '.join(sorted(PUBLIC))}")
-    module, attribute = target.split(":")
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
-    return sorted([*globals(), *PUBLIC])
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -32,6 +32,28 @@ GLOO_EXIT_RACE = "terminate called without an active exception"
 """What a gloo rank of torch 2.13 says when it aborts at its exit: with or without headway, now and then."""
 
 
+FSDP2 = """
+        import os, torch, torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+        dist.init_process_group("gloo", init_method=os.environ["STORE"])
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(4):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item().hex())
+        dist.destroy_process_group()
+    """
+"""A script of four FSDP2 steps over three layers on any number of gloo ranks; it prints its losses bit for bit."""
+
+
 def run_script(source: str, tmp_path: Path, *, ranks: int = 1, recorded: bool = True, **env: str) -> list[str]:
     """Run `source` on `ranks` processes; returns each one's stdout. A failure shows what the script said.
 

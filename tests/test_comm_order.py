@@ -14,7 +14,7 @@ from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.plan.parameters import check_parameters
 from headway.runtime.remedy import Applied, Refused
-from tests.recorded import run_script
+from tests.recorded import FSDP2, run_script
 from tests.remedy_context import applied
 from tests.spawn import on_ranks
 
@@ -182,29 +182,10 @@ def test_what_is_no_count_is_refused(ahead: object) -> None:
 
 @pytest.mark.slow
 def test_a_plan_applies_it_to_an_unmodified_script(tmp_path: Path) -> None:
-    source = """
-        import os, torch, torch.distributed as dist
-        from torch.distributed.fsdp import fully_shard
-        dist.init_process_group("gloo", init_method=os.environ["STORE"])
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(4):
-            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(loss.item().hex())
-        dist.destroy_process_group()
-    """
     write_plan(PlanFile((Remedy("comm.order", {"ahead": 1}),)), tmp_path / "plan.json")
     env = {"HEADWAY_PLAN": str(tmp_path / "plan.json"), "HEADWAY_REMEDIES": json.dumps(REMEDIES)}
-    changed = run_script(source, tmp_path, ranks=2, **env)
-    plain = run_script(source, tmp_path, ranks=2, recorded=False)
+    changed = run_script(FSDP2, tmp_path, ranks=2, **env)
+    plain = run_script(FSDP2, tmp_path, ranks=2, recorded=False)
     (outcome,) = json.loads((tmp_path / "run" / "applied" / "r1.json").read_text())["remedies"]
 
     assert changed == plain

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from headway.trace.vocabulary import COLLECTIVES
-from tests.recorded import rows, run_script
+from tests.recorded import FSDP2, rows, run_script
 
 TRAIN = """
     import contextlib, os, torch, torch.distributed as dist
@@ -121,27 +121,8 @@ def test_every_kind_of_call_is_recorded_once_with_group_number_and_size(tmp_path
 
 
 def test_fsdp2_gives_the_same_losses_and_its_waits_are_seen(tmp_path):
-    source = """
-        import os, torch, torch.distributed as dist
-        from torch.distributed.fsdp import fully_shard
-        dist.init_process_group("gloo", init_method=os.environ["STORE"])
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(4):
-            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
-            loss = model(x).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            print(loss.item().hex())
-        dist.destroy_process_group()
-    """
-    recorded = run_script(source, tmp_path, ranks=2)
-    plain = run_script(source, tmp_path, ranks=2, recorded=False)
+    recorded = run_script(FSDP2, tmp_path, ranks=2)
+    plain = run_script(FSDP2, tmp_path, ranks=2, recorded=False)
     names = [COLLECTIVES[row["d"]] for row in rows(tmp_path / "run", rank=0)["comm.collective"]]
 
     assert recorded == plain

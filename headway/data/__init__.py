@@ -9,8 +9,9 @@ Public names are resolved on first use, through one literal table; only those of
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.data.cache import TieredCache as TieredCache
@@ -83,17 +84,4 @@ PUBLIC: dict[str, str] = {
 """Every lazily loaded public name -> "module:attribute"."""
 
 
-def __getattr__(name: str) -> object:
-    """Resolve a public name on first use (PEP 562)."""
-    target = PUBLIC.get(name)
-    if target is None:
-        raise AttributeError(f"module 'headway.data' has no attribute {name!r}; it has: {', '.join(sorted(PUBLIC))}")
-    module, attribute = target.split(":")
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
-    return sorted([*globals(), *PUBLIC])
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

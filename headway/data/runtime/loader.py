@@ -280,9 +280,6 @@ class InProcess(_SingleProcessDataLoaderIter):
 class InWorkers(_MultiProcessingDataLoaderIter):
     """Loads in worker processes; the walk counts what came out of them in order."""
 
-    def __init__(self, view: View) -> None:
-        super().__init__(view)
-
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self.walk = loader._walk
         super()._reset(loader, first_iter)

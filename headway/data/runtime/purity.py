@@ -8,8 +8,6 @@ the dataset's own attributes. It restores what it disturbed.
 
 from __future__ import annotations
 
-import random
-import sys
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ import numpy as np
 import torch
 
 from headway.data.runtime.examples import decode, encode, equal
+from headway.data.runtime.keyed import generator_states, set_generators
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
 
 SEEDED = {"random", "numpy", "torch"}
@@ -83,24 +82,17 @@ def _read_as_a_worker_would(dataset: Any, index: int) -> Any:
         torch.set_num_threads(num_threads)
 
 
-def _random_states() -> dict[str, Any]:
-    """Return the state of every random number generator an example could draw from."""
-    states: dict[str, Any] = {"random": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types for it
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
+def _random_states() -> tuple[tuple[Any, ...], torch.Tensor | None]:
+    """Return the state of every random number generator an example could draw from: the global ones, the device's."""
+    device = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return generator_states(), torch.cuda.get_rng_state() if device else None
 
 
-def _restore(states: dict[str, Any]) -> None:
+def _restore(states: tuple[tuple[Any, ...], torch.Tensor | None]) -> None:
     """Put every generator back to where it was."""
-    random.setstate(states["random"])
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    set_generators(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])
 
 
 def picture(value: object) -> object:

@@ -14,11 +14,16 @@ from typing import Any
 
 import torch
 import torch.utils.data
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 from headway.core.rng import derived_seed
 from headway.data.runtime.keyed import WORD
 from headway.data.runtime.views import View
+from headway.data.runtime.walks import StreamWalk
 
 
 def has_state(dataset: Any) -> bool:
@@ -80,12 +85,10 @@ class StreamStart:
             dataset.load_state_dict(self.states[worker])
 
 
-class StreamInProcess(_SingleProcessDataLoaderIter):
-    """Reads the dataset in the caller's process."""
+class NotesState(_BaseDataLoaderIter):
+    """Takes off each batch what `Stated` put on it, and keeps it in the walk."""
 
-    def __init__(self, view: View) -> None:
-        self.walk = view._walk
-        super().__init__(view)
+    walk: StreamWalk
 
     def __next__(self) -> Any:
         try:
@@ -97,11 +100,16 @@ class StreamInProcess(_SingleProcessDataLoaderIter):
         return batch
 
 
-class StreamInWorkers(_MultiProcessingDataLoaderIter):
-    """Reads a copy of the dataset in each worker, in turn; the first turn is that of the state."""
+class StreamInProcess(NotesState, _SingleProcessDataLoaderIter):
+    """Reads the dataset in the caller's process."""
 
     def __init__(self, view: View) -> None:
+        self.walk = view._walk
         super().__init__(view)
+
+
+class StreamInWorkers(NotesState, _MultiProcessingDataLoaderIter):
+    """Reads a copy of the dataset in each worker, in turn; the first turn is that of the state."""
 
     @property
     def _worker_queue_idx_cycle(self) -> itertools.cycle[int]:
@@ -116,12 +124,3 @@ class StreamInWorkers(_MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self.walk = loader._walk
         super()._reset(loader, first_iter)
-
-    def __next__(self) -> Any:
-        try:
-            batch, worker, state = super().__next__()
-        except StopIteration:
-            self.walk.finished = True
-            raise
-        self.walk.got(worker, state)
-        return batch

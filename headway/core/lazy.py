@@ -1,0 +1,32 @@
+"""Public names of a package that are loaded on first use (PEP 562), from one literal table.
+
+>>> load, names = lazily("headway.core", {"GIB": "headway.core.units:GIB"})
+>>> load("GIB"), "GIB" in names()
+(1073741824, True)
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+
+
+def lazily(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of `package` for `public`: name -> "module:attribute"."""
+
+    def load(name: str) -> object:
+        """Resolve a public name and keep it."""
+        target = public.get(name)
+        if target is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; it has: {', '.join(sorted(public))}")
+        module, attribute = target.split(":")
+        value = getattr(importlib.import_module(module), attribute)
+        vars(sys.modules[package])[name] = value
+        return value
+
+    def names() -> list[str]:
+        """List the public names, loaded or not."""
+        return sorted({*vars(sys.modules[package]), *public})
+
+    return load, names
