@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given
@@ -66,3 +69,17 @@ def test_an_arena_that_holds_nothing_is_refused(slots, capacity):
 def test_a_slot_outside_is_named():
     with pytest.raises(InputError, match=r"slot 4 is outside 0\.\.3"):
         Arena(4, 10).get(4)
+
+
+def test_another_process_gets_the_same_memory_by_pickle(tmp_path):
+    arena = Arena(4, 100)
+    arena.put(1, b"here")
+    (tmp_path / "arena").write_bytes(pickle.dumps(arena))
+    code = (
+        "import pickle, sys; arena = pickle.load(open(sys.argv[1], 'rb')); "
+        "assert bytes(arena.get(1)) == b'here'; assert arena.put(2, b'there')"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "arena")], check=True, timeout=60)
+
+    assert bytes(arena.get(2)) == b"there"
+    assert arena.used_bytes == 9

@@ -1,238 +1,188 @@
-"""The ring: what is written is read, in order, complete; what is overwritten is counted; a fork starts anew."""
+"""A ring never gives a slot away while somebody reads it, never loses one, and says so when memory is short."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
-from pathlib import Path
 
-import numpy as np
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import FormatError
-from headway.trace.records import RECORD_DTYPE, RingReader, read_ring
-from headway.trace.ring import HEADER_BYTES, RECORD, WORKER_CAPACITY, Recorder, process_start_ns
+from headway.core.channel import ChannelClosed, Listener
+from headway.core.errors import DamageError, InputError
+from headway.core.ring import Ring, RingReader
+from tests.paths import ROOT
+
+ACTIONS = st.lists(st.tuples(st.sampled_from(["publish", "release", "forget", "give back", "their release"]),
+                             st.integers(0, 7), st.sets(st.integers(0, 2))), max_size=60)  # fmt: skip
 
 
-def recorder(tmp_path: Path, **options) -> Recorder:
-    """Return an open recorder in a folder of its own."""
-    made = Recorder(str(tmp_path / "rings"), **options)
-    assert made.open()
-    return made
+@given(num_slots=st.integers(1, 4), actions=ACTIONS)
+def test_a_slot_is_free_exactly_when_nobody_fills_or_reads_it(num_slots, actions):
+    """The twin: a table of slot -> readers that hold it."""
+    ring = Ring(num_slots, 64, num_readers=3)
+    readers = [RingReader(ring.fd, r) for r in range(3)]
+    held: dict[int, set[int]] = {slot: set() for slot in range(num_slots)}
+    generation = dict.fromkeys(held, 0)
+    for act, number, some in actions:
+        slot, reader = number % num_slots, number % 3
+        if act in ("publish", "give back"):
+            taken = ring.take()
+            free = [slot for slot, by in held.items() if not by]
+            assert (taken in free) if free else taken is None
+            if taken is None:
+                continue
+            ring.buffer(taken)[:8] = number.to_bytes(8, "little")
+            if act == "give back":
+                ring.give_back(taken)
+            else:
+                generation[taken], held[taken] = ring.publish(taken, 8, some), set(some)
+        elif act == "release":
+            readers[reader].release(slot, generation[slot])
+            held[slot].discard(reader)
+        elif act == "their release":
+            ring.release(slot, reader)
+            held[slot].discard(reader)
+        else:
+            ring.forget(reader)
+            held = {slot: by - {reader} for slot, by in held.items()}
+
+        assert [ring.refcount(slot) for slot in held] == [len(by) for by in held.values()]
+        assert ring.num_free == sum(not by for by in held.values())
+    ring.close()
 
 
-def write(target: Recorder, first: int, count: int) -> None:
-    """Write records whose numbers all follow from their index."""
-    for i in range(first, first + count):
-        target.emit(10, i, 2 * i, i + 1, i + 2, i + 3, i + 4)
+def test_what_was_written_is_read_in_place_and_stays_while_it_is_held():
+    ring = Ring(2, 10_000)
+    reader = RingReader(ring.fd)
+    first, second = ring.take(), ring.take()
+    ring.buffer(first)[:] = b"a" * 10_000
+    ring.buffer(second)[:] = b"b" * 10_000
+    tickets = [(first, ring.publish(first, 10_000)), (second, ring.publish(second, 5_000))]
+
+    assert [bytes(reader.view(*t)) for t in tickets] == [b"a" * 10_000, b"b" * 5_000]
+    assert ring.take() is None
+    reader.release(*tickets[1])
+    again = ring.take()
+    ring.buffer(again)[:] = b"c" * 10_000
+    assert bytes(reader.view(*tickets[0])) == b"a" * 10_000
 
 
-@given(bursts=st.lists(st.integers(0, 40), max_size=8), capacity=st.sampled_from([16, 64, 256]))
-def test_every_record_is_read_once_in_order_or_counted_as_lost(bursts, capacity, tmp_path_factory):
-    target = recorder(tmp_path_factory.mktemp("ring"), capacity=capacity)
-    reader = RingReader(target.path)
-    seen: list[int] = []
-    written = 0
-    for burst in bursts:
-        write(target, written, burst)
-        written += burst
-        seen += reader.drain()["start_ns"].tolist()
-    seen += reader.drain(final=True)["start_ns"].tolist()
+def test_a_view_outlives_ring_and_reader():
+    ring = Ring(1, 100)
+    slot = ring.take()
+    ring.buffer(slot)[:3] = b"abc"
+    view = RingReader(ring.fd).view(slot, ring.publish(slot, 3))
+    ring.close()
+    del ring
 
-    assert seen == sorted(set(seen))
-    assert len(seen) + reader.lost == written
-    assert seen[-1:] == ([written - 1] if written else [])
+    assert bytes(view) == b"abc"
 
 
-def test_nothing_is_lost_while_the_reader_keeps_up(tmp_path):
-    target = recorder(tmp_path, capacity=256)
-    reader = RingReader(target.path)
-    parts = []
-    for i in range(50):
-        write(target, i * 100, 100)
-        parts.append(reader.drain())
-    records = np.concatenate(parts)
+def test_a_view_is_read_only_unless_it_is_asked_for():
+    ring = Ring(1, 100)
+    slot = ring.take()
+    generation = ring.publish(slot, 3)
+    reader = RingReader(ring.fd)
 
-    assert records["start_ns"].tolist() == list(range(5000))
-    assert reader.lost == 0
-    assert (records["d"] == records["start_ns"] + 4).all()
-    assert (records["step"] == -1).all()
+    with pytest.raises(TypeError, match="read-only"):
+        reader.view(slot, generation)[0] = 1
+    reader.view(slot, generation, writable=True)[0] = 1
+    assert reader.view(slot, generation)[0] == 1
 
 
-def test_the_structured_type_is_the_record_of_the_writer(tmp_path):
-    assert RECORD_DTYPE.itemsize == RECORD.size == 64
-    offsets = [RECORD_DTYPE.fields[name][1] for name in RECORD_DTYPE.names]
-    assert offsets == [0, 2, 4, 8, 16, 24, 32, 40, 48, 56]
+def test_reading_after_the_release_is_seen_and_an_old_release_frees_nothing():
+    ring = Ring(1, 100)
+    reader = RingReader(ring.fd)
+    old = ring.publish(ring.take(), 3)
+    reader.release(0, old)
+    new = ring.publish(ring.take(), 3)
+    reader.release(0, old)
+
+    assert ring.refcount(0) == 1
+    with pytest.raises(DamageError, match="holds generation 2, not 1"):
+        reader.view(0, old)
+    reader.release(0, new)
+    reader.release(0, old)
+    assert ring.refcount(0) == 0
 
 
-def test_a_record_that_is_still_being_written_is_waited_for_and_in_the_end_given_up(tmp_path):
-    target = recorder(tmp_path, capacity=1024)
-    write(target, 0, 10)
-    with pytest.raises(Exception, match="integer"):
-        target.emit(10, "not a number", 0)  # takes a number and fails: a hole
-    write(target, 11, 10)
-    reader = RingReader(target.path)
-
-    assert len(reader.drain()) == 10
-    assert len(reader.drain()) == 0
-    write(target, 21, 300)
-    assert len(reader.drain()) == 310
-    assert reader.lost == 1
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 5)])
+def test_a_ring_without_room_is_refused(sizes):
+    with pytest.raises(InputError, match="at least 1 of each"):
+        Ring(*sizes)
 
 
-def test_threads_get_lanes_and_names(tmp_path):
-    target = recorder(tmp_path)
-    target.emit(1, 0, 0)
-    for name in ("saver", "logger"):
-        thread = threading.Thread(target=target.emit, args=(2, 0, 0), name=name)
-        thread.start()
-        thread.join()
-    header, records, lost = read_ring(target.path)
+def test_wrong_use_is_named():
+    ring = Ring(2, 100, num_readers=2)
+    slot = ring.take()
 
-    assert header.threads == ("saver", "logger")
-    assert records["lane"].tolist() == [0, 1, 2]
-    assert lost == 0
-
-
-def test_threads_writing_at_once_lose_nothing(tmp_path):
-    target = recorder(tmp_path)
-    threads = [threading.Thread(target=write, args=(target, i * 1000, 1000)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    _, records, lost = read_ring(target.path)
-
-    assert lost == 0
-    assert sorted(records["start_ns"].tolist()) == list(range(4000))
-    assert records["number"].tolist() == list(range(1, 4001))
+    with pytest.raises(InputError, match="do not fit into a slot of 100"):
+        ring.publish(slot, 101)
+    with pytest.raises(InputError, match=r"reader 2 is outside 0..1"):
+        ring.publish(slot, 1, [2])
+    with pytest.raises(InputError, match="is not taken"):
+        ring.buffer(1 - slot)
+    with pytest.raises(InputError, match=r"slot 2 is outside 0..1"):
+        ring.refcount(2)
 
 
-def test_a_forked_child_opens_its_own_ring_at_its_first_record(tmp_path):
-    target = recorder(tmp_path, rank=1, attempt=2)
-    target.emit(10, 1, 0)
-    pid = os.fork()
-    if pid == 0:
-        target.set_worker(3)
-        target.emit(22, 2, 0)
-        target.emit(22, 3, 0)
-        os._exit(0)
-    os.waitpid(pid, 0)
-    target.emit(10, 4, 0)
-    child_header, child, _ = read_ring(tmp_path / "rings" / f"a2-r1-p{pid}.ring")
-    header, mine, _ = read_ring(target.path)
-
-    assert mine["start_ns"].tolist() == [1, 4]
-    assert child["start_ns"].tolist() == [2, 3]
-    assert (header.role, header.worker, header.rank, header.attempt) == ("main", -1, 1, 2)
-    assert (child_header.role, child_header.worker, child_header.pid) == ("loader", 3, pid)
-    assert child_header.capacity == WORKER_CAPACITY
+def test_what_is_no_ring_is_damage():
+    memory = os.memfd_create("x")
+    with pytest.raises(DamageError, match="holds no ring"):
+        RingReader(memory)
+    os.write(memory, b"x" * 8192)
+    with pytest.raises(DamageError, match="holds no ring: its head"):
+        RingReader(memory)
+    ring = Ring(4, 8192)
+    os.ftruncate(ring.fd, 8192)
+    with pytest.raises(DamageError, match="whole"):
+        RingReader(ring.fd)
+    os.close(memory)
 
 
-def test_a_child_that_records_nothing_leaves_no_ring(tmp_path):
-    target = recorder(tmp_path)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(0)
-    os.waitpid(pid, 0)
-
-    assert [path.name for path in (tmp_path / "rings").iterdir()] == [Path(target.path).name]
-
-
-def test_a_recycled_pid_does_not_overwrite_an_older_ring(tmp_path):
-    first, second = recorder(tmp_path), recorder(tmp_path)
-    first.emit(10, 1, 0)
-    second.emit(10, 2, 0)
-
-    assert first.path != second.path
-    assert read_ring(first.path)[1]["start_ns"].tolist() == [1]
-
-
-def test_the_header_says_when_the_process_started_and_ended(tmp_path):
-    target = recorder(tmp_path)
-    assert RingReader(target.path).header.end_ns == 0
-    target.close()
-    header = RingReader(target.path).header
-
-    assert 0 < header.process_start_ns <= header.clock_ns + 20_000_000 <= header.end_ns + 20_000_000
-    assert process_start_ns("0") == 0
-
-
-def test_records_survive_a_process_that_is_killed(tmp_path):
+def test_too_little_memory_is_an_error_at_creation_and_no_bus_error_later():
+    """RLIMIT_FSIZE bounds a memfd as a small memory would."""
     code = (
-        "import os, signal; from headway.trace.ring import Recorder\n"
-        f"r = Recorder({str(tmp_path)!r})\n"
-        "for i in range(100): r.emit(10, i, 0)\n"
+        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
+        "from headway.core.ring import Ring; Ring(1, 1000); Ring(4, 1 << 20)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+
+    assert "bytes of shared memory for 4 slots are not to be had" in answer.stderr
+    assert "Make batches smaller" in answer.stderr
+
+
+def test_two_processes_share_a_ring_and_the_dead_ones_slots_are_freed(tmp_path):
+
+    told = msgspec.defstruct("Told", [("slot", int), ("generation", int)], tag="Told")
+    listener = Listener(tmp_path / "s", types=told)
+    code = (
+        "import os, signal, msgspec; from headway.core.channel import connect;"
+        "from headway.core.ring import RingReader;"
+        "Told = msgspec.defstruct('Told', [('slot', int), ('generation', int)], tag='Told');"
+        f"channel = connect({str(tmp_path / 's')!r}, types=Told); told, fds = channel.receive();"
+        "reader = RingReader(fds[0]); assert bytes(reader.view(told.slot, told.generation)) == b'payload';"
+        "reader.release(told.slot, told.generation); channel.send(told); channel.receive();"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
-    (ring,) = tmp_path.glob("*.ring")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    channel, ring = listener.accept(20.0), Ring(1, 100)
+    slot = ring.take()
+    ring.buffer(slot)[:7] = b"payload"
+    channel.send(told(slot, ring.publish(slot, 7)), [ring.fd])
 
-    assert read_ring(ring)[1]["start_ns"].tolist() == list(range(100))
-
-
-def test_a_folder_that_cannot_be_written_is_one_warning_and_no_failure(tmp_path, capsys):
-    (tmp_path / "rings").write_text("a file, not a folder")
-    target = Recorder(str(tmp_path / "rings"))
-    target.emit(10, 0, 0)
-    target.emit(10, 1, 0)
-
-    assert target.broken
-    assert capsys.readouterr().err.count("nothing is recorded") == 1
-
-
-@pytest.mark.parametrize("content", [b"", b"hello", b"x" * HEADER_BYTES])
-def test_a_file_that_is_no_ring_is_a_clear_error(content, tmp_path):
-    (tmp_path / "a.ring").write_bytes(content)
-    with pytest.raises(FormatError, match=r"is not a headway ring.*Leave it out"):
-        RingReader(tmp_path / "a.ring")
-
-
-def test_a_ring_that_was_cut_off_is_a_clear_error(tmp_path):
-    target = recorder(tmp_path)
-    (tmp_path / "cut.ring").write_bytes(Path(target.path).read_bytes()[: HEADER_BYTES + 100])
-    with pytest.raises(FormatError, match="is cut off"):
-        RingReader(tmp_path / "cut.ring")
-
-
-def test_a_capacity_that_is_no_power_of_two_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="power of two"):
-        Recorder(str(tmp_path), capacity=1000)
-
-
-def test_a_record_in_the_middle_of_opening_the_ring_is_left_out_and_hangs_nothing(tmp_path):
-    code = (
-        "from headway.trace.ring import Recorder\n"
-        f"r = Recorder({str(tmp_path)!r})\n"
-        "claim = r._claim\n"
-        "def collected(stem): r.emit(1, 0, 0); return claim(stem)\n"  # as a garbage collection may
-        "r._claim = collected\n"
-        "r.emit(10, 1, 0); r.emit(10, 2, 0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-    (ring,) = tmp_path.glob("*.ring")
-
-    assert read_ring(ring)[1]["start_ns"].tolist() == [1, 2]
-
-
-def test_a_full_disk_is_a_warning_and_leaves_no_file(tmp_path, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    target = Recorder(str(tmp_path))
-    target.emit(10, 0, 0)
-
-    assert "No space left" in target.broken
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().err.count("nothing is recorded") == 1
-
-
-def test_a_warning_without_a_stderr_stops_nothing(tmp_path, monkeypatch):
-    (tmp_path / "rings").write_text("a file, not a folder")
-    monkeypatch.setattr(sys, "stderr", None)
-    Recorder(str(tmp_path / "rings")).emit(10, 0, 0)
+    channel.receive(20.0)
+    assert ring.refcount(slot) == 0
+    ring.take()
+    channel.send(told(slot, ring.publish(slot, 7)))
+    with pytest.raises(ChannelClosed):
+        channel.receive(20.0)
+    assert ring.refcount(slot) == 1
+    ring.forget(0)
+    assert ring.num_free == 1
+    assert process.wait(20) < 0
+    listener.close()

@@ -5,7 +5,8 @@ no name in the file system (memfd), so it cannot be left behind: it is gone
 with its last holder. Payloads are only ever appended; a slot that is filled
 stays as it is. Safe across processes: space is reserved under a record lock
 that the kernel drops with its owner, and a slot becomes visible only after its
-payload is written. Threads of one process must take turns to put.
+payload is written. Threads of one process must take turns to put. Other processes of the same user get at it by
+pickle, as long as the sender lives: the same memory, not a copy.
 
 >>> arena = Arena(num_slots=4, capacity_bytes=100)
 >>> arena.put(2, b"payload"), arena.put(3, b"x" * 1000)
@@ -20,6 +21,7 @@ import fcntl
 import mmap
 import os
 import struct
+from typing import Any
 
 from headway.core.errors import InputError
 
@@ -28,6 +30,29 @@ _HEAD = struct.Struct("<qq")
 
 _SLOT = struct.Struct("<qq")
 """Offset of the payload + 1 (0 = empty), its length."""
+
+
+def shared_memory(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
+    """Return the descriptor and the mapping of new memory of `num_bytes` zeros, shared with forked children."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(file, num_bytes)
+    return file, mmap.mmap(file, 0, mmap.MAP_SHARED)
+
+
+def held_at(file: int) -> str:
+    """Return the path by which other processes of this user can open what descriptor `file` of this process holds."""
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def reopened(path: str) -> tuple[int, mmap.mmap]:
+    """Return descriptor and mapping of the memory that another process has at `path`. Raises `InputError`."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise InputError(
+            f"the shared memory {path} is gone: {error}. Keep the process that made it running."
+        ) from error
+    return file, mmap.mmap(file, 0, mmap.MAP_SHARED)
 
 
 class Arena:
@@ -43,9 +68,16 @@ class Arena:
         self.capacity_bytes = capacity_bytes
         """Most bytes that all payloads together may take."""
         self._data_offset = _HEAD.size + num_slots * _SLOT.size
-        self._file = os.memfd_create("headway-arena", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, self._data_offset + capacity_bytes)
-        self._memory = mmap.mmap(self._file, 0, mmap.MAP_SHARED)
+        self._file, self._memory = shared_memory("headway-arena", self._data_offset + capacity_bytes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Name the memory by where this process holds it."""
+        return {**self.__dict__, "_file": held_at(self._file), "_memory": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Map the sender's memory."""
+        self.__dict__.update(state)
+        self._file, self._memory = reopened(state["_file"])
 
     @property
     def used_bytes(self) -> int:

@@ -98,3 +98,12 @@ def format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def format_rate(per_s: float) -> str:
+    """Write a rate with three significant digits at least, never with an exponent above 1.
+
+    >>> [format_rate(rate) for rate in (0.0234, 28.71, 144.2, 12345.6)]
+    ['0.0234', '28.7', '144', '12,346']
+    """
+    return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
