@@ -1,4 +1,4 @@
-"""Traces larger than memory: `why`, `trace info` and `trace export --steps` on folders of one Parquet file per rank.
+"""Traces larger than memory: `why`, `report`, `trace info`, `trace export --steps` on folders of one file per rank.
 
 Claim: 64 ranks x 1 million events (--full; 2 ranks without it) of a recorded run, as a run folder and as a plain
 folder, and of profiler traces, are analysed in at most 2 GiB of resident memory at the peak. Peer: the same ledger
@@ -140,6 +140,7 @@ def main() -> int:
         commands = {
             "why run": ("why", str(folder)), "why plain": ("why", str(plain)), "why profiles": ("why", str(profiles)),
             "info run": ("trace", "info", str(folder)),
+            "report run": ("report", str(folder), "-o", f"{scratch}/r.html"),
             "export run": ("trace", "export", str(folder), f"{scratch}/w.pftrace", "--steps", "900:910"),
             "export plain": ("trace", "export", str(plain), f"{scratch}/w.json.gz", "--steps", "900:910"),
         }  # fmt: skip

@@ -93,6 +93,17 @@ def test_a_rank_that_is_absent_from_an_attempt_was_idle():
     assert sum(ledger.ledger_ns.values()) == 2 * ledger.wall_ns
 
 
+def test_a_rank_whose_exit_code_nobody_took_ended_as_well_as_its_run():
+    made = RunMaker(ranks=2, steps=10).make()
+    spawned = [{**row, "exit_code": None if row["rank"] else 0} for row in made.meta["ranks"]]
+    ended_well = Ledger.of(replace(made, meta={**made.meta, "ranks": spawned}))
+    failed = {**made.meta["exit"], "code": 1, "class": "user"}
+    ended_badly = Ledger.of(replace(made, meta={**made.meta, "ranks": spawned, "exit": failed}))
+
+    assert ended_well.to_json()["ledger_ns"] == Ledger.of(made).to_json()["ledger_ns"]
+    assert ended_badly.to_json()["ledger_ns"]["unknown"] > 0
+
+
 def test_more_failures_lose_more():
     goodputs = []
     for step in (19, 14, 9):

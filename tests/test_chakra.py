@@ -223,3 +223,14 @@ def test_a_file_of_a_later_version_of_ours_is_refused():
 
     with pytest.raises(FormatError, match=r"schema 'headway.chakra/9'; this version reads"):
         chakra.parse(prefixed(head.SerializeToString()), "a.0.et")
+
+
+def test_text_that_is_no_utf_8_and_tables_of_no_shape_are_damage():
+    data = foreign()
+    head = CLASSES["GlobalMetadata"](version="0.0.4")
+    head.attr.add(name=chakra.TABLES, string_val="[1]")
+
+    with pytest.raises(FormatError, match=r"job.0.et is damaged: .*not UTF-8. Write it again"):
+        chakra.parse(data.replace(b"gemm", b"ge\xffm"), "job.0.et")
+    with pytest.raises(FormatError, match=r"a.0.et is damaged: .*Write it again"):
+        chakra.parse(prefixed(head.SerializeToString()), "a.0.et")

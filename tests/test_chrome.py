@@ -166,6 +166,15 @@ def test_damage_is_named(change, message, tmp_path):
         Trace.open(tmp_path / "a.json")
 
 
+def test_a_byte_that_is_no_utf_8_is_damage(tmp_path):
+    two_ranks().save(tmp_path / "a.json")
+    data = (tmp_path / "a.json").read_bytes()
+    (tmp_path / "a.json").write_bytes(data.replace(b'"ph":"X","name":"', b'"ph":"X","name":"\xf1'))
+
+    with pytest.raises(FormatError, match=r"is damaged within its.*Export it again"):
+        Trace.open(tmp_path / "a.json")
+
+
 def test_equal_traces_give_equal_bytes(tmp_path):
     for name in ("a.json.gz", "b.json.gz"):
         two_ranks().save(tmp_path / name)

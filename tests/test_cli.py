@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway import cli
 from headway.cli import VERBS, split_script
 from tests.paths import ROOT
 
@@ -69,3 +72,31 @@ def test_json_is_exactly_one_object():
     answer = headway("doctor", "--json")
 
     assert json.loads(answer.stdout)["schema"] == "headway.doctor/1"
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "said"),
+    [
+        (errno.ENOSPC, None, "headway: No space left on device. Free some of it, or name another place.\n"),
+        (errno.EROFS, "runs", "headway: Read-only file system: runs. Name another place: --out, or -o, or another "),
+    ],
+)
+def test_a_place_that_takes_nothing_is_one_line_with_what_to_do(number, place, said, monkeypatch, capsys):
+    def full(ours, script):
+        raise OSError(number, os.strerror(number), place)
+
+    monkeypatch.setattr(cli, "dispatch", full)
+    with pytest.raises(SystemExit) as left:
+        cli.main(["report"])
+
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_any_other_fault_of_ours_shows_where_it_is(monkeypatch):
+    def broken(ours, script):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr(cli, "dispatch", broken)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        cli.main(["report"])

@@ -10,6 +10,7 @@ import pytest
 from headway.catalog import PARAMETERS, REMEDIES
 from headway.core.errors import InputError
 from headway.core.planfile import read_plan
+from headway.plan.optimiser import KINDS
 from headway.plan.parameters import check_parameters
 from headway.report.optimised import render_optimised
 from headway.sim.ddp_replay import DdpReplay
@@ -65,7 +66,7 @@ def test_the_screen_says_what_by_apply_and_how_to_apply_it(recorded, tmp_path, c
 
     assert "(predicted)" in screen
     assert " 1 -> " in screen
-    assert f"headway run --apply {tmp_path / 'p.json'} -- train.py" in screen.replace("\n", "").replace("  ", " ")
+    assert f"headway run --apply {tmp_path / 'p.json'} -- train.py\n" in screen
 
 
 def test_other_numbers_of_ranks_are_simulated_and_say_so(recorded, tmp_path, capsys):
@@ -101,3 +102,13 @@ def test_changes_by_hand_say_how():
     screen = render_optimised({"base_step_s": 0.2, "step_s": 0.1, "predicted_speedup": 2.0, "moves": [row], "ranks": 4})
 
     assert "by hand: set the partition size" in screen
+
+
+def test_a_change_that_is_applied_to_ddp_says_how_fsdp2_makes_it():
+    row = {"name": "buckets", "what": "2 -> 9", "step_s": 0.1, "remedy": "comm.bucket", "how": KINDS["buckets"].how}
+
+    screen = render_optimised({"base_step_s": 0.2, "step_s": 0.1, "predicted_speedup": 2.0, "moves": [row], "ranks": 4})
+
+    told = " ".join(screen.split())
+    assert "by --apply, or by hand: DDP: " in told
+    assert "FSDP2: what one fully_shard call holds is summed together" in told

@@ -171,6 +171,13 @@ def test_a_pickle_that_wants_to_run_something_is_refused(capsys, tmp_path):
     assert capsys.readouterr().out == ""
 
 
+def test_a_pickle_that_wants_all_memory_is_a_damaged_one():
+    huge = b"\x80\x05\x8e" + (2**62).to_bytes(8, "little")  # bytes, 4 EiB of them
+
+    with pytest.raises(FormatError, match=r"rank_4 is a damaged pickle at byte"):
+        flight.parse(huge, "rank_4")
+
+
 @given(cut=st.integers(2, len(dump(ENTRY)) - 1))
 def test_a_pickle_cut_anywhere_is_a_clear_error(cut):
     with pytest.raises(FormatError, match=r"rank_4 (is a damaged pickle at byte \d+ of|holds no list)"):

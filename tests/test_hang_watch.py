@@ -268,6 +268,10 @@ def test_the_time_out_ends_the_run_after_what_was_found_is_written(tmp_path, sle
     assert len(job.reports()) == 1
     job.look(now + 11 * SECOND + 1)
     assert job.watch.expired
+    job.readers = job.readers[:1]  # the ranks are being ended, one is gone already
+    job.watch._ranks = {pid: rank for pid, rank in job.watch._ranks.items() if rank.header.rank == 0}
+    job.look(now + 12 * SECOND)
+    assert len(job.reports()) == 1
     job.watch.begin()
     assert not job.watch.expired
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.live_rank import RECENT, STRAY_UPDATES, LiveRank
+from headway.ledger.live_rank import OPEN_RECORDS, RECENT, STRAY_UPDATES, LiveRank
 from headway.trace.records import RECORD_DTYPE
 from headway.trace.steps import cycles
 from headway.trace.vocabulary import SPANS
@@ -127,3 +127,40 @@ def test_before_the_second_step_there_is_no_rate():
 
     assert rank.steps_per_s(10**9) == 0.0
     assert rank.window(0) is None
+
+
+def fetches(count, first_ns):
+    """Return `count` calls of next(loader), 1 us each."""
+    records = np.zeros(count, RECORD_DTYPE)
+    records["code"], records["duration_ns"] = SPANS["input.next"].code, 1000
+    records["start_ns"] = first_ns + 2000 * np.arange(count)
+    return records
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_rank_that_never_updates_holds_a_bounded_number_of_records(first):
+    rank, size = LiveRank(0, 1, 0), OPEN_RECORDS // 8
+    if first:
+        rank.take(updates([0] * first))
+    for part in range(40):
+        rank.take(fetches(size, (100 + part * 100) * MS))
+        rank.begin()
+    held = sum(map(len, rank._held))
+
+    assert held <= OPEN_RECORDS + first
+    assert rank.begin() is False, "its first step had begun with its first record"
+
+
+def test_what_a_very_long_step_gave_up_is_counted_and_complete_steps_lose_nothing():
+    rank, size = LiveRank(0, 1, 0), OPEN_RECORDS // 4
+    rank.take(updates([0] * 5))
+    rank.begin()
+    for part in range(8):
+        rank.take(fetches(size, (100 + part * 100) * MS))
+    whole = rank.window(5)
+    rank.take(updates([0], first_ns=1000 * MS))
+    long = rank.window(6)
+
+    assert (len(whole.records), whole.given_up) == (5, 0)
+    assert long.given_up > 0
+    assert len(long.records) + long.given_up == 8 * size + 1

@@ -193,6 +193,12 @@ def test_a_trace_in_files_gives_the_same_as_one_in_memory(tmp_path):
     assert found.to_json() == times(trace).to_json()
 
 
+def test_a_trace_that_names_no_rank_has_no_such_view():
+    rows = {"rank": [-1, -1], "duration_ns": [10, 11], "name": [0, 0]}
+
+    assert machine_times(Parts.of(Trace.from_columns(rows, names=["segment.forward"]))) is None
+
+
 def test_a_trace_without_passes_has_no_such_view():
     assert machine_times(Trace.from_columns({"rank": [0], "duration_ns": [1], "name": [0]}, names=["step"])) is None
     assert set(PASSES) == {"forward", "backward"}

@@ -29,8 +29,10 @@ waits_here()
 def asleep(tmp_path):
     """Yield (process, file of its stacks) of one that has registered, and sleeps."""
     path = tmp_path / "a0-r0-p1.stacks"
-    text = ASLEEP.format(root=os.getcwd(), path=str(path))
-    process = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    file = tmp_path / "schläft" / "wait α.py"
+    file.parent.mkdir()
+    file.write_text(ASLEEP.format(root=os.getcwd(), path=str(path)))
+    process = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
     assert int(process.stdout.readline()) == SIGNAL
     yield process, path
     process.kill()
@@ -42,7 +44,7 @@ def test_a_sleeping_process_writes_where_it_sleeps_and_sleeps_on(asleep):
     for _ in range(2):
         answer = ask({3: process.pid}, {3: SIGNAL}, {3: path}, deadline_s=20.0)[3]
 
-        assert "in waits_here" in answer["stack"]
+        assert 'schläft/wait α.py", line 8 in waits_here' in answer["stack"]
         assert answer["stack"].count("waits_here") == 1
         assert answer["cpu_fraction"] < 0.5
     assert process.poll() is None

@@ -131,6 +131,15 @@ def test_nothing_reaches_beyond_the_window(opened: Opener, width: int) -> None:
         assert shown.colours(selector) > 3
 
 
+def test_on_a_phone_no_row_of_a_table_is_squeezed_into_a_tower(opened: Opener) -> None:
+    shown = opened(demo_report(2, 40), viewport={"width": 390, "height": 900})
+    heights = shown.page.eval_on_selector_all("table tr", "rows => rows.map(row => row.offsetHeight)")
+    bars = shown.page.eval_on_selector_all(".ledger td.bar", "cells => cells.map(cell => cell.offsetWidth)")
+
+    assert max(heights) < 110
+    assert min(bars) > 60
+
+
 def test_arrow_keys_read_the_recorded_values(opened: Opener) -> None:
     data = dataclasses.replace(demo_report(), first_step=100)
     assert data.step_s is not None

@@ -93,6 +93,22 @@ def test_off_a_terminal_it_is_a_plain_line_and_nothing_is_wiped(monkeypatch, tmp
     assert not [text for text in written if "\x1b" in text]
 
 
+def test_a_plain_line_begins_a_line_of_its_own(monkeypatch):
+    written: list[str] = []
+    streams = SimpleNamespace(at_line_start=False, before_output=None)
+    line = StatusLine(streams, world_size=1, start_ns=0)
+    monkeypatch.setattr(line, "_write", written.append)
+    monkeypatch.setattr("headway.runtime.status.PLAIN_EVERY_S", 0.01)
+    line._terminal = False
+    line.start()
+    while len(written) < 2:
+        pass
+    line.stop()
+
+    assert [text[:9] for text in written[:2]] == ["\nheadway:", "headway: "]
+    assert streams.at_line_start
+
+
 def test_the_styled_line_fits_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
@@ -100,3 +116,12 @@ def test_the_styled_line_fits_the_terminal(monkeypatch):
 
     assert len(plain) < 40
     assert plain.startswith("headway step 1")
+
+
+def test_only_the_name_is_coloured_on_a_terminal(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    name, _, rest = _styled("step 1 | 2 steps/s").partition("\x1b[0m")
+
+    assert name.endswith("mheadway ")
+    assert "\x1b" not in rest

@@ -149,6 +149,13 @@ def test_a_last_line_that_was_cut_is_left_out_with_a_warning(caplog):
     assert "ends inside a record" in caplog.text
 
 
+def test_a_byte_that_is_no_utf_8_is_damage_too():
+    lines = encode([line("start", "a", START_US, 0), line("end", "a", START_US + 4, 1)])
+
+    with pytest.raises(FormatError, match=r"the line at byte 0 is damaged: .*utf-8"):
+        parse([lines[0].replace(b"a_start", b"\xf1_start"), lines[1]], "a.jsonl")
+
+
 def test_a_line_in_the_middle_that_is_damaged_tells_the_byte():
     lines = encode([line("start", "a", START_US, 0), line("end", "a", START_US + 4, 1)])
 

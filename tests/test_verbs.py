@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,14 +20,20 @@ from headway.ledger.causes import find_causes
 from headway.ledger.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import render_compare
+from headway.report.timeline import timeline
 from headway.runtime.exit_class import HEADER, RankEnd
 from headway.runtime.launch import _failure_text
 from headway.runtime.recording import Exit
 from headway.sim.edits import EDITS
+from headway.trace.parts import Parts
 from headway.trace.trace import Trace
-from headway.verbs.report import heat_maps, step_durations
+from headway.verbs.compare import unfinished
+from headway.verbs.explain import explain
+from headway.verbs.report import heat_maps, known_steps, step_durations, timelines, window_of
+from headway.verbs.source import newest_run
 from headway.verbs.trace import interval
 from headway.verbs.verdict import applied_rows
+from headway.verbs.why import next_command
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 
@@ -74,6 +84,32 @@ def test_the_help_of_whatif_lists_every_edit():
     page = " ".join(headway("whatif", "--help").stdout.replace("│", " ").split())
 
     assert [target for target in EDITS if target not in page] == []
+
+
+def test_the_newest_run_is_the_one_that_began_last_whatever_was_copied_since(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, facts in {
+        "copied": {"realtime_ns": 100}, "last": {"realtime_ns": 300}, "several-hosts": {"realtime_ns": 200},
+    }.items():  # fmt: skip
+        file = tmp_path / "headway-runs" / name / ("run-host1.json" if name == "several-hosts" else "run.json")
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(facts))
+    for order, name in enumerate(["last", "several-hosts", "copied"]):
+        for path in [*(tmp_path / "headway-runs" / name).iterdir(), tmp_path / "headway-runs" / name]:
+            os.utime(path, (order, order))
+
+    assert newest_run().name == "last"
+
+
+def test_a_run_without_facts_counts_from_when_its_folder_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"cut": "{", "whole": '{"realtime_ns": 5000000000}'}.items():
+        folder = tmp_path / "headway-runs" / name
+        (folder / "events").mkdir(parents=True)
+        (folder / "run.json").write_text(text)
+        os.utime(folder, (6, 6))
+
+    assert newest_run().name == "cut"
 
 
 def test_an_empty_range_is_refused():
@@ -175,11 +211,74 @@ def test_an_ideal_without_a_timeline_is_refused(tmp_path):
     assert "End it with .json.gz" in answer.stderr
 
 
+def test_the_page_of_files_read_a_rank_at_a_time_is_that_of_the_trace_in_memory(tmp_path):
+    made = RunMaker(ranks=3, steps=30, num_workers=2, gc_ns=lambda rank, step: 2_000_000 * (step % 7 == 3)).make()
+    for rank in range(3):
+        made.trace.select(ranks=[rank]).save(tmp_path / f"r{rank}.parquet")
+    parts, steps = Parts.of_files(sorted(tmp_path.glob("*.parquet"))), [12, 13, 14]
+
+    window = window_of(parts, steps)
+    whole = parts.whole()
+
+    assert len(window) < len(whole) / 4
+    assert timeline(window, steps=steps).to_json() == timeline(whole, steps=steps).to_json()
+    assert known_steps(parts).tolist() == list(range(30))
+    ranks, step_s, own_s = step_durations(parts)
+    rows = whole.where(whole.named("step")).events
+    assert ranks == [0, 1, 2]
+    assert step_s[rows["rank"], rows["step"]].tolist() == (rows["duration_ns"] / 1e9).tolist()
+    assert (own_s < step_s).all()
+
+
+def test_the_timeline_of_a_long_run_lies_where_its_ideal_is_known(monkeypatch):
+    monkeypatch.setattr("headway.sim.program.MAX_RANK_STEPS", 40)
+    explanation = explain([Path(BEFORE)])
+
+    recorded, ideal = timelines(explanation, None)
+    _, beyond = timelines(explanation, "100:104")
+
+    assert explanation.program.recording.num_steps == 20
+
+    assert 7 <= recorded.steps[0][0] < 20
+    assert len(ideal.rows) == 2
+    assert beyond is None
+
+
 def test_the_heat_map_shows_the_slow_rank_and_not_those_that_wait_for_it():
     made = RunMaker(ranks=3, steps=40, compute_ns=lambda rank, step: (15 if rank == 1 else 5) * 1_000_000).make()
-    ranks, step_s = step_durations(made.trace)
-    (heat,) = heat_maps(made.trace, ranks, step_s)
+    ranks, _, own_s = step_durations(Parts.of(made.trace))
+    (heat,) = heat_maps(ranks, own_s)
 
     assert heat.values.shape == (3, 40)
     assert np.nanmedian(heat.values[1]) > 1.2
     assert np.nanmedian(heat.values[[0, 2]]) == pytest.approx(1.0, abs=0.05)
+
+
+def test_what_to_type_next_names_every_part_of_a_run_by_several_hosts():
+    chosen = SimpleNamespace(plan=SimpleNamespace(chosen=["data.workers"]))
+
+    assert next_command(chosen, [Path("my runs/a")]) == "headway plan 'my runs/a'"
+    assert next_command(chosen, [Path("a"), Path("b")]) == "headway report a b -o report.html"
+
+
+@pytest.mark.parametrize("folder", ["applied", "tables"])
+@pytest.mark.parametrize("text", ["", '{"remedies": [', "[]", "{}"])
+def test_a_damaged_file_of_a_rank_beside_its_events_costs_what_it_held_and_no_more(folder, text, tmp_path):
+    shutil.copytree(ROOT / "tests" / "golden" / "runs" / "after", tmp_path / "run")
+    whole = explain([tmp_path / "run"])
+    for file in (tmp_path / "run" / folder).iterdir():
+        file.write_text(text)
+
+    damaged = explain([tmp_path / "run"])
+
+    assert damaged.ledger.to_json()["ledger_ns"] == whole.ledger.to_json()["ledger_ns"]
+    assert len(damaged.causes) == len(whole.causes)
+
+
+def test_a_comparison_says_when_a_run_failed():
+    ends = [{"code": 0, "class": "ok"}, {"code": 143, "class": "hang"}]
+
+    assert unfinished(*(SimpleNamespace(meta={"exit": end}) for end in ends)) == [
+        "the second run failed (class hang, exit code 143): its steps are those before that"
+    ]
+    assert unfinished(*(SimpleNamespace(meta={}) for _ in ends)) == []

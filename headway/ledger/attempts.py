@@ -98,7 +98,7 @@ def book_run(
     """
     parts = [Parts.of(trace) for trace in traces]
     outlines = [_outlines(part, clock_offset_ns or {}) for part in parts]
-    listed = {int(row["rank"]): row for row in meta.get("ranks") or []}
+    listed = _listed(meta)
     ranks = sorted({rank for outline in outlines for rank in outline} | set(listed))
     low, high = _wall(outlines, listed, meta)
     attempts, from_ns = [], low
@@ -117,6 +117,14 @@ def book_run(
         attempts.append(_book_attempt(books, ranks, (from_ns, until), following, spans))
         from_ns = until
     return RunBook((low, high), tuple(attempts), lambda rank: _rows(parts[-1], rank, clock_offset_ns))
+
+
+def _listed(meta: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Return rank -> its row in run.json; of a run that ended well so did the ranks that the script spawned itself."""
+    rows = {int(row["rank"]): row for row in meta.get("ranks") or []}
+    if (meta.get("exit") or {}).get("code") != 0:
+        return rows
+    return {rank: row if row.get("exit_code") is not None else {**row, "exit_code": 0} for rank, row in rows.items()}
 
 
 def _rows(parts: Parts, rank: int, clock_offset_ns: Mapping[int, int] | None) -> Rows:

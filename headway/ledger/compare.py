@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.core.units import NS_PER_S, format_fraction, format_seconds
+from headway.core.units import NS_PER_S, format_fraction, format_rate, format_seconds
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.ledger import Ledger
 
@@ -97,9 +97,8 @@ class Comparison:
         found = []
         if self.slower:
             before, after = self.steps_per_s
-            found.append(
-                f"steps/s fell from {before:.4g} to {after:.4g} ({format_fraction(self.speedup - 1, signed=True)})"
-            )
+            change = format_fraction(self.speedup - 1, signed=True)
+            found.append(f"steps/s fell from {format_rate(before)} to {format_rate(after)} ({change})")
         found += [
             f"{change.bucket} grew by {format_seconds(change.delta_s)} per {change.per} and device "
             f"({format_seconds(change.before_s)} -> {format_seconds(change.after_s)})"

@@ -121,7 +121,7 @@ class LiveFigures:
     """Every rank seen, in order."""
 
     dropped: int
-    """Records that were overwritten before they were drained."""
+    """Records that were overwritten before they were drained, and those given up of a step that had too many."""
 
     step_counts: Ints
     """[len(STEP_BOUNDS_S) + 1] Booked steps by length, over all ranks and attempts."""
@@ -387,6 +387,7 @@ class LiveLedger:
             place = np.searchsorted(STEP_BOUNDS_S, duration_ns / 1e9)
             self._counts += np.bincount(place, minlength=len(self._counts))
             self._sum_ns += int(duration_ns.sum())
+            self._dropped += window.given_up
 
     def _next_attempt(self, number: int) -> None:
         """Close the present attempt, which failed: its unfinished steps are rework, what follows is the restart."""

@@ -38,6 +38,9 @@ RECENT = 1024
 STRAY_UPDATES = 32
 """Updates by others after which an optimizer that made none no longer ends the steps."""
 
+OPEN_RECORDS = 1 << 16
+"""Records (64 bytes each) held of a step that has not ended; of a rank that never updates older ones are given up."""
+
 
 class RingFacts(Protocol):
     """What is read of a ring's header; `headway.trace.records.RingHeader` has it."""
@@ -87,6 +90,9 @@ class Window:
     records: Records
     """[m] What its training thread recorded then, by record number."""
 
+    given_up: int = 0
+    """Records of these steps that were not held."""
+
 
 @dataclass(slots=True)
 class LiveRank:
@@ -132,6 +138,8 @@ class LiveRank:
     _lead: int = -1
     _strays: int = 0
     _held: list[Records] = field(default_factory=list)
+    _open: int = 0
+    _given_up: dict[int, int] = field(default_factory=dict)
     _ends: list[Ints] = field(default_factory=list)
     _recent: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
 
@@ -155,6 +163,19 @@ class LiveRank:
             self.steps += len(ends)
             self.last_step_ns = int(ends[-1])
             self._recent = np.concatenate([self._recent, ends])[-RECENT:]
+            self._open = 0
+        self._open += int((records["start_ns"] >= self.last_step_ns).sum())
+        if self._open > OPEN_RECORDS:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Let go of the older half of what was recorded since the newest complete step."""
+        held = np.concatenate(self._held)
+        later = np.flatnonzero(held["start_ns"] >= self.last_step_ns)
+        old = later[: len(later) - OPEN_RECORDS // 2]
+        self._held = [np.delete(held, old)]
+        self._open = len(later) - len(old)
+        self._given_up[self.steps] = self._given_up.get(self.steps, 0) + len(old)
 
     def begin(self) -> bool:
         """Say whether the first step has begun only now."""
@@ -189,7 +210,8 @@ class LiveRank:
         if len(saves):
             self.saved = first + int(np.searchsorted(ends, int(saves["start_ns"][-1]), side="right"))
         self.booked_ns, self.booked_steps = high, first + count
-        return Window(self.rank, first, low, ends, records)
+        given_up = sum(self._given_up.pop(step) for step in list(self._given_up) if step < self.booked_steps)
+        return Window(self.rank, first, low, ends, records, given_up)
 
     def steps_per_s(self, now_ns: int) -> float:
         """Return the rate over the last ten seconds of steps; a step that is overdue lowers it."""

@@ -210,7 +210,9 @@ def _sums(source: Trace | Parts) -> _Sums:
     """Add up the passes of every rank."""
     if isinstance(source, Trace):
         return _sums_of(source)
-    found = [_sums_of(source.read({"rank": (rank, rank + 1)}, COLUMNS)) for rank in source.numbers if rank >= 0]
+    ranks = [rank for rank in source.numbers if rank >= 0]
+    # A trace of which no row names its rank has nothing to add up: the columns are then those of its tables, empty.
+    found = [_sums_of(source.read({"rank": (rank, rank + 1)}, COLUMNS)) for rank in ranks] or [_sums_of(source.tables)]
     return _Sums(*(np.concatenate([getattr(each, f.name) for each in found]) for f in fields(_Sums)))
 
 

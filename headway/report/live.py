@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.units import NS_PER_S
+from headway.core.units import NS_PER_S, format_rate
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.live_ledger import LiveFigures, LiveSeries, RankState
 from headway.report import frames, sections
@@ -174,7 +174,7 @@ def _now(view: LiveView) -> str:
     parts = []
     if figures is not None:
         parts = [f"step {count(figures.steps)}"] if figures.steps else []
-        parts += [f"{figures.steps_per_s:.3g} steps/s"] if figures.steps_per_s else []
+        parts += [f"{format_rate(figures.steps_per_s)} steps/s"] if figures.steps_per_s else []
         training = sum(rank.begun and not rank.ended for rank in figures.ranks)
         parts += [f"{training} of {plural(figures.devices, 'rank')} training"]
         parts += [f"attempt {figures.attempt + 1}"] if figures.attempt else []

@@ -23,9 +23,9 @@ MOST_OUTLIERS = 5
 
 
 def machine_lines(entry: Json) -> list[str]:
-    """Return one sentence per machine that stands out, or the one that says none does; [] where nobody can tell."""
+    """Return one sentence per machine that stands out, or the one that says none does; [] where too few compare."""
     known = {str(name): value for name, raw in (entry.get("slowdown") or {}).items() if (value := finite(raw))}
-    if len(known) < 2:
+    if len(known) < LEAST_MACHINES:
         return []
     odd = entry.get("outliers") or []
     lines = [
@@ -37,8 +37,7 @@ def machine_lines(entry: Json) -> list[str]:
         lines.append(f"and {count(len(odd) - MOST_OUTLIERS)} more of {count(len(known))} machines")
     if not lines:
         slowest = max(known, key=lambda name: known[name])
-        told = "none stands out" if len(known) >= LEAST_MACHINES else "too few to tell the odd one"
-        lines = [f"{told} of {count(len(known))}; the slowest is {clean(slowest)}, {speedup(known[slowest])}"]
+        lines = [f"none stands out of {count(len(known))}; the slowest is {clean(slowest)}, {speedup(known[slowest])}"]
     return lines
 
 

@@ -2,7 +2,7 @@
 
 Takes the object that the verb prints with `--json`, times in seconds.
 
->>> move = {"name": "buckets", "what": "2 -> 9", "step_s": 0.08, "remedy": "comm.bucket", "how": "..."}
+>>> move = {"name": "buckets", "what": "2 -> 9", "step_s": 0.08, "remedy": "comm.bucket", "how": "DDP: ..."}
 >>> answer = {"base_step_s": 0.1, "step_s": 0.08, "predicted_speedup": 1.25, "moves": [move], "ranks": 2}
 >>> print(render_optimised(answer, plan_path="plan.json", width=60))
 headway comm plan
@@ -10,19 +10,20 @@ headway comm plan
   100 ms -> 80 ms per step on 2 ranks, 1.25x (predicted)
 <BLANKLINE>
   80 ms  buckets  2 -> 9
-                  by --apply
+                  by --apply, or by hand: DDP: ...
 <BLANKLINE>
-  Apply it: headway run --apply plan.json -- train.py
+  Next  headway run --apply plan.json -- train.py
 """
 
 from __future__ import annotations
 
+import shlex
 from typing import Unpack
 
 from rich.console import RenderableType
 
 from headway.report.figures import Json, clean, seconds, speedup
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
+from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, paragraph, title
 
 
 def render_optimised(answer: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
@@ -43,12 +44,13 @@ def render_optimised(answer: Json, *, source: str = "", plan_path: str = "", **s
     if rows:
         table = grid("right", "left", "fold")
         for row in rows:
-            how = "by --apply" if row.get("remedy") else f"by hand: {clean(row.get('how'))}"
+            by_hand = f"by hand: {clean(row.get('how'))}"
+            how = f"by --apply, or {by_hand}" if row.get("remedy") else by_hand
             add_row(table, seconds(row.get("step_s")), clean(row.get("name")), clean(row.get("what")))
             add_row(table, "", "", how)
         parts += ["", table]
     if answer.get("note"):
         parts += ["", paragraph(clean(answer["note"]), style="dim")]
-    closing = f"Apply it: headway run --apply {plan_path} -- train.py" if plan_path else "No change is worth a plan."
-    parts += ["", paragraph(closing)]
+    apply = f"headway run --apply {shlex.quote(clean(plan_path))} -- train.py"
+    parts += ["", command_line("Next", apply) if plan_path else paragraph("No change is worth a plan.")]
     return draw(parts, **screen)

@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TypedDict
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -77,7 +77,7 @@ def draw(
         highlight=False,
     )
     for part in parts:
-        console.print(part)
+        console.print(part, crop=False)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().split("\n")).rstrip("\n")
     return text if unicode else to_ascii(text)
 
@@ -179,6 +179,12 @@ def paragraph(text: str | Text, *, indent: int = 2, style: str = "") -> Table:
     table.add_column(ratio=1, overflow="fold")
     table.add_row("", text if isinstance(text, Text) else Text(text, style=style))
     return table
+
+
+def command_line(label: str, command: str) -> Group:
+    """Return a command to copy, indented, on one line however long: a terminal folds it without breaking it."""
+    # In a group: a bare text is joined to others when printed, and forgets that it must not wrap.
+    return Group(Text.assemble("  ", (f"{label}  ", "dim"), (command, "bold"), no_wrap=True, overflow="ignore"))
 
 
 def joined(parts: Sequence[str], separator: str = " · ") -> str:

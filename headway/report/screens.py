@@ -11,6 +11,7 @@ headway whatif                                             input=none
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -18,7 +19,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.units import format_bytes
+from headway.core.units import format_bytes, format_rate
 from headway.report.figures import (
     Json,
     clean,
@@ -31,7 +32,7 @@ from headway.report.figures import (
     seconds,
     speedup,
 )
-from headway.report.paper import ScreenOptions, add_row, draw, grid, joined, paragraph, title
+from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, paragraph, title
 
 WHOLE_PLAN = "plan"
 """The row of `run.applied` that stands for all remedies together, where there is one."""
@@ -63,7 +64,7 @@ def _run_sentence(run: Json) -> Text:
     ending = run.get("exit") or {}
     kind, code = clean(ending.get("class", "")), ending.get("code")
     rate = finite(run.get("steps_per_s"))
-    speed = f"{rate:.3g} steps/s" if rate is not None else ""
+    speed = f"{format_rate(rate)} steps/s" if rate is not None else ""
     facts = joined([speed, f"goodput {percent(run['goodput'])}" if finite(run.get("goodput")) is not None else ""])
     if kind in ("ok", "") and not code:
         return Text.assemble(("Done. ", "bold"), facts)
@@ -133,8 +134,8 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     if plan.get("note"):
         parts += ["", paragraph(clean(plan["note"]), style="dim")]
     if chosen and plan_path:
-        command = f"headway run --apply {clean(plan_path)} -- <your script and its arguments>"
-        parts += ["", Text.assemble("  ", ("Next  ", "dim"), (command, "bold"), overflow="fold")]
+        command = f"headway run --apply {shlex.quote(clean(plan_path))} -- <your script and its arguments>"
+        parts += ["", command_line("Next", command)]
     return draw(parts, **screen)
 
 
@@ -205,7 +206,7 @@ def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **scr
     regressions = [_plain(r) for r in comparison.get("regressions") or ()]
     if ratio:
         word = "faster" if ratio >= 1 else "slower"
-        rates = [f"{rate:.3g}" for raw in comparison.get("steps_per_s") or () if (rate := finite(raw)) is not None]
+        rates = [format_rate(rate) for raw in comparison.get("steps_per_s") or () if (rate := finite(raw)) is not None]
         detail = f" ({' -> '.join(rates)} steps/s)" if len(rates) == 2 else ""
         times = speedup(max(ratio, 1 / ratio))
         pace = "as fast as the first" if times == "1.00x" else f"{times} {word}"

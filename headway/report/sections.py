@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.units import format_rate
 from headway.ledger.buckets import SUB_LINES
 from headway.report.charts import HeatMap
 from headway.report.figures import (
@@ -96,7 +97,7 @@ def key_figures(why: Json, run: Json | None) -> str:
         ("Devices", count(why.get("devices"))),
         ("Wall time", seconds(why.get("wall_s"))),
         ("Steps", count(why.get("steps"))),
-        ("Steps per second", f"{rate:.3g}" if rate is not None else "-"),
+        ("Steps per second", format_rate(rate) if rate is not None else "-"),
         ("Speedup", speedup(next((row.get("measured_speedup") for row in whole), None))),
         ("Goodput", percent(why.get("goodput"))),
         ("MFU", percent((why.get("mfu") or {}).get("mfu"))),
@@ -338,7 +339,7 @@ def plan_part(plan: Json | None) -> str:
         if chosen
         else "Nothing that headway itself can apply gains more than the noise of two runs."
     )
-    return section("plan", "Plan", lead, f'<div class="scroll"><table>{head}{rows}</table></div>')
+    return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')
 
 
 def _proposal(row: Json, chosen: bool) -> str:

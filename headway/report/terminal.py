@@ -14,6 +14,7 @@ percent of devices x wall.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -40,7 +41,19 @@ from headway.report.figures import (
     worth_naming,
 )
 from headway.report.job_lines import job_lines
-from headway.report.paper import ScreenOptions, add_row, bar, draw, grid, joined, paragraph, screen_of, thin_bar, title
+from headway.report.paper import (
+    ScreenOptions,
+    add_row,
+    bar,
+    command_line,
+    draw,
+    grid,
+    joined,
+    paragraph,
+    screen_of,
+    thin_bar,
+    title,
+)
 from headway.report.screens import (
     render_compare,
     render_doctor,
@@ -99,7 +112,7 @@ def render_why(why: Json, *, source: str = "", next_command: str = "", **screen:
         parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
     command = next_command or _next_command(why, source)
     if command:
-        parts += ["", Text.assemble("  ", ("Next  ", "dim"), (command, "bold"))]
+        parts += ["", command_line("Next", command)]
     return draw(parts, **screen)
 
 
@@ -257,5 +270,5 @@ def _next_command(why: Json, source: str) -> str:
     gains = [finite(c.get("predicted_speedup")) or 0.0 for c in why.get("causes") or ()]
     operations = bool(why.get("straggler")) or str(source).endswith(".parquet")
     if gains and max(gains) >= GAIN_WORTH_NAMING and not operations:
-        return f"headway plan {clean(source)}"
-    return f"headway report {clean(source)} -o report.html"
+        return f"headway plan {shlex.quote(clean(source))}"
+    return f"headway report {shlex.quote(clean(source))} -o report.html"

@@ -15,6 +15,7 @@ deadline, and RUN/hang/<n>.json is written. Times in ns on CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections import deque
@@ -227,6 +228,8 @@ class HangWatch:
         return {followed.header.rank: followed for followed in order}
 
     def _judge(self, now_ns: int) -> None:
+        if self.expired:  # the ranks are being ended: what is seen of them now explains nothing
+            return
         ranks = self.ranks()
         states = {rank: process_probe.state(followed.header.pid) for rank, followed in ranks.items()}
         alive = {rank: followed for rank, followed in ranks.items() if states[rank] not in ("X", "Z")}
@@ -313,7 +316,7 @@ class HangWatch:
         try:
             folder.mkdir(exist_ok=True)
             write_json(path, {**facts, "groups": groups, "ranks": rows})
-            where = f"See: headway hang {self.run}"
+            where = f"See: headway hang {shlex.quote(str(self.run))}"
         except OSError as cause:
             where = f"{path} could not be written: {cause}"
         self._say(f"{summary(rows, facts['silent_s'])}. {where}")

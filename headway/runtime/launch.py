@@ -12,6 +12,7 @@ elastic rendezvous (`headway.runtime.elastic`). Seconds are wall seconds.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -457,7 +458,7 @@ def _failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, al
         return f"headway: stopped by Ctrl-C. The run is in {run}\n"
     how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
     how = "ended for making no progress" if first.hung else how
-    do = f"who was waited for says: headway hang {run}" if first.hung else advice(first, end.cls)
+    do = f"who was waited for says: headway hang {shlex.quote(str(run))}" if first.hung else advice(first, end.cls)
     what = f"{how}, class {end.cls}): {do}"
     head = f"headway: rank {first.rank} failed first ({what}. The run is in {run}\n"
     if end.traceback:

@@ -91,7 +91,11 @@ class LoggerBridge:
         if session is None:
             # A launched rank begins to record when its script imports torch.
             early = "HEADWAY_RUN" in os.environ and "torch" not in sys.modules
-            remedy = "Call it after `import torch`" if early else "Use `headway run`, or `with headway.run():`"
+            remedy = (
+                "Call it after `import torch`"
+                if early
+                else "Use `headway run`, or call it inside `with headway.run():`"
+            )
             warn(f"log_to reports nothing: nothing is recorded here{' yet' if early else ''}. {remedy}")
             return
         self._worker = Worker(self._report, capacity=QUEUE, when_full="drop", name="headway-log-to")

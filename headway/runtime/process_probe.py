@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -113,7 +114,24 @@ def _stack(file: Path, begin: int, asked: bool, deadline_s: float) -> str:
         text = file.read_bytes()[begin:].decode(errors="replace").strip()
     except OSError as cause:
         return f"not readable: {cause}"
-    return text or f"no answer within {deadline_s:g} s"
+    return _unescaped(text) or f"no answer within {deadline_s:g} s"
+
+
+def _unescaped(text: str) -> str:
+    r"""Return what faulthandler wrote with its escapes, which it uses for all beyond ASCII, as the letters they mean.
+
+    >>> _unescaped(r'File "/data/m\xfcller/\u03b1.py", line 3')
+    'File "/data/müller/α.py", line 3'
+    """
+    return re.sub(r"\\(?:x(..)|u(....)|U(.{8}))", _letter, text)
+
+
+def _letter(escape: re.Match[str]) -> str:
+    """Return the character of one escape; what is none stays."""
+    try:
+        return chr(int(escape[1] or escape[2] or escape[3], 16))
+    except (ValueError, OverflowError):
+        return escape[0]
 
 
 def _wait_channel(pid: int) -> str:

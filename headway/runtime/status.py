@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.units import format_fraction, format_seconds
+from headway.core.units import format_fraction, format_rate, format_seconds
 from headway.runtime.drain import Drainer
 from headway.runtime.streams import Streams, write_all
 from headway.trace.records import RingHeader
@@ -55,7 +55,7 @@ class Progress:
         total_ns = max(sum(amounts.values()), 1)
         top = max((name for name in amounts if name != "useful"), key=lambda name: amounts[name])
         return (
-            f"step {figures.steps} | {figures.steps_per_s:.3g} steps/s | "
+            f"step {figures.steps} | {format_rate(figures.steps_per_s)} steps/s | "
             f"goodput {format_fraction(figures.goodput, 0)} | "
             f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
         )
@@ -112,7 +112,9 @@ class StatusLine:
         while not self._done.wait(REDRAW_S if self._terminal else PLAIN_EVERY_S):
             text = self.progress.line(time.perf_counter_ns())
             if not self._terminal:
-                self._write(f"headway: {text}\n")
+                begin = "" if self._streams.at_line_start else "\n"  # a rank printed half a line
+                self._streams.at_line_start = True
+                self._write(f"{begin}headway: {text}\n")
             elif self._streams.at_line_start:
                 styled = _styled(text)
                 with self._lock:
@@ -133,8 +135,7 @@ def _styled(text: str) -> str:
     from rich.text import Text
 
     console = Console(file=sys.stderr, force_terminal=True)
-    line = Text("headway ", style="bold cyan")
-    line.append(text)
+    line = Text.assemble(("headway ", "bold cyan"), text)
     line.truncate(max(console.width - 1, 8), overflow="ellipsis")
     with console.capture() as capture:
         console.print(line, end="", soft_wrap=True)

@@ -258,6 +258,16 @@ def parse(data: bytes, where: str) -> Trace:
     Raises `FormatError` with the byte offset on truncated or damaged data, on two nodes of one id and on a dependency
     on a node that is not there.
     """
+    try:
+        return _parsed(data, where)
+    except InputError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as cause:  # text that is no UTF-8, tables of no shape
+        raise FormatError(f"{where} is damaged: {cause}. Write it again.") from cause
+
+
+def _parsed(data: bytes, where: str) -> Trace:
+    """Decode the messages and build the trace."""
     found = delimited(data, where)
     head = _decode("GlobalMetadata", *next(found, (0, b"")), where)
     facts = {attribute.name: _value(attribute) for attribute in head.attr}
@@ -316,6 +326,9 @@ def _trace(ops: list[Any], own: dict[str, Any] | None, where: str, version: str)
             "peer": given.get("headway.peer", given.get("comm_dst" if kind == "SEND" else "comm_src", -1)),
         }
         rows.append(row)
+    for text in (*names, *lanes):
+        if not isinstance(text, str):  # what is no UTF-8 comes as bytes
+            raise FormatError(f"{where} is damaged: the name {text!r} is not UTF-8. Write it again.")
     timed = not ops or any(op.HasField("start_time_micros") and op.start_time_micros for op in ops)
     plain = {"source": "chakra", "version": version, "timed": timed or len(ops) == 1}
     try:

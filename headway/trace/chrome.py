@@ -79,7 +79,7 @@ def parse(data: bytes, where: str) -> Trace:
     """Decode the JSON text of a file that `write` wrote; `where` names it in messages."""
     try:
         document = msgspec.json.decode(data, type=_Document)
-    except msgspec.DecodeError as cause:
+    except (msgspec.DecodeError, UnicodeDecodeError) as cause:
         raise FormatError(f"{where} is damaged within its {len(data)} bytes: {cause}. Export it again.") from cause
     facts = document.facts
     if facts.schema != SCHEMA:

@@ -109,6 +109,7 @@ def _unpickle(data: bytes, where: str) -> Any:
         TypeError,
         AttributeError,
         OverflowError,
+        MemoryError,
     ) as cause:
         raise FormatError(
             f"{where} is a damaged pickle at byte {source.tell()} of {len(data)}: {cause}. Dump again."

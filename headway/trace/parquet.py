@@ -173,8 +173,9 @@ class Stored:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 yield file
         except (pa.ArrowException, OSError) as cause:
+            reason = str(cause).rstrip(".")
             raise FormatError(
-                f"{self.path} cannot be read as Parquet: {cause}. Record or convert the trace again."
+                f"{self.path} cannot be read as Parquet: {reason}. Record or convert the trace again."
             ) from cause
 
 

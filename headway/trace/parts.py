@@ -14,7 +14,7 @@ every code in the rows, are those that `concat` gives the whole.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -196,6 +196,13 @@ class Parts:
             return replace(self.tables, events=found[0])
         blank = self.tables.events
         events = {column: np.concatenate([blank[column], *(each[column] for each in found)]) for column in COLUMNS}
+        return replace(self.tables, events=events)
+
+    def where(self, keep: Callable[[Trace], NDArray[np.bool_]]) -> Trace:
+        """Return the rows that `keep` chooses of each rank's trace, by rank; one rank is read at a time."""
+        chosen = [part.where(keep(part)).events for part in self]
+        blank = self.tables.events
+        events = {column: np.concatenate([blank[column], *(each[column] for each in chosen)]) for column in COLUMNS}
         return replace(self.tables, events=events)
 
     def whole(self) -> Trace:

@@ -212,7 +212,8 @@ def read(path: str | Path) -> Trace:
     try:
         table = pq.read_table(path, use_threads=False)
     except (pa.ArrowException, OSError) as cause:
-        raise FormatError(f"{path} cannot be read as Parquet: {cause}. Fetch or write the file again.") from cause
+        reason = str(cause).rstrip(".")
+        raise FormatError(f"{path} cannot be read as Parquet: {reason}. Fetch or write the file again.") from cause
     for column in REQUIRED:
         if column not in table.column_names:
             raise FormatError(

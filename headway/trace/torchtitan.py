@@ -121,7 +121,7 @@ def _records(pieces: Iterable[bytes], where: str) -> tuple[list[_Record], int]:
             raise FormatError(
                 f"{where}: the line at byte {at} is no record of torchtitan: {cause}. Drop it."
             ) from cause
-        except msgspec.DecodeError as cause:
+        except (msgspec.DecodeError, UnicodeDecodeError) as cause:
             if not whole:
                 _log.warning(
                     "%s ends inside a record, at byte %d: its last %d bytes are left out", where, at, len(line)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from headway.ledger.compare import compare as compare_ledgers
 from headway.ledger.ledger import Ledger
 from headway.report.terminal import render_compare
+from headway.trace.runs import Run
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 
@@ -35,7 +37,19 @@ def compare(before: Path, after: Path, /, *, threshold: float = 0.05, whole: boo
     json
         Print one JSON object instead of text.
     """
-    comparison = compare_ledgers(Ledger.of(run_at(before)), Ledger.of(run_at(after)), threshold, whole=whole)
+    runs = run_at(before), run_at(after)
+    comparison = compare_ledgers(Ledger.of(runs[0]), Ledger.of(runs[1]), threshold, whole=whole)
+    comparison = replace(comparison, notes=(*unfinished(*runs), *comparison.notes))
     answer = comparison.to_json()
     emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code
+
+
+def unfinished(*runs: Run) -> list[str]:
+    """Return a note per run that did not end well: its steps are compared as far as it came."""
+    ends = [(name, run.meta.get("exit") or {}) for name, run in zip(("first", "second"), runs, strict=True)]
+    return [
+        f"the {name} run failed (class {end.get('class')}, exit code {end['code']}): its steps are those before that"
+        for name, end in ends
+        if end.get("code")
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
+from headway.trace.assemble import json_object
 from headway.trace.formats import open_parts
 from headway.trace.parts import Parts
 from headway.trace.runs import Run, is_run, merge
@@ -142,7 +142,7 @@ def outcomes(path: Path) -> dict[str, dict[str, Any]]:
     """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
     found: dict[str, dict[str, Any]] = {}
     for file in sorted((path / "applied").glob("r*.json")):
-        for row in json.loads(file.read_text())["remedies"]:
+        for row in json_object(file).get("remedies", []):
             if row["name"] not in found or row.get("reason_not_applied"):
                 found[row["name"]] = row
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,9 @@ from headway.report.charts import HeatMap
 from headway.report.facts import created, facts_of
 from headway.report.html import ReportData, write_report
 from headway.report.timeline import Timeline, rank_groups, timeline
+from headway.sim.ideal import replayed_trace
+from headway.trace.clocks import on_common_clock
+from headway.trace.parts import Parts
 from headway.trace.trace import Trace
 from headway.verbs.explain import Explanation, explain, ideal_of
 from headway.verbs.model_flops import ModelSpec
@@ -32,6 +36,11 @@ HEAT_BINS = 48
 
 WINDOW_STEPS = 6
 """Steps shown in the timeline."""
+
+WAITS = ("comm.wait", "comm.collective", "comm.recv")
+"""Rows in which a rank waits for others."""
+
+Seconds = NDArray[np.float64]
 
 
 def report(
@@ -70,8 +79,8 @@ def report(
 
 def report_data(explanation: Explanation, steps: str | None = None, model: ModelSpec | None = None) -> ReportData:
     """Gather what the page shows."""
-    ledger, trace = explanation.ledger, explanation.trace
-    ranks, durations = step_durations(trace)
+    ledger = explanation.ledger
+    ranks, durations, own = step_durations(explanation.parts)
     window, ideal = timelines(explanation, steps)
     meta = explanation.run.meta if explanation.run else {}
     why = why_object(explanation, model)
@@ -89,30 +98,42 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
         },
         timeline=window,
         ideal=ideal,
-        heat_maps=[*heat_maps(trace, ranks, durations), *heat_maps_of(explanation, why)],
-        facts=facts_of(meta, trace),
+        heat_maps=[*heat_maps(ranks, own), *heat_maps_of(explanation, why)],
+        facts=facts_of(meta, explanation.parts.tables),
         created=created(meta),
     )
 
 
-def step_durations(trace: Trace) -> tuple[list[int], NDArray[np.float64] | None]:
-    """Return ranks and the [ranks, steps] seconds of their steps, NaN where a rank recorded none."""
-    events = trace.where(trace.named("step")).events
-    if not len(events["step"]):
-        return [], None
-    ranks, row = np.unique(events["rank"], return_inverse=True)
-    result = np.full((len(ranks), int(events["step"].max()) + 1), np.nan)
-    result[row, events["step"]] = events["duration_ns"] / NS_PER_S
-    return ranks.tolist(), result
+def step_durations(parts: Parts) -> tuple[list[int], Seconds | None, Seconds | None]:
+    """Return ranks, the [ranks, steps] seconds of their steps, and those without waits for other ranks.
+
+    NaN where a rank recorded none; None where no rank did. One rank is read at a time.
+    """
+    size = int(known_steps(parts).max(initial=-1)) + 1
+    ranks: list[int] = []
+    whole = np.full((len(parts.numbers), size), np.nan)
+    own = whole.copy()
+    for rank in parts.numbers:
+        part = parts.read({"rank": (rank, rank + 1)}, ["step", "name", "duration_ns"])
+        steps = part.where(part.named("step")).events
+        if len(steps["step"]):
+            waits = part.where(part.named(*WAITS) & (part.events["step"] >= 0)).events
+            row = len(ranks)
+            whole[row, steps["step"]] = steps["duration_ns"] / NS_PER_S
+            own[row] = whole[row] - np.bincount(waits["step"], waits["duration_ns"] / NS_PER_S, size)
+            ranks.append(rank)
+    if not ranks:
+        return [], None, None
+    end = int(np.flatnonzero(~np.isnan(whole[: len(ranks)]).all(axis=0))[-1]) + 1
+    return ranks, whole[: len(ranks), :end], own[: len(ranks), :end]
 
 
 def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | None, Timeline | None]:
     """Return the window of the recorded trace, and beside it the ideal one where there is one."""
     from headway.verbs.trace import interval
 
-    trace = explanation.trace
-    known = np.unique(trace.events["step"])
-    known = known[known >= 0]
+    parts, program = explanation.parts, explanation.program
+    known = known_steps(parts)
     if steps is not None:
         first, end = interval(steps, "step")
         chosen = [step for step in known.tolist() if first <= step < end]
@@ -121,15 +142,38 @@ def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | N
             raise InputError(f"--steps is {steps}; {explanation.source} holds {held}. Choose steps among them.")
     else:
         size = 1 if explanation.straggler else WINDOW_STEPS
-        middle = max(0, len(known) // 2 - size // 2)
-        chosen = known[middle : middle + size].tolist()
+        replayable = known if program is None else known[known < program.recording.num_steps]
+        middle = max(0, len(replayable) // 2 - size // 2)
+        chosen = replayable[middle : middle + size].tolist()
     if not chosen:
-        return (timeline(trace), None) if len(trace) else (None, None)
-    ideal = ideal_of(trace, explanation.straggler, explanation.program)
+        return (timeline(explanation.trace), None) if len(parts) else (None, None)
     if explanation.straggler:  # times of such a trace count from the start of their step: other steps would overlap
-        trace, ideal = trace.select(steps=chosen), None if ideal is None else ideal.select(steps=chosen)
-    window = timeline(trace, steps=chosen, links=links_of(trace, chosen), groups=rank_groups(trace))
-    return window, None if ideal is None else timeline(ideal, steps=chosen, ranks=window.ranks)
+        ideal = ideal_of(explanation.trace, explanation.straggler, None)
+        trace, ideal = explanation.trace.select(steps=chosen), None if ideal is None else ideal.select(steps=chosen)
+    else:
+        trace, ideal = window_of(parts, chosen), None if program is None else replayed_trace(program)
+    window = timeline(trace, steps=chosen, links=links_of(trace, chosen), groups=rank_groups(parts.tables))
+    replayed = ideal is not None and bool(np.isin(ideal.events["step"], chosen).any())
+    return window, timeline(ideal, steps=chosen, ranks=window.ranks) if ideal is not None and replayed else None
+
+
+def known_steps(parts: Parts) -> NDArray[np.int64]:
+    """Return the numbers of the steps that any rank recorded something of, in order."""
+    found = [np.unique(parts.read({"rank": (rank, rank + 1)}, ["step"]).events["step"]) for rank in parts.numbers]
+    steps = np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
+    return np.asarray(steps[steps >= 0])
+
+
+def window_of(parts: Parts, steps: Sequence[int]) -> Trace:
+    """Return all that overlaps `steps` on any rank, on one clock; no more than one rank is read whole."""
+    inside = on_common_clock(parts.read({"step": (min(steps), max(steps) + 1)}))
+    low, high = inside.select(steps=steps).span_ns
+
+    def overlaps(part: Trace) -> NDArray[np.bool_]:
+        events = on_common_clock(part).events
+        return np.asarray((events["start_ns"] < high) & (events["start_ns"] + events["duration_ns"] > low))
+
+    return parts.where(overlaps)
 
 
 def links_of(trace: Trace, steps: list[int]) -> NDArray[np.int64]:
@@ -138,15 +182,10 @@ def links_of(trace: Trace, steps: list[int]) -> NDArray[np.int64]:
     return np.asarray(row[waited_for(trace.where(row))])
 
 
-def heat_maps(trace: Trace, ranks: list[int], step_s: NDArray[np.float64] | None) -> list[HeatMap]:
+def heat_maps(ranks: list[int], own_s: Seconds | None) -> list[HeatMap]:
     """Return each rank's own time per step (waits for other ranks taken out) against the median rank's, in bins."""
-    if step_s is None or len(ranks) < 2 or not step_s.shape[1]:
+    if own_s is None or len(ranks) < 2 or not own_s.shape[1]:
         return []
-    waits = trace.where(trace.named("comm.wait", "comm.collective", "comm.recv") & (trace.events["step"] >= 0)).events
-    inside = waits["step"] < step_s.shape[1]
-    own_s = step_s.copy()
-    place = np.searchsorted(ranks, waits["rank"][inside])
-    np.subtract.at(own_s, (place, waits["step"][inside]), waits["duration_ns"][inside] / NS_PER_S)
     edges = np.unique(np.linspace(0, own_s.shape[1], min(HEAT_BINS, own_s.shape[1]) + 1).astype(int))
     with warnings.catch_warnings():  # a bin in which no rank recorded a step is NaN, and drawn as empty
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from headway.core.errors import InputError
@@ -16,7 +17,20 @@ def newest_run() -> Path:
         raise InputError(
             f"there is no run in {RUNS.resolve()}. Record one with: headway run -- train.py, or name a run."
         )
-    return max(runs, key=lambda path: (path / "run.json").stat().st_mtime_ns if (path / "run.json").exists() else 0)
+    return max(runs, key=started_ns)
+
+
+def started_ns(path: Path) -> int:
+    """Return when the run at `path` began, in ns of the realtime clock.
+
+    As recorded: a copy or an older run finalised late keeps its place. Where no fact was kept, when the folder changed.
+    """
+    for file in [path / "run.json", *sorted(path.glob("run-host*.json"))]:
+        try:
+            return int(json.loads(file.read_text(encoding="utf-8"))["realtime_ns"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return path.stat().st_mtime_ns
 
 
 def run_at(path: Path | None) -> Run:

@@ -113,7 +113,8 @@ def export(
     else:
         write(trace, target)
     answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace), "ideal": ideal}
-    emit(answer, lambda _: f"{target}: {len(trace)} events", as_json=json)
+    written = target.name if target.exists() else f"{target.stem}.<rank>.et"  # Chakra: one file per rank
+    emit(answer, lambda _: f"{target.with_name(written)}: {len(trace)} events", as_json=json)
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -61,4 +62,4 @@ def applied_rows(
 
 def verdict_line(explanation: Explanation) -> str:
     """Return the last line of a run: the verdict in one sentence, and what to type next."""
-    return f"{verdict(explanation.to_json()).line()} Next: headway why {explanation.source}"
+    return f"{verdict(explanation.to_json()).line()} Next: headway why {shlex.quote(explanation.source)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from headway.report.terminal import render_why
@@ -30,18 +32,19 @@ def why(*source: Path, model: str | None = None, json: bool = False) -> int:
         Print one JSON object (schema headway.why/1) instead of text.
     """
     spec = None if model is None else ModelSpec.parse(model)
-    explanation = explain(list(source) or [newest_run()])
-    answer = why_object(explanation, spec)
+    paths = list(source) or [newest_run()]
+    explanation = explain(paths)
+    answer, command = why_object(explanation, spec), next_command(explanation, paths)
     emit(
         answer,
-        lambda screen: render_why(answer, source=explanation.source, next_command=next_command(explanation), **screen),
+        lambda screen: render_why(answer, source=explanation.source, next_command=command, **screen),
         as_json=json,
     )
     return 0
 
 
-def next_command(explanation: Explanation) -> str:
-    """Return what to type next: the plan where there is one, else the report."""
-    if explanation.plan is not None and explanation.plan.chosen:
-        return f"headway plan {explanation.source}"
-    return f"headway report {explanation.source} -o report.html"
+def next_command(explanation: Explanation, paths: Sequence[Path]) -> str:
+    """Return what to type next about `paths`: the plan where there is one (it takes one run), else the report."""
+    if explanation.plan is not None and explanation.plan.chosen and len(paths) == 1:
+        return shlex.join(["headway", "plan", str(paths[0])])
+    return shlex.join(["headway", "report", *map(str, paths), "-o", "report.html"])
