@@ -4,8 +4,8 @@ Nothing is imported here: an entry is "module:function", resolved where it is
 used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
-['comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', 'data.workers', 'host.gc', \
-'host.logging']
+['comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', 'data.server', \
+'data.threads', 'data.workers', 'host.gc', 'host.logging']
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ ADVISERS: dict[str, str] = {
 
 REMEDIES: dict[str, str] = {
     "data.workers": "headway.data.runtime.workers:workers",
+    "data.threads": "headway.data.runtime.switch:threads",
     "data.cache": "headway.data.runtime.cache:cache",
+    "data.server": "headway.data.runtime.sharing:server",
     "comm.bucket": "headway.comm.runtime.ddp:bucket",
     "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
     "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
@@ -34,7 +36,9 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "num_workers": "count", "prefetch_factor": "size", "persistent_workers": "flag", "pin_memory": "flag",
         "max_workers": "count",
     },
+    "data.threads": {"num_workers": "count", "prefetch_factor": "size"},
     "data.cache": {"bytes": "size"},
+    "data.server": {"cache_bytes": "size", "idle_s": "number"},
     "comm.bucket": {"bucket_mb": "number", "bucket_mb_list": "numbers", "respect_explicit": "flag"},
     "comm.gradient_view": {},
     "comm.static_graph": {},
@@ -56,7 +60,9 @@ CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.resume_check:res
 
 CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "data.workers": ("input.fetch", "input.prep"),
+    "data.threads": ("input.fetch", "input.prep", "input.transfer"),
     "data.cache": ("input.fetch", "input.prep"),
+    "data.server": ("input.fetch", "input.prep"),
     "comm.bucket": ("comm.exposed",),
     "comm.gradient_view": ("comm.exposed",),
     "comm.static_graph": ("comm.exposed",),

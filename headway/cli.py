@@ -9,6 +9,7 @@ missed; `run` exits with the first failing rank's code (128 + signal).
 
 from __future__ import annotations
 
+import errno
 import os
 import shlex
 import sys
@@ -38,10 +39,14 @@ VERBS: dict[str, tuple[str, str]] = {
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
     "trace align": ("headway.verbs.trace_align:align", "Put the clocks of all ranks on one: offset, drift, causality."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
+    "data audit": ("headway.verbs.data_audit:audit", "Prove that each example was delivered once per epoch."),
+    "data bench": ("headway.verbs.data_bench:bench", "Measure what loading and moving batches costs on this machine."),
     "data cluster": ("headway.verbs.data_cluster:cluster", "Write a table with the rows of each session side by side."),
     "data plan": ("headway.verbs.data_plan:plan", "Choose an input pipeline's order, cache, workers, offload."),
     "data profile": ("headway.verbs.data_plan:profile", "Measure what each operator of an input pipeline costs."),
+    "data serve": ("headway.verbs.data_serve:serve", "Fetch and prepare a dataset once, for all jobs of this host."),
     "data stalls": ("headway.verbs.data:stalls", "Split a run's input stalls into fetch, prep and transfer; what-if."),
+    "data status": ("headway.verbs.data_serve:status", "Say how the data servers are: jobs, hits, bytes."),
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
 }
 """Verb -> ("module:function", one line for `--help`)."""
@@ -52,6 +57,15 @@ GROUPS: dict[str, str] = {
     "data": "The input side of a run.",
 }
 """First word of the two-word verbs -> its line in `--help`."""
+
+ROOM, RIGHT = (
+    "Free some of it, or name another place.",
+    "Name another place: --out, or -o, or another folder to run in.",
+)
+PLACES: dict[int, str] = {
+    errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EROFS: RIGHT, errno.EACCES: RIGHT, errno.EPERM: RIGHT,
+}  # fmt: skip
+"""Error of the place that was written to or read from -> what to do about it."""
 
 
 def build(explained: str = "") -> App:
@@ -113,6 +127,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output went away: not an error, and nothing is left to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    except OSError as fault:
+        if fault.errno not in PLACES:
+            raise
+        where = "" if fault.filename is None else f": {fault.filename}"
+        print(f"headway: {fault.strerror}{where}. {PLACES[fault.errno]}", file=sys.stderr)
+        code = 2
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headway.data.advise import propose, worker_counts
+from headway.data.advise import neighbours, propose, worker_counts
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
@@ -214,3 +216,73 @@ def test_with_two_loaders_the_proposal_names_those_it_is_about() -> None:
     assert isinstance(drawn["data.workers"], Proposal)
     assert drawn["data.workers"].allow == "result-equivalent"
     assert drawn["data.workers"].risk.startswith("loader 1 (Labels) draws")
+
+
+def test_threads_are_proposed_where_the_hand_off_between_processes_is_what_is_left() -> None:
+    """Loads of 6 ms beside steps of 0.25 ms: workers hide them, and then pay 1.6 ms for each hand-off."""
+    made = made_of(fetch_ns=6 * MS, compute_ns=MS // 4, epoch_steps=30)
+    found = advice(made)
+    row, processes = found["data.threads"], found["data.workers"]
+
+    assert isinstance(row, Proposal)
+    assert isinstance(processes, Proposal)
+    assert row.edits == (f"workers={row.parameters['num_workers']}", "threads=true")
+    assert row.predicted_speedup >= 1.2 * processes.predicted_speedup
+    assert set(row.conflicts) == {"data.workers", "data.cache"}
+    assert row.applies
+
+
+def test_threads_are_refused_where_processes_do_as_well_or_examples_are_drawn() -> None:
+    made = made_of(fetch_ns=30 * MS, compute_ns=20 * MS, epoch_steps=120)
+    same, drawn = advice(made)["data.threads"], advice(made, draws=["random"])["data.threads"]
+
+    assert isinstance(same, Refusal)
+    assert "worker processes do as well" in same.reason
+    assert isinstance(drawn, Refusal)
+    assert "it draws random numbers (random), and threads would share the generators" in drawn.reason
+
+
+def test_threads_are_refused_where_loads_compute() -> None:
+    row = advice(made_of(prep_ns=12 * MS, compute_ns=MS, epoch_steps=10))["data.threads"]
+
+    assert isinstance(row, Refusal)
+    assert "compute for 100 % of their time" in row.reason
+
+
+def test_headways_own_loader_is_left_to_its_user() -> None:
+    found = advice(made_of(fetch_ns=30 * MS), own=True)
+
+    assert all(isinstance(row, Refusal) for row in found.values())
+    assert [row.reason.partition("pass ")[2].partition(" ")[0] for row in found.values()] == [
+        "num_workers", 'workers="threads"', "cache_bytes", 'server="auto"',
+    ]  # fmt: skip
+
+
+def test_a_server_is_proposed_where_other_jobs_read_the_same_data_meanwhile(tmp_path) -> None:
+    made = made_of(fetch_ns=30 * MS)
+    loader = {**made.meta["loaders"]["0"], "dataset": "Pictures", "dataset_size": 240}
+    begun = {"host": "here", "start_ns": 0, "end_ns": 100, "loaders": {"0": loader}}
+    runs = {
+        "ours": {**begun, "run_id": "a", "realtime_ns": 1000},
+        "beside": {**begun, "run_id": "b", "realtime_ns": 1050},
+        "going on": {**begun, "run_id": "c", "realtime_ns": 900, "end_ns": None},
+        "later": {**begun, "run_id": "d", "realtime_ns": 1200},
+        "elsewhere": {**begun, "run_id": "e", "realtime_ns": 1000, "host": "there"},
+        "other data": {**begun, "run_id": "f", "realtime_ns": 1000, "loaders": {"0": {**loader, "dataset_size": 9}}},
+        "broken": {"run_id": "g"},
+    }
+    for name, facts in runs.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps(facts))
+    run = SimpleNamespace(path=tmp_path / "ours", meta=runs["ours"])
+    meta = {**made.meta, "loaders": {"0": loader}, "compute_cpu_fraction": 0.0}
+    program = replace(Program.from_trace(made.trace, meta), run=run)
+    rows = {row.name: row for row in propose(None, program, Setup.from_facts(meta, memory_bytes=10**9))}
+    row = rows["data.server"]
+
+    assert neighbours(run, {0: loader}) == 2
+    assert isinstance(row, Proposal)
+    assert row.edits == ("input.fetch=0.333x", "input.prep=0.333x")
+    assert row.predicted_speedup > 1.5
+    assert row.allow == "result-equivalent"
+    assert isinstance(advice(made)["data.server"], Refusal)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.cache import cache
 from headway.data.runtime.examples import encode
 from headway.runtime.remedy import Applied, Refused
@@ -194,6 +195,14 @@ class Together(Counted):
 
     def __getitems__(self, indices):
         return {"x": torch.tensor(indices), "y": torch.tensor(indices)}
+
+
+def test_headways_own_loader_keeps_its_examples_itself():
+    with applied(cache, {"bytes": 10**6}) as context:
+        list(OwnLoader(Counted(8), 4))
+
+    assert isinstance(context.outcomes[-1], Refused)
+    assert "headway's own loader" in context.outcomes[-1].reason
 
 
 def test_a_dataset_that_reads_many_in_another_form_is_left_alone():

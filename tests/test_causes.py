@@ -10,7 +10,7 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.ledger.cause import Cause, ranked
-from headway.ledger.causes import EDIT_OF_CAUSE, RULES, Fix, find_causes
+from headway.ledger.causes import EDIT_OF_CAUSE, MOST_RANKS, RULES, Fix, find_causes
 from headway.ledger.ledger import Ledger
 from tests.runs_made import MS, RunMaker
 
@@ -85,6 +85,22 @@ def test_ranks_that_are_late_in_turn_are_one_cause_without_a_culprit():
     rows = [cause for cause in find_causes(Ledger.of(maker.make())) if cause.cause == "straggler.rank"]
 
     assert [row.where for row in rows] == ["ranks in turn"]
+
+
+def test_of_many_ranks_that_are_late_in_turn_the_most_frequent_are_named():
+    found = Ledger.of(
+        RunMaker(**QUIET, ranks=4, compute_ns=lambda rank, step: (5 + 6 * (step % 4 == rank)) * MS).make()
+    )
+    many = {rank: 1000 + rank for rank in range(MOST_RANKS + 3)}
+    told = []
+    for times in (many, {0: 3, 1: 2}, dict.fromkeys(range(4), 0)):
+        lateness = replace(found.lateness, times_last=times, num_collectives=10**6)
+        causes = find_causes(replace(found, lateness=lateness))
+        told += [cause.evidence.partition("another rank")[2] for cause in causes if cause.cause == "straggler.rank"]
+
+    assert told[0].startswith(": rank 3 1,003x, rank 4 1,004x")
+    assert told[0].endswith(" and 3 more")
+    assert told[1:] == [": rank 0 3x, rank 1 2x", ""]
 
 
 def test_a_save_that_others_wait_for_is_a_checkpoint_stall_not_a_straggler():
@@ -211,7 +227,7 @@ def test_a_missing_run_json_costs_only_the_words_it_would_have_given():
 def test_with_two_loaders_where_names_both():
     made = RunMaker(steps=20, fetch_ns=20 * MS).make()
     first = made.meta["loaders"]["0"]
-    made.meta["loaders"] = {"0": first, "1": {**first, "dataset": "Labels", "num_workers": 2}}
+    made.meta["loaders"] = {"0": first, "1": {**first, "dataset": "Labels", "num_workers": 1}}
     causes = {cause.cause: cause for cause in find_causes(Ledger.of(made))}
 
-    assert causes["input.fetch"].where == "MadeDataset, 0 workers per rank; Labels, 2 workers per rank"
+    assert causes["input.fetch"].where == "MadeDataset, 0 workers per rank; Labels, 1 worker per rank"

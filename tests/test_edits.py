@@ -12,7 +12,8 @@ from headway.sim.edits import EDITS, Edit, Scenario, parse_edit, scenario_of
 EXAMPLES = {
     "straggler": "none", "input": "instant", "input.fetch": "0.5x", "input.prep": "2x", "input.transfer": "none",
     "comm": "0.5x", "checkpoint": "none", "host": "instant", "host.gc": "0.1x", "host.logging": "none",
-    "op:GLOB": "0.5x", "workers": "4", "prefetch": "3", "persistent": "true", "cache_fraction": "0.25",
+    "op:GLOB": "0.5x", "workers": "4", "prefetch": "3", "persistent": "true", "threads": "true",
+    "cache_fraction": "0.25",
     "cache_cold": "1", "cache_shards": "2", "bucket_mb": "25", "bandwidth": "2x", "cores": "8", "storage": "2x",
     "accelerator": "3x", "logging": "buffered", "gc": "frozen:100",
 }  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.cache import TieredCache
+from headway.data.flights import Flights
 from headway.data.opportunistic import Opportunistic
 
 
@@ -120,3 +121,20 @@ def test_a_state_carries_the_counts_and_what_each_job_still_needs():
 
     assert again.num_given == order.num_given
     assert {job: again.needed(job).tolist() for job in "ab"} == {job: order.needed(job).tolist() for job in "ab"}
+
+
+def test_what_is_on_its_way_for_another_job_counts_as_cached():
+    flights = Flights(random=True)
+    order = Opportunistic({"a": range(50), "b": range(50)}, 1, cache=TieredCache(0), nearby=flights)
+    order.draw("b")
+    mine = order.draw("a")
+    flight = flights.launch(mine, draw=0, start=None, payload=None, due=0)
+    flight.jobs.add("a")
+    assert order.draw("b") == mine
+    other = next(item for item in range(50) if item in order.needed("a") and item in order.needed("b"))
+    flight = flights.launch(other, draw=0, start=None, payload=None, due=0)
+    flights.land(flight.number)
+    flights.gone(other)
+    before = order.num_substituted["b"]
+    order.draw("b")
+    assert order.num_substituted["b"] == before

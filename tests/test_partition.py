@@ -158,6 +158,22 @@ def test_a_partition_map_is_disjoint_covers_what_fits_and_is_the_same_on_every_h
         assert all(owners.owner(item) is None for item in set(range(num)) - set(flat))
 
 
+@settings(max_examples=20)
+@given(num=st.integers(1, 60), hosts=st.integers(1, 5), seed=st.integers(0, 99))
+def test_the_hosts_of_an_item_are_ranked_as_they_would_own_it_one_after_the_other_without_those_before(
+    num, hosts, seed
+):
+    names = [f"host{i}" for i in range(hosts)]
+    owners = PartitionMap(num, names, seed=seed)
+    for item in {0, num // 2, num - 1}:
+        left, expected = list(names), []
+        while left:
+            expected.append(PartitionMap(num, left, seed=seed).owner(item))
+            left.remove(expected[-1])
+
+        assert owners.ranked(item) == expected
+
+
 def test_room_that_is_left_holds_a_sample_of_what_other_hosts_hold():
     owners = PartitionMap(1000, ["a", "b", "c"], seed=1, capacity=250)
     copies = owners.copies("a", 100)

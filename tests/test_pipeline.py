@@ -21,7 +21,9 @@ from headway.data.ops import KINDS, Stage, may_swap
 from headway.data.optimize import Op, Profile, legal_orders
 from headway.data.optimize import plan as best_plan
 from headway.data.runtime import ops
-from headway.data.runtime.pipeline_loader import LOCK_WAIT, lock_wait_fraction
+from headway.data.runtime.chain import _GENERATORS, generator
+from headway.data.runtime.keyed import Keys
+from headway.data.runtime.threads import LOCK_WAIT, lock_wait_fraction
 
 IMAGES = SyntheticJpeg(24, 64, 48, seed=3)
 
@@ -284,6 +286,16 @@ def test_a_filter_makes_batches_smaller_and_is_counted():
     assert (loader.dropped, loader.skipped) == (6, 0)
 
 
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "workers": "processes"}])
+def test_a_batch_that_lost_all_its_examples_is_left_out_and_each_is_counted_once(options):
+    images = SyntheticJpeg(8, 16, 12)
+    kept = {images.read(index) for index in (0, 1, 6)}
+    loader = Pipeline(images).filter(kept.__contains__).decode().batch(2).loader(**options)
+    assert [batch["ids"].tolist() for batch in loader] == [[0, 1], [6]]
+    assert loader.dropped == 5
+    assert loader.state_dict()["epoch"] == 1
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_workers": 2, "workers": "threads"}, {"num_workers": 1, "workers": "processes"}],
@@ -349,11 +361,13 @@ def test_python_code_waits_for_the_interpreter_lock_and_numpy_does_not():
     def numeric(x):
         return np.sort(np.random.default_rng(0).random(150_000))[:2]
 
-    heavy, light = (Pipeline(Numbers(24)).map(function).loader().dataset.chain for function in (python, numeric))
+    heavy, light = (Pipeline(Numbers(24)).map(function).loader().dataset for function in (python, numeric))
+
+    keys = Keys(range(8), [0] * 8, seed=0, epoch=0, batch=0)
 
     # Pure Python leaves each of two threads half the lock; sorting lets go of it.
-    assert max(lock_wait_fraction(heavy) for _ in range(2)) > LOCK_WAIT
-    assert min(lock_wait_fraction(light) for _ in range(2)) < LOCK_WAIT
+    assert max(lock_wait_fraction(heavy, keys) for _ in range(2)) > LOCK_WAIT
+    assert min(lock_wait_fraction(light, keys) for _ in range(2)) < LOCK_WAIT
 
 
 def test_users_collate_gets_the_examples():
@@ -389,6 +403,30 @@ def test_operators_do_what_they_say():
     assert crop(image, rng).shape == (24, 24, 3)
     with pytest.raises(InputError, match="smaller than a crop"):
         ops.crop(image, rng, size=(41, 10))
+
+
+def test_a_resize_keeps_pixels_together_and_writes_where_it_is_told():
+    rng = np.random.default_rng(1)
+    window = rng.integers(0, 256, (60, 70, 3), dtype=np.uint8)[5:45, 10:63]
+    place = np.zeros((24, 30, 3), np.uint8)
+
+    made = ops.resize(window, size=(24, 30))
+
+    assert made.flags.c_contiguous
+    assert ops.resize(window, size=(24, 30), out=place) is place
+    assert np.array_equal(place, made)
+    assert ops.resize(window, size=(24, 30), out=place.astype(np.float32)) is not place  # of another type
+
+
+def test_a_users_generator_is_its_own_and_ours_draws_the_same_numbers():
+    kept = []
+    chain = Pipeline(Numbers(4)).map(lambda x, rng: kept.append(rng) or x, random=True).loader().dataset.chain
+    for index in range(2):
+        chain.run(index, seed=index)
+
+    assert kept[0] is not kept[1]
+    for seed, stage in ((5, 1), (2**64 - 1, 3)):
+        assert _GENERATORS.keyed(seed, stage).random(3).tolist() == generator(seed, stage).random(3).tolist()
 
 
 def test_images_that_are_no_jpeg_are_decoded_and_damaged_ones_refused():

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from headway.data import DataLoader as OwnLoader
 from headway.runtime.finalise import loaders
 from headway.runtime.probe_input import batch_bytes, loader_facts, read_delay
 from tests.recorded import recording, rows
@@ -252,6 +253,17 @@ def test_what_examples_draw_from_is_a_fact_of_their_loader(tmp_path, workers, da
     facts = loaders(tmp_path)["0"]
 
     assert (facts["draws"], facts["collate_draws"]) == (draws, collate_draws)
+
+
+def test_headways_own_seeding_is_no_draw_of_the_dataset(tmp_path):
+    with recording(tmp_path):
+        for loader in (OwnLoader(Augmented(), 4), DataLoader(Augmented(), 4)):
+            for _ in loader:
+                pass
+    facts = loaders(tmp_path)
+
+    assert [facts[group]["draws"] for group in "01"] == [None, []]
+    assert [facts[group]["own"] for group in "01"] == [True, False]
 
 
 def test_two_loaders_are_told_apart_and_one_that_was_not_read_is_not_judged(tmp_path):

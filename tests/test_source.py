@@ -5,15 +5,19 @@ from __future__ import annotations
 import io
 import pickle
 import tarfile
+import tempfile
 import threading
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pyarrow import parquet
 
 from headway.core.errors import FormatError, InputError
-from headway.data.source import FolderSource, ParquetSource, SyntheticJpeg, TarSource, Throttled
+from headway.data.runtime.pipeline import Pipeline
+from headway.data.source import FolderSource, ParquetSource, SyntheticJpeg, TarSource, Throttled, tar_members
 
 
 @pytest.fixture
@@ -34,6 +38,39 @@ def test_a_folder_is_read_by_path_and_labelled_by_folder(tmp_path, payloads):
     before = source.fingerprint()
     (tmp_path / "class1" / "new.jpg").write_bytes(b"x")
     assert FolderSource(tmp_path).fingerprint() != before
+
+
+def test_files_come_in_the_order_of_their_paths_and_links_to_folders_are_left_out(tmp_path):
+    """Folders and files whose names are prefixes of each other: the order is that of the parts of the path."""
+    names = [
+        "a/b.jpg",
+        "a.jpg",
+        "a-b/1.png",
+        "a/b/1.jpg",
+        "a.b/2.JPEG",
+        "a/no.txt",
+        "Z/.jpg",
+        "b/c/d/e.jpg",
+        "b/.x/1.jpg",
+    ]
+    for name in names:
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_bytes(name.encode())
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "root" / "a", target_is_directory=True)
+    (tmp_path / "root" / "0.jpg").symlink_to(tmp_path / "root" / "a.jpg")
+    (tmp_path / "root" / "folder.jpg").mkdir()
+    wanted = {".jpg", ".jpeg", ".png"}
+    expected = sorted(
+        path for path in (tmp_path / "root").rglob("*")
+        if (path.suffix.lower() in wanted or path.name == ".jpg") and path.is_file() and "link" not in path.parts
+    )  # fmt: skip
+    source = FolderSource(str(tmp_path / "root"))
+
+    assert [source.read(k) for k in range(len(source))] == [path.read_bytes() for path in expected]
+    assert [source.meta(k)["label"] for k in range(len(source))] == [
+        sorted({path.parent.as_posix() for path in expected}).index(path.parent.as_posix()) for path in expected
+    ]
+    assert pickle.loads(pickle.dumps(source)).read(2) == source.read(2)
 
 
 def test_tar_members_are_read_in_place_also_by_threads_and_copies(tmp_path, payloads):
@@ -61,6 +98,50 @@ def test_tar_members_are_read_in_place_also_by_threads_and_copies(tmp_path, payl
     (tmp_path / "1.tar").write_bytes(b"")
     with pytest.raises(FormatError, match="Fetch the shard again"):
         source.read(6)
+
+
+def listed_or_damaged(*where):
+    try:
+        return tar_members(*where)
+    except FormatError:
+        return "damaged"
+
+
+tar_names = st.text("aé/.", min_size=1, max_size=3).map(lambda text: text.strip("/") or "x")
+
+
+@settings(max_examples=60)
+@given(
+    members=st.lists(
+        st.tuples(tar_names, st.sampled_from([0, 1, 60, 99, 130]), st.integers(0, 1200), st.sampled_from("0005123")),
+        max_size=8,
+    ),
+    layout=st.sampled_from([tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]),
+    mtime=st.sampled_from([0, 1.5]),
+    cut=st.sampled_from([0, 0, 0, 1, 512, 1024, 10_000]),
+)
+def test_members_are_those_that_tarfile_finds_and_so_are_errors(members, layout, mtime, cut):
+    """Short and long names, folders, links, extended headers, files that end too early."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w", format=layout) as tar:
+        for number, (name, longer, size, kind) in enumerate(members):
+            member = tarfile.TarInfo(f"{number}/{'d' * (longer // 2)}/{'n' * (longer // 2)}{name}")
+            member.type, member.mtime, member.linkname = kind.encode(), mtime, "elsewhere"
+            member.size = size if kind == "0" else 0
+            try:
+                tar.addfile(member, io.BytesIO(bytes(size)))
+            except ValueError:  # a name too long for this layout
+                continue
+    whole = written.getvalue()[: len(written.getvalue()) - cut]
+
+    with tempfile.NamedTemporaryFile(suffix=".tar") as file:
+        file.write(whole)
+        file.flush()
+        ours = listed_or_damaged(file.name)
+        with open(file.name, "rb") as opened:
+            theirs = listed_or_damaged(file.name, opened)  # by tarfile alone
+
+    assert ours == theirs
 
 
 def test_parquet_rows_come_back_across_row_groups(tmp_path, payloads):
@@ -117,6 +198,7 @@ def test_throttled_storage_delivers_its_rate_and_latency():
     ("make", "message"),
     [
         (lambda folder: FolderSource(folder), "Pass another folder"),
+        (lambda folder: FolderSource(folder / "nowhere"), "Pass another folder"),
         (lambda folder: TarSource([folder / "none.tar"]), "Unpack it"),
         (lambda folder: ParquetSource(folder / "none.parquet", "x"), "cannot be read as Parquet"),
         (lambda folder: SyntheticJpeg(0), "each must be 1 or more"),
@@ -133,3 +215,25 @@ def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
 
     with pytest.raises(InputError, match="no column 'picture'; it has: image"):
         ParquetSource(tmp_path / "a.parquet", "picture")
+
+
+class Cut(SyntheticJpeg):
+    """Images of which three are damaged: cut in the middle, cut in the header, empty."""
+
+    def read(self, index):
+        whole = super().read(index)
+        return {1: whole[: len(whole) // 2], 3: whole[:10], 4: b""}.get(index, whole)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 2, "workers": "threads"}, {"num_workers": 1, "workers": "processes"}], ids=str
+)
+def test_truncated_images_are_named_or_skipped_and_counted(options):
+    pipeline = Pipeline(Cut(6, 64, 48)).decode().crop(32, 32).batch(3)
+
+    with pytest.raises(FormatError, match=r"cannot be decoded.*on_error='skip'") as raised:
+        list(pipeline.loader(**options))
+    loader = pipeline.loader(on_error="skip", **options)
+    assert [batch["label"].tolist() for batch in loader] == [[0, 2], [5]]
+    assert loader.skipped == 3
+    assert "example 1" in "".join([str(raised.value), *getattr(raised.value, "__notes__", [])])

@@ -266,3 +266,109 @@ def test_jobs_on_different_data_cannot_share():
         made("shared", fingerprint="x").add("a", [1], fingerprint="y")
     with pytest.raises(InputError, match="size is -1"):
         made("shared", size=-1)
+
+
+UNCOUPLED = [name for name in ORDERS if not ORDERS[name].coupled]
+
+
+@pytest.mark.parametrize("name", UNCOUPLED)
+@settings(max_examples=30)
+@given(calls=st.lists(st.sampled_from(["a", "b", "c", "step", "save", "begin"]), max_size=80), seed=st.integers(0, 99))
+def test_jobs_that_draw_on_their_own_receive_each_item_once_also_between_steps_and_states(name, calls, seed):
+    jobs = overlapping(seed)
+    order, left = made(name, jobs, seed), {job: set(items.tolist()) for job, items in jobs.items()}
+    for call in calls:
+        if call == "step":
+            for item, receivers in order.step().items():
+                for job in receivers:
+                    left[job].remove(item)
+        elif call == "save":
+            state, order = order.state_dict(), made(name)
+            order.load_state_dict(through_a_file(state))
+        elif call == "begin":
+            order.begin("a", epoch=1, remaining=sorted(left["a"]))
+        elif left[call]:
+            left[call].remove(order.draw(call))
+        else:
+            assert order.draw(call) is None
+        assert {job: order.remaining(job) for job in jobs} == {job: len(need) for job, need in left.items()}
+
+    assert {job: set(order.needed(job).tolist()) for job in jobs} == left
+
+
+def test_bitmaps_are_brought_up_to_date_between_draws(monkeypatch):
+    monkeypatch.setattr(job_order, "BUILD_STEPS", 5)
+    for name in UNCOUPLED:
+        order = made(name, {"a": range(23), "b": range(9)})
+        assert sorted(iter(lambda order=order: order.draw("a"), None)) == list(range(23))
+        assert order.remaining("b") == 9
+
+
+def test_coupled_jobs_do_not_draw_alone():
+    with pytest.raises(InputError, match="the jobs of Dependent draw together"):
+        made("dependent", {"a": [1]}).draw("a")
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_a_job_may_begin_any_epoch_with_what_is_left_of_it(name):
+    order = made(name, {"a": range(10)}, 1)
+    order.step()
+    order.add("b", range(10), epoch=4, remaining=[2, 5, 7])
+    order.begin("a", epoch=7, remaining=[1, 2])
+    received = drained(order)
+
+    assert {job: sorted(items) for job, items in received.items()} == {"a": [1, 2], "b": [2, 5, 7]}
+    assert (order.epoch("a"), order.epoch("b")) == (7, 4)
+    order.restart("b")
+    assert (order.epoch("b"), order.remaining("b")) == (5, 10)
+    with pytest.raises(InputError, match="still needs items that are not its own"):
+        order.begin("a", epoch=0, remaining=[11])
+
+
+def test_an_independent_job_that_resumes_goes_on_in_its_own_order():
+    order = made("independent", {"a": range(30)}, 3)
+    whole = [order.draw("a") for _ in range(30)]
+    again = made("independent", {}, 3)
+    again.add("a", range(30), remaining=sorted(whole[12:]))
+
+    assert [again.draw("a") for _ in range(18)] == whole[12:]
+
+
+def test_a_shared_job_that_joins_begins_where_another_has_used_its_items_not_where_it_draws():
+    order = Shared({"a": range(100)}, seed=2)
+    drawn = [order.draw("a") for _ in range(40)]
+    order.ahead = {"a": 15}
+    order.add("b", range(100))
+
+    assert [order.draw("b") for _ in range(15)] == drawn[25:]
+
+
+def test_nobody_begins_where_a_job_runs_through_its_last_items_alone():
+    order = Shared({"a": range(100)}, seed=2)
+    for _ in range(50):
+        order.draw("a")
+    order.add("b", range(100))
+    for _ in range(50):
+        order.draw("a")
+    for _ in range(80):
+        order.draw("b")
+    order.restart("a")
+    first = [order.draw("a") for _ in range(100)]
+    order.add("c", range(100))
+
+    assert [order.draw("c") for _ in range(100)] != first
+    assert sorted(first) == list(range(100))
+
+
+def test_a_job_that_fell_behind_catches_up_and_then_meets_the_others_items():
+    order = Shared({"fast": range(200), "slow": range(200)}, seed=4)
+    for _ in range(120):
+        order.draw("fast")
+    slow = [order.draw("slow") for _ in range(20)]
+    assert not order.catch_up("fast")
+    assert order.catch_up("slow")
+    together = [order.draw("fast") for _ in range(60)]
+    assert [order.draw("slow") for _ in range(60)] == together
+    rest = list(iter(lambda: order.draw("slow"), None))
+
+    assert sorted(slow + together + rest) == list(range(200))

@@ -217,3 +217,63 @@ def test_a_split_of_the_planner_divides_the_cache():
 def test_bad_input_is_one_clear_error(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+def test_what_is_needed_goes_last_and_what_is_in_nobodys_way_stays_for_the_next_epoch():
+    """Nobody needs it (first to leave) < nobody had it yet this epoch < some had it and others still need it."""
+    cache = TieredCache(3, policies="needed")
+    for item in range(3):
+        cache.put(item, "encoded", b"x")
+    cache.expect([1, 2])
+    cache.expect([2])
+    cache.get(2)
+    assert cache.put(7, "encoded", b"x", refs=1)
+    assert cache.items() == {1, 2, 7}
+    assert cache.put(8, "encoded", b"x", refs=2)
+    assert cache.items() == {2, 7, 8}
+    assert not cache.put(9, "encoded", b"x", refs=0)
+    assert not cache.put(9, "encoded", b"x", refs=1)
+
+
+@pytest.mark.parametrize("cached", [0.2, 0.5])
+def test_one_job_has_the_hits_of_a_static_cache_under_needed(cached):
+    num = 500
+    cache, hits = TieredCache(int(cached * num), policies="needed"), []
+    for epoch in range(3):
+        cache.expect(range(num))
+        before = cache.hits
+        for item in permute(num, 5, epoch)(np.arange(num)).tolist():
+            if cache.get(item) is None:
+                cache.put(item, "encoded", b"x")
+        hits.append(cache.hits - before)
+
+    assert hits == [0, cached * num, cached * num]
+
+
+def test_a_cache_that_counts_uses_lets_those_with_the_fewest_left_go():
+    cache = TieredCache(2, (0, 0, 1), num_jobs=4)
+    assert cache.put(1, "augmented", b"x", served=["a", "b", "c"])
+    assert cache.put(2, "augmented", b"x", served=["a"])
+    assert cache.put(3, "augmented", b"x", served=["a", "b"])
+    assert cache.items() == {2, 3}
+    assert not cache.put(4, "augmented", b"x", served=["a", "b"])
+    assert cache.served(3) == {"a", "b"}
+
+
+@given(calls=calls, shares=st.lists(st.floats(0, 0.33), min_size=3, max_size=3))
+def test_a_cache_that_is_divided_anew_keeps_its_budgets_and_says_before_what_it_may_keep(calls, shares):
+    cache = TieredCache(120, (0.5, 0.3, 0.2), policies="needed", num_jobs=2)
+    for turn, (_, item, form, size, _) in enumerate(calls):
+        if turn == len(calls) // 2:
+            cache.divide(shares)
+        may = cache.may_keep(item, form, size)
+        here = item in cache and cache.discard(item, form)
+        assert not (cache.put(item, form, b"x" * size) and not may) or here is None
+        assert all(cache.used_bytes[f] <= cache.capacity_bytes[f] for f in FORMS)
+
+
+def test_a_get_that_was_not_expected_takes_nobodys_need_away():
+    cache = TieredCache(9, policies="refcount")
+    cache.put(1, "encoded", b"x", refs=2)
+    cache.get(1, expected=False)
+    assert cache.refs(1) == 2

@@ -1,4 +1,4 @@
-"""What the data room would change: loader workers, and a cache of decoded examples.
+"""What the data room would change: loader workers, threads or a server in their place, a cache of examples.
 
 Every proposal is a replay of the recorded run: the number of workers is
 searched, not guessed, because loads that sleep gain from more workers than
@@ -10,6 +10,7 @@ there are cores and loads that compute do not. Sizes are bytes.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.loader_model import uncacheable, untunable
 from headway.sim.program import Program
+from headway.trace.runs import Run
 
 WORKER_BYTES = 64 * 2**20
 """Memory of a forked worker beside what it shares with its rank."""
@@ -37,6 +39,16 @@ NO_DRAW = "a loader whose examples prove to be drawn is left alone"
 UNSEEDED = {"cuda", "own"}
 """Generators that torch does not seed in loader workers: forked ones would all draw the same numbers."""
 
+THREADS_WIN = 1.2
+"""Threads are proposed where they beat worker processes by this factor: a trial may still refuse them in the rank."""
+
+THREADS_CPU = 0.25
+"""Loads that compute for more of their time are left to processes: no record tells whether threads would wait for the
+interpreter's lock."""
+
+THREAD_BYTES = 8 * 2**20
+"""Memory of a thread beside the batches that it makes."""
+
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
 
@@ -49,7 +61,11 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         yield Refusal("data.workers", "data", "no DataLoader was used during the recorded steps")
         return
     facts = {group: setup.loaders.get(str(group), {}) for group in groups}
-    for name, remedy, unfit in (("data.workers", workers, unmovable), ("data.cache", cache, uncacheable)):
+    remedies = (
+        ("data.workers", workers, unmovable), ("data.threads", threads, unthreadable), ("data.cache", cache, unkept),
+        ("data.server", server, unshared),
+    )  # fmt: skip
+    for name, remedy, unfit in remedies:
         reasons = {group: unfit(fact) for group, fact in facts.items()}
         fit = {group: fact for group, fact in facts.items() if not reasons[group]}
         why = "; ".join(f"{named(group, facts[group])}: {reason}" for group, reason in reasons.items() if reason)
@@ -67,11 +83,17 @@ def named(group: int, fact: Mapping[str, Any]) -> str:
     return f"loader {group} ({fact['dataset']})" if fact.get("dataset") else f"loader {group}"
 
 
+OWN = "it is headway's own loader: pass {} where the script makes it"
+"""Why the loaders of the data room itself are left alone."""
+
+
 def unmovable(fact: Mapping[str, Any]) -> str:
     """Say why the examples of a loader with these facts may not be made by (more) workers; '' if they may.
 
     Drawing from the generators that torch seeds in each worker is no hindrance, but needs the user's leave.
     """
+    if fact.get("own"):
+        return OWN.format("num_workers")
     drawn = {*(fact.get("draws") or ()), *(fact.get("collate_draws") or ())}
     if drawn & UNSEEDED:
         kinds = " and ".join(
@@ -79,6 +101,26 @@ def unmovable(fact: Mapping[str, Any]) -> str:
         )
         return f"it draws from {kinds}: each worker would draw the same numbers"
     return untunable(fact)
+
+
+def unthreadable(fact: Mapping[str, Any]) -> str:
+    """Say why threads may not make the examples of a loader with these facts; '' if they may."""
+    if fact.get("own"):
+        return OWN.format('workers="threads"')
+    drawn = sorted({*(fact.get("draws") or ()), *(fact.get("collate_draws") or ())})
+    if drawn:
+        return f"it draws random numbers ({', '.join(drawn)}), and threads would share the generators"
+    return untunable(fact)
+
+
+def unkept(fact: Mapping[str, Any]) -> str:
+    """Say why the examples of a loader with these facts cannot be kept; '' if they can."""
+    return OWN.format("cache_bytes") if fact.get("own") else uncacheable(fact)
+
+
+def unshared(fact: Mapping[str, Any]) -> str:
+    """Say why a server may not make the examples of a loader with these facts; '' if it may."""
+    return OWN.format('server="auto"') if fact.get("own") else unmovable(fact)
 
 
 def drawing(facts: Mapping[int, Mapping[str, Any]]) -> str:
@@ -101,15 +143,13 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
     epochs = _epochs(program, facts)
     # Persistence is only worth an edit where iterators are created again, and then it costs nothing.
     keep = ("persistent=true",) if epochs > 1 and not all(fact.get("persistent") for fact in facts.values()) else ()
-    counts = worker_counts(setup.limits.max_workers)
-    if not counts:
+    count = _fewest(program, setup, *keep)
+    if not count:
         return Refusal("data.workers", "data", "the limits allow no worker")
-    tried = {count: program.predict((f"workers={count}", *keep), interval=False).step_s for count in counts}
-    count = next(count for count in counts if tried[count] <= CLOSE * min(tried.values()))
     edits: tuple[str, ...] = (f"workers={count}", *keep)
     prefetch = max(int(fact.get("prefetch_factor") or 2) for fact in facts.values())
     deeper = (*edits, f"prefetch={2 * prefetch}")
-    if program.predict(deeper, interval=False).step_s * CLOSE < tried[count]:
+    if program.predict(deeper, interval=False).step_s * CLOSE < program.predict(edits, interval=False).step_s:
         edits, prefetch = deeper, 2 * prefetch
     prediction = program.predict(edits)
     batch_bytes = _batch_bytes(program)
@@ -134,6 +174,50 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
         allow="result-equivalent" if draws else None,
+    )
+
+
+def _fewest(program: Program, setup: Setup, *edits: str) -> int:
+    """Return the fewest workers that come close to the best, with `edits` besides; 0 if none is allowed."""
+    counts = worker_counts(setup.limits.max_workers)
+    tried = {count: program.predict((f"workers={count}", *edits), interval=False).step_s for count in counts}
+    return next((count for count in counts if tried[count] <= CLOSE * min(tried.values())), 0)
+
+
+def threads(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
+    """Search the number of threads by replay; propose them where worker processes, whose hand-off they save, lose."""
+    count = _fewest(program, setup, "threads=true")
+    if not count:
+        return Refusal("data.threads", "data", "the limits allow no worker")
+    parts = sum(batches.part_ns.sum(axis=0) for batches in program.recording.batches)
+    computing = float(parts[2:].sum() / max(parts.sum() - parts[1], 1))
+    if computing > THREADS_CPU:
+        words = (
+            f"its loads compute for {format_fraction(computing, 0)} of their time: threads might wait for each other"
+        )
+        return Refusal("data.threads", "data", words)
+    edits = (f"workers={count}", "threads=true")
+    prediction = program.predict(edits)
+    processes = workers(program, setup, facts)
+    if isinstance(processes, Proposal) and prediction.speedup < THREADS_WIN * processes.predicted_speedup:
+        reason = f"worker processes do as well: {prediction.speedup:.2f}x against {processes.predicted_speedup:.2f}x"
+        return Refusal("data.threads", "data", reason)
+    prefetch = max(int(fact.get("prefetch_factor") or 2) for fact in facts.values())
+    memory = count * (THREAD_BYTES + prefetch * _batch_bytes(program))
+    return Proposal(
+        name="data.threads",
+        room="data",
+        edits=edits,
+        predicted_speedup=prediction.speedup,
+        interval=prediction.interval,
+        applies=True,
+        parameters={"num_workers": count, "prefetch_factor": prefetch},
+        cost=f"{count} threads per rank, about {format_bytes(memory)}",
+        risk=f"Python code runs in one thread at a time: tried in the rank, and left alone if that matters; {NO_DRAW}",
+        reason=f"{count} threads per rank, for {_names(facts)}, and no hand-off between processes. "
+        f"{prediction.note}".strip(),
+        memory_bytes=memory,
+        conflicts=("data.workers", "data.cache"),  # the cache stands before torch's fetchers, and threads have none
     )
 
 
@@ -172,6 +256,54 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]
         reason=f"For {_names(facts)}. {note}{prediction.note}".strip(),
         memory_bytes=budget,
     )
+
+
+def server(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
+    """Propose a data server where other jobs of the host read the same data while this one ran: each example once."""
+    beside = 0 if program.run is None else neighbours(program.run, facts)
+    if not beside:
+        return Refusal("data.server", "data", "no other recorded job of this host read the same data while it ran")
+    share = f"{1 / (1 + beside):.3g}x"
+    edits = (f"input.fetch={share}", f"input.prep={share}")
+    prediction = program.predict(edits)
+    return Proposal(
+        name="data.server",
+        room="data",
+        edits=edits,
+        predicted_speedup=prediction.speedup,
+        interval=prediction.interval,
+        applies=True,
+        parameters={},
+        cost="one server process for all jobs of the host",
+        risk="the examples come in another random order, with other random draws",
+        reason=f"{beside} other jobs read the data of {_names(facts)} at the same time. Apply it to all of them. "
+        f"{prediction.note}".strip(),
+        allow="result-equivalent",
+        conflicts=("data.workers", "data.threads", "data.cache"),
+    )
+
+
+def neighbours(run: Run, facts: Mapping[int, Mapping[str, Any]]) -> int:
+    """Count the runs beside `run`, on its host and at its time, that read a dataset of the same name and size."""
+    ours = {(fact["dataset"], fact["dataset_size"]) for fact in facts.values() if fact.get("dataset_size")}
+    begin, end = _realtime(run.meta)
+    count = 0
+    for file in run.path.resolve().parent.glob("*/run.json"):
+        try:
+            other = json.loads(file.read_text(encoding="utf-8"))
+            first, last = _realtime(other)
+            theirs = {(fact.get("dataset"), fact.get("dataset_size")) for fact in other["loaders"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # not a run of ours, or one that is being written
+        same = other.get("host") == run.meta.get("host") and other.get("run_id") != run.meta.get("run_id")
+        count += same and first < end and begin < last and bool(ours & theirs)
+    return count
+
+
+def _realtime(facts: Mapping[str, Any]) -> tuple[int, int]:
+    """Return begin and end of a run on the realtime clock; one without an end goes on."""
+    begin = int(facts["realtime_ns"])
+    return begin, begin + int(facts["end_ns"]) - int(facts["start_ns"]) if facts.get("end_ns") else 1 << 62
 
 
 def _names(facts: Mapping[int, Mapping[str, Any]]) -> str:

@@ -47,6 +47,8 @@ class Entry:
     served: set[str] = field(default_factory=set)
     """Jobs that had this very payload."""
     rank: float = 0.0
+    begun: bool = True
+    """Whether some job had it since a job last began to need it."""
 
 
 class PolicyFn(Protocol):
@@ -72,12 +74,27 @@ def refcount(entry: Entry) -> float:
     return float(entry.refs)
 
 
+def needed(entry: Entry) -> float:
+    """Drop first what none needs, then what none has had yet in its epoch, then what the fewest still need.
+
+    Joader's count where jobs follow each other closely, and CoorDL's static cache in the room that they leave: what
+    none needs now is kept for the next epoch, and nothing is displaced for its like.
+    """
+    return 1.0 if not entry.refs else 2.0 + entry.refs if entry.begun else 2.0
+
+
 def uses(entry: Entry) -> float:
-    """Keep until it has been handed out as often as there are jobs (Seneca): nobody meets the same tensor twice."""
-    return math.inf if entry.uses_left > 0 else 0.0
+    """Keep until it has been handed out as often as there are jobs (Seneca): nobody meets the same tensor twice.
+
+    Where there is no room, what serves the fewest goes first: else a slow job would fill the cache with what it alone
+    has still to take.
+    """
+    return float(entry.uses_left)
 
 
-CACHE_POLICIES: dict[str, PolicyFn] = {"static": static, "refcount": refcount, "uses": uses, "lru": lru}
+CACHE_POLICIES: dict[str, PolicyFn] = {
+    "static": static, "refcount": refcount, "needed": needed, "uses": uses, "lru": lru,
+}  # fmt: skip
 """Every policy of a cache. Adding one is adding a line here."""
 
 DEFAULT_POLICIES = {"encoded": "static", "decoded": "static", "augmented": "uses"}
@@ -128,13 +145,10 @@ class TieredCache:
         self.refused = 0
         """Payloads that found no room."""
         self._watchers: list[tuple[Callable[[int], object], Callable[[int], object]]] = []
-        self._tiers: dict[str, _Tier] = {}
-        for form, share in zip(FORMS, fractions, strict=True):
-            left = int(bytes) - sum(tier.capacity_bytes for tier in self._tiers.values())
-            policy = pick(CACHE_POLICIES, named[form], "cache policy")
-            # The millionth undoes the rounding of shares like 0.35, of which there may be a byte less than is meant.
-            self._tiers[form] = _Tier(min(int(bytes * share + 1e-6), left), policy)
+        self._bytes = int(bytes)
+        self._tiers = {form: _Tier(pick(CACHE_POLICIES, named[form], "cache policy")) for form in FORMS}
         self._prepared_first = [self._tiers[form] for form in reversed(FORMS)]
+        self.divide(fractions)
         self._refs: NDArray[np.int32] = np.zeros(0, np.int32)
         self._clock = 0
 
@@ -182,20 +196,21 @@ class TieredCache:
         meant[array] = True
         for tier in self._prepared_first:
             for entry in [entry for entry in tier.entries.values() if entry.item < meant.size and meant[entry.item]]:
+                entry.begun = entry.begun and delta < 0
                 self._rerank(tier, entry)
 
     def refs(self, item: int) -> int:
         """Return how many jobs still need `item`."""
         return int(self._refs[item]) if 0 <= item < self._refs.size else 0
 
-    def get(self, item: int, job: str | None = None) -> tuple[str, memoryview] | None:
-        """Hand `item` to `job`: (form, read-only view), or None when it must be loaded. One job less needs it now.
+    def get(self, item: int, job: str | None = None, *, expected: bool = True) -> tuple[str, memoryview] | None:
+        """Hand `item` to `job`: (form, read-only view), or None when it must be loaded.
 
-        What counts uses is never handed to the same job twice.
+        One job less needs it now, if that was `expected`. What counts uses is never handed to the same job twice.
         """
         self._clock += 1
         found: tuple[str, memoryview] | None = None
-        if 0 <= item < self._refs.size and self._refs[item] > 0:
+        if expected and 0 <= item < self._refs.size and self._refs[item] > 0:
             self._refs[item] -= 1
         for form, tier in zip(reversed(FORMS), self._prepared_first, strict=True):
             entry = tier.entries.get(item)
@@ -207,12 +222,18 @@ class TieredCache:
                 entry.uses_left -= 1
                 if job is not None:
                     entry.served.add(job)
+            entry.begun = True
             self._rerank(tier, entry)
         if found is None:
             self.misses += 1
         else:
             self.form_hits[found[0]] += 1
         return found
+
+    def served(self, item: int) -> set[str]:
+        """Return the jobs that had the payload of `item` that counts uses."""
+        entries = (tier.entries.get(item) for tier in self._prepared_first if tier.counts_uses)
+        return set().union(*(entry.served for entry in entries if entry is not None))
 
     def usable(self, item: int, job: str) -> bool:
         """Return whether `get(item, job)` would hit; counts nothing."""
@@ -257,6 +278,30 @@ class TieredCache:
         for stored, _ in self._watchers:
             stored(item)
         return True
+
+    def may_keep(self, item: int, form: str, size: int) -> bool:
+        """Return whether `put` of so many bytes could find room now: what cannot need not be made for it."""
+        tier = pick(self._tiers, form, "form")
+        if item in tier.entries or size > tier.capacity_bytes:
+            return False
+        if tier.used_bytes + size <= tier.capacity_bytes:
+            return True
+        lowest = tier.lowest()
+        rank = tier.policy(Entry(item, b"", self.refs(item), self.num_jobs, self._clock))
+        return lowest is not None and lowest.rank < rank
+
+    def divide(self, split: Split | Sequence[float]) -> None:
+        """Divide the same bytes anew; a form that has less room than before lets its latest entries go."""
+        left = self._bytes
+        for tier, share in zip(self._tiers.values(), _fractions(self._bytes, split, None), strict=True):
+            # The millionth undoes the rounding of shares like 0.35, of which there may be a byte less than is meant.
+            tier.capacity_bytes = min(int(self._bytes * share + 1e-6), left)
+            left -= tier.capacity_bytes
+            for entry in reversed(list(tier.entries.values())):
+                if tier.used_bytes <= tier.capacity_bytes:
+                    break
+                self._drop(tier, entry)
+                self.evictions += 1
 
     def discard(self, item: int, form: str | None = None) -> None:
         """Drop `item` in one form, or in all."""
@@ -338,8 +383,8 @@ def _fractions(
 class _Tier:
     """One form: its entries, and a heap by rank in which outdated places are skipped."""
 
-    def __init__(self, capacity_bytes: int, policy: PolicyFn) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(self, policy: PolicyFn) -> None:
+        self.capacity_bytes = 0
         self.policy = policy
         self.counts_uses = policy is uses
         self.used_bytes = 0

@@ -40,6 +40,7 @@ BLOCK = 1 << 12
 class Dependent(JobOrder):
     """Joader's dependent sampling: uniform for every job, coupled as closely as the chain allows."""
 
+    coupled = True
     _names: list[str]
     _sizes: list[int]
     _shared: list[array[int]]

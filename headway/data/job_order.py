@@ -8,8 +8,9 @@ the seed and of the calls so far, and so is the state: the bitmap of what each
 job still needed at the last build, and the number of steps since, which
 `load_state_dict` draws again.
 
-`Buffered` lets jobs of different speed share an order: decisions are taken
-for all of them together, and what a slow job has not fetched yet waits as indices.
+`Buffered` lets jobs of different speed share an order. Where jobs are coupled,
+decisions are taken for all of them together, and what a slow job has not
+fetched yet waits as indices; where they are not, each draws when it takes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class JobOrder(ABC):
 
     draws_again = True
     """Whether equal steps from an equal build give equal items: then a state needs the build and a count only."""
+    coupled = False
+    """Whether what a job gets depends on who draws with it: then all draw together, in steps."""
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class JobOrder(ABC):
         self._active: list[str] = []
         self._steps = 0
         self._stale = True
+        self._apart = False
         self._prepare()
         for job, items in jobs.items():
             self.add(job, items)
@@ -92,9 +96,18 @@ class JobOrder(ABC):
         """Items of the dataset, as far as known."""
         return self._size if self._size is not None else max((f.size for f in self._subset.values()), default=0)
 
-    def add(self, job: str, items: ArrayLike | range, *, fingerprint: str | None = None) -> None:
+    def add(
+        self,
+        job: str,
+        items: ArrayLike | range,
+        *,
+        fingerprint: str | None = None,
+        epoch: int = 0,
+        remaining: ArrayLike | range | None = None,
+    ) -> None:
         """Let `job` join with a subset of its own; takes effect at the next step.
 
+        It begins `epoch`, of which `remaining` is left (default: everything).
         Raises `InputError` on a name that is taken, an empty or repeated
         subset, an item outside the dataset; `DataShareError` when its
         `fingerprint` (dataset and pipeline) is not that of the jobs here.
@@ -108,9 +121,10 @@ class JobOrder(ABC):
                     "Start an order of its own for it, or give both the same dataset and pipeline."
                 )
             self._fingerprint = fingerprint
-        self._subset[job] = _flags(job, items, self._size)
-        self._epoch[job] = -1
-        self._begin(job)
+        subset = item_flags(job, items, self._size)
+        left = subset.copy() if remaining is None else _part_of(subset, job, remaining)
+        self._subset[job] = subset
+        self._begin(job, epoch, left)
 
     def remove(self, job: str) -> None:
         """Let `job` go, wherever it stands; no other job's set changes. Raises `InputError` on an unknown name."""
@@ -127,7 +141,16 @@ class JobOrder(ABC):
                 f"job {job!r} still needs {self.remaining(job)} items of epoch {self._epoch[job]}. "
                 "Take them first, or remove the job and add it again."
             )
-        self._begin(job)
+        self._begin(job, self._epoch[job] + 1, self._subset[job].copy())
+
+    def begin(self, job: str, epoch: int, remaining: ArrayLike | range | None = None) -> None:
+        """Begin `epoch` of `job` wherever it stands, with what is `remaining` of it (default: everything).
+
+        Raises `InputError` on an unknown name or an item that is not the job's.
+        """
+        self._known(job)
+        subset = self._subset[job]
+        self._begin(job, epoch, subset.copy() if remaining is None else _part_of(subset, job, remaining))
 
     def epoch(self, job: str) -> int:
         """Return the epoch in which `job` is, from 0."""
@@ -168,9 +191,30 @@ class JobOrder(ABC):
                     taken[job].append(item)
         return given
 
+    def draw(self, job: str) -> int | None:
+        """Give one job its next item, whatever the others do; None when its epoch is over.
+
+        Raises `InputError` on an unknown name, and where jobs are coupled.
+        """
+        if self.coupled:
+            raise InputError(f"the jobs of {type(self).__name__} draw together. Call step, or take from `Buffered`.")
+        if not self.remaining(job):
+            return None
+        if self._stale or self._masked:
+            self._masked = frozenset()
+            self._rebuild()
+        item = self._draw_one(job)
+        self.num_steps += 1
+        self._apart = True
+        taken = self._taken[job]
+        taken.append(item)
+        if len(taken) == BUILD_STEPS:
+            self._fold(job)
+        return item
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state: two compressed bitmaps per job, size / 8 bytes each at most, and a few numbers."""
-        if self._stale or not self.draws_again:
+        if self._stale or self._apart or not self.draws_again:
             self._settle()
             if self.draws_again:
                 self._rebuild()
@@ -184,7 +228,11 @@ class JobOrder(ABC):
             "steps": self._steps,
             "masked": sorted(self._masked),
             "jobs": {
-                job: {"epoch": self._epoch[job], "subset": _packed(subset), "needs": _packed(self._needs[job])}
+                job: {
+                    "epoch": self._epoch[job],
+                    "subset": packed_flags(subset),
+                    "needs": packed_flags(self._needs[job]),
+                }
                 for job, subset in self._subset.items()
             },
             **self._more_state(),
@@ -199,8 +247,8 @@ class JobOrder(ABC):
             )
         self.seed, self._size, self._fingerprint = state["seed"], state["size"], state["fingerprint"]
         jobs = state["jobs"]
-        self._subset = {job: _unpacked(facts["subset"]) for job, facts in jobs.items()}
-        self._needs = {job: _unpacked(facts["needs"]) for job, facts in jobs.items()}
+        self._subset = {job: unpacked_flags(facts["subset"]) for job, facts in jobs.items()}
+        self._needs = {job: unpacked_flags(facts["needs"]) for job, facts in jobs.items()}
         self._num_needed = {job: int(flags.sum()) for job, flags in self._needs.items()}
         self._taken = {job: [] for job in jobs}
         self._epoch = {job: facts["epoch"] for job, facts in jobs.items()}
@@ -219,6 +267,13 @@ class JobOrder(ABC):
     def _draw(self) -> Given:
         """Return one step; all of `self._active` that still need something, an item each."""
 
+    def _draw_one(self, job: str) -> int:
+        """Return the next item of one job, which needs one; where jobs are not coupled."""
+        raise NotImplementedError
+
+    def _start_over(self, job: str) -> None:  # noqa: B027 - most strategies lay nothing down
+        """Drop what was laid down for the epoch of `job`: another one begins."""
+
     def _prepare(self) -> None:  # noqa: B027 - most strategies keep nothing of their own
         """Set up what the strategy keeps, before the first job joins."""
 
@@ -232,22 +287,28 @@ class JobOrder(ABC):
     def _load_more(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most strategies keep nothing more
         """Read what `_more_state` wrote."""
 
-    def _begin(self, job: str) -> None:
-        """Start an epoch: everything is needed again."""
+    def _begin(self, job: str, epoch: int, needs: Flags) -> None:
+        """Start an epoch in which `needs` is needed."""
         self._settle()
-        self._needs[job] = self._subset[job].copy()
-        self._num_needed[job] = int(self._subset[job].sum())
+        self._start_over(job)
+        self._needs[job] = needs
+        self._num_needed[job] = int(needs.sum())
         self._taken[job] = []
-        self._epoch[job] += 1
+        self._epoch[job] = epoch
 
     def _settle(self) -> None:
         """Bring the bitmaps up to date; the next step builds anew."""
-        for job, items in self._taken.items():
-            if items:
-                self._needs[job][items] = False
-                self._num_needed[job] -= len(items)
-                self._taken[job] = []
-        self._steps, self._stale = 0, True
+        for job in self._taken:
+            self._fold(job)
+        self._steps, self._stale, self._apart = 0, True, False
+
+    def _fold(self, job: str) -> None:
+        """Bring one bitmap up to date."""
+        items = self._taken[job]
+        if items:
+            self._needs[job][items] = False
+            self._num_needed[job] -= len(items)
+            self._taken[job] = []
 
     def _rebuild(self) -> None:
         """Settle and build: what follows depends on the sets, the mask and `num_steps` alone."""
@@ -263,9 +324,10 @@ class JobOrder(ABC):
 
 
 class Buffered:
-    """Indices of jobs that run at different speed: decided together, waiting for the slow ones; nobody blocks another.
+    """Indices of jobs that run at different speed; nobody blocks another.
 
-    A job that has `limit` indices waiting is left out of decisions until half of them are gone.
+    Where jobs are coupled they are decided together and wait for the slow
+    ones: a job that has `limit` indices waiting is left out of decisions until half of them are gone.
     """
 
     def __init__(self, order: JobOrder, *, limit: int | None = None) -> None:
@@ -279,6 +341,8 @@ class Buffered:
 
     def take(self, job: str) -> int | None:
         """Return the next item of `job`, or None when its epoch is over. Raises `InputError` on an unknown name."""
+        if not self.order.coupled:
+            return self.order.draw(job)
         waiting = self._waiting.setdefault(job, deque())
         while not waiting and self.order.remaining(job):
             self._decide()
@@ -288,6 +352,17 @@ class Buffered:
         if job in self._full and self._limit is not None and len(waiting) <= self._limit // 2:
             self._full.discard(job)
         return item
+
+    def needed(self, job: str) -> NDArray[np.int64]:
+        """Return the items that `job` has not taken in its epoch, ascending."""
+        needed, waiting = self.order.needed(job), self._waiting.get(job)
+        return np.sort(np.concatenate([needed, np.array(waiting, np.int64)])) if waiting else needed
+
+    def begin(self, job: str, epoch: int, remaining: ArrayLike | range | None = None) -> None:
+        """Begin `epoch` of `job` wherever it stands (`JobOrder.begin`); what waits for it is dropped."""
+        self.order.begin(job, epoch, remaining)
+        self._waiting.pop(job, None)
+        self._full.discard(job)
 
     def remove(self, job: str) -> None:
         """Let `job` go, with what waits for it."""
@@ -312,7 +387,7 @@ def own_order(subset: Flags, seed: int, job: str, epoch: int) -> NDArray[np.int6
     return items[places]
 
 
-def _flags(job: str, items: ArrayLike | range, size: int | None) -> Flags:
+def item_flags(job: str, items: ArrayLike | range, size: int | None) -> Flags:
     """Return the bitmap of a subset, checking it."""
     array = np.asarray(items)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
@@ -330,12 +405,24 @@ def _flags(job: str, items: ArrayLike | range, size: int | None) -> Flags:
     return flags
 
 
-def _packed(flags: Flags) -> tuple[int, bytes]:
+def _part_of(subset: Flags, job: str, items: ArrayLike | range) -> Flags:
+    """Return the bitmap of what remains of a subset, checking it."""
+    left = np.zeros_like(subset)
+    given = np.asarray(items)
+    if given.size:
+        flags = item_flags(job, given, None if given.dtype.kind not in "iu" else max(int(given.max()) + 1, subset.size))
+        if bool(flags[subset.size :].any()) or bool((flags[: subset.size] & ~subset).any()):
+            raise InputError(f"job {job!r} still needs items that are not its own. Pass a part of its subset.")
+        left = flags[: subset.size]
+    return left
+
+
+def packed_flags(flags: Flags) -> tuple[int, bytes]:
     """Return a bitmap as (length, compressed bytes)."""
     return flags.size, zlib.compress(np.packbits(flags).tobytes(), 1)
 
 
-def _unpacked(packed: tuple[int, bytes]) -> Flags:
-    """Return the bitmap that `_packed` wrote."""
+def unpacked_flags(packed: tuple[int, bytes]) -> Flags:
+    """Return the bitmap that `packed_flags` wrote."""
     size, data = packed
     return np.unpackbits(np.frombuffer(zlib.decompress(data), np.uint8), count=size).astype(bool)

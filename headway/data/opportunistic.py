@@ -6,7 +6,8 @@ drawn uniformly; the item it stands for stays next, so each item is given
 exactly once per epoch (Seneca, FAST 2026, whose published code loses track of
 the originals). J jobs then read each item from storage once together: a miss
 rate of 1/J at any size of cache. The price is an order that leans
-towards what is cached: `substituted_fraction` says how much.
+towards what is cached: `substituted_fraction` says how much. What is on its
+way for another job counts as cached, where the caller knows of such (`Nearby`).
 
 >>> from headway.data.cache import TieredCache
 >>> order = Opportunistic({"a": range(4)}, seed=0, cache=TieredCache(2, (0, 1, 0)))
@@ -19,8 +20,8 @@ towards what is cached: `substituted_fraction` says how much.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -28,6 +29,22 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.rng import stream
 from headway.data.cache import TieredCache
 from headway.data.job_order import Given, JobOrder, own_order
+
+
+class Nearby(Protocol):
+    """Items that can be had without loading them, besides those in the cache: on their way, or held for somebody."""
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield them."""
+        ...
+
+    def usable(self, item: int, job: str) -> bool:
+        """Return whether `job` may have `item`."""
+        ...
+
+    def watch(self, came: Callable[[int], object], went: Callable[[int], object]) -> None:
+        """Call `came(item)` when it becomes so for an item, `went(item)` when it may be so no more."""
+        ...
 
 
 class Opportunistic(JobOrder):
@@ -45,18 +62,22 @@ class Opportunistic(JobOrder):
         seed: int = 0,
         *,
         cache: TieredCache,
+        nearby: Nearby | None = None,
         size: int | None = None,
         fingerprint: str | None = None,
     ) -> None:
         """Begin the first epoch of `jobs` over `cache`, whose use counts follow the number of jobs."""
         self.cache = cache
+        self._nearby = nearby
         self.num_given: dict[str, int] = {}
         """Job -> items it received."""
         self.num_substituted: dict[str, int] = {}
         """Job -> items it received in place of its own next one."""
         self._open: dict[str, bytearray] = {}
         self._pools: dict[str, _Pool] = {}
-        cache.watch(self._stored, self._left)
+        cache.watch(self._came, self._went)
+        if nearby is not None:
+            nearby.watch(self._came, self._went)
         super().__init__(jobs, seed, size=size, fingerprint=fingerprint)
 
     def substituted_fraction(self, job: str) -> float:
@@ -83,8 +104,8 @@ class Opportunistic(JobOrder):
         self._own = {job: array("i", self._left_of(job).astype(np.int32).tobytes()) for job in self._active}
         self._place = dict.fromkeys(self._active, 0)
         self._pools = {job: _Pool() for job in self._active}
-        for item in sorted(self.cache.items()):
-            self._stored(item)
+        for item in sorted(self.cache.items().union(self._nearby or ())):
+            self._came(item)
 
     def _left_of(self, job: str) -> NDArray[np.int64]:
         """Return the items that `job` still needs, in its own order."""
@@ -94,32 +115,38 @@ class Opportunistic(JobOrder):
     def _draw(self) -> Given:
         given: Given = {}
         for job in self._active:
-            own, place, needed = self._own[job], self._place[job], self._open[job]
-            while place < len(own) and not needed[own[place]]:
-                place += 1
-            self._place[job] = place
-            if place == len(own):
-                continue
-            item, pool = own[place], self._pools[job]
-            if len(pool) and item not in pool:
-                item = pool.at(int(self._rng.random() * len(pool)))
-                self.num_substituted[job] = self.num_substituted.get(job, 0) + 1
-            self.num_given[job] = self.num_given.get(job, 0) + 1
-            pool.discard(item)
-            needed[item] = 0
-            given.setdefault(item, set()).add(job)
+            if self._num_needed[job] > len(self._taken[job]):
+                given.setdefault(self._draw_one(job), set()).add(job)
         return given
 
-    def _stored(self, item: int) -> None:
-        """The cache holds `item` now: it may be given to whoever needs it."""
+    def _draw_one(self, job: str) -> int:
+        own, place, needed = self._own[job], self._place[job], self._open[job]
+        while not needed[own[place]]:
+            place += 1
+        self._place[job] = place
+        item, pool = own[place], self._pools[job]
+        if len(pool) and item not in pool:
+            item = pool.at(int(self._rng.random() * len(pool)))
+            self.num_substituted[job] = self.num_substituted.get(job, 0) + 1
+        self.num_given[job] = self.num_given.get(job, 0) + 1
+        pool.discard(item)
+        needed[item] = 0
+        return item
+
+    def _came(self, item: int) -> None:
+        """Note that `item` is cached or nearby now: it may be given to whoever needs it."""
         for job, needed in self._open.items():
-            if item < len(needed) and needed[item] and self.cache.usable(item, job):
+            if item < len(needed) and needed[item] and self._usable(item, job):
                 self._pools[job].add(item)
 
-    def _left(self, item: int) -> None:
-        """The cache holds `item` no more."""
-        for pool in self._pools.values():
-            pool.discard(item)
+    def _went(self, item: int) -> None:
+        """Note that `item` has left the cache, or is nearby no more."""
+        for job, pool in self._pools.items():
+            if item in pool and not self._usable(item, job):
+                pool.discard(item)
+
+    def _usable(self, item: int, job: str) -> bool:
+        return self.cache.usable(item, job) or (self._nearby is not None and self._nearby.usable(item, job))
 
     def _more_state(self) -> dict[str, Any]:
         return {"num_given": dict(self.num_given), "num_substituted": dict(self.num_substituted)}

@@ -127,7 +127,7 @@ def choose_order(
         if _clear(np.array(list(found.values()))):
             break
     loads = {order: float(np.mean(counts)) for order, counts in found.items()}
-    union = np.unique(np.concatenate([np.asarray(reader.items) for reader in small.values()])).size
+    union = _union(small).size
     return OrderChoice(min(candidates, key=lambda name: loads[name]), loads, union, fraction)
 
 
@@ -221,14 +221,26 @@ def _sampled(readers: Mapping[str, Reader], fraction: float, seed: int) -> Mappi
     """Return the readers on a fraction of the dataset, at speeds scaled alike: all times stay."""
     if fraction == 1.0:
         return readers
-    union = np.unique(np.concatenate([np.asarray(reader.items, np.int64) for reader in readers.values()]))
+    union = _union(readers)
     keys = item_seeds(derived_seed(seed, "sample"), 0, union, np.zeros_like(union))
     kept = union[keys < np.uint64(int(fraction * PASS))]
+    # Numbered anew: the bitmaps of the simulation are as small as the sample.
+    number = np.full(int(union[-1]) + 1, -1)
+    number[kept] = np.arange(kept.size)
     small = {}
     for job, reader in readers.items():
-        # Numbered anew: the bitmaps of the simulation are as small as the sample.
-        items = np.searchsorted(kept, np.intersect1d(kept, reader.items))
+        found = number[np.asarray(reader.items, np.int64)]
+        items = np.sort(found[found >= 0])
         small[job] = replace(
             reader, items=items if items.size else np.zeros(1, np.int64), items_per_s=reader.items_per_s * fraction
         )
     return small
+
+
+def _union(readers: Mapping[str, Reader]) -> NDArray[np.int64]:
+    """Return the items that at least one reader needs, ascending: by a bitmap, which a million items take 10 ms for."""
+    sets = [np.asarray(reader.items, np.int64) for reader in readers.values()]
+    flags = np.zeros(max((int(items.max()) + 1 for items in sets if items.size), default=0), bool)
+    for items in sets:
+        flags[items] = True
+    return np.flatnonzero(flags)

@@ -210,7 +210,7 @@ class PartitionMap:
         best = np.zeros(num_items, np.uint64)
         self._owner = np.zeros(num_items, np.int32)
         for index, host in enumerate(self.hosts):
-            score = item_seeds(derived_seed(seed, "partition", host), 0, items, np.zeros_like(items))
+            score = self._score(host, items)
             better = score > best
             self._owner[better], best[better] = index, score[better]
         for index in range(len(self.hosts)) if capacity is not None else ():
@@ -224,6 +224,12 @@ class PartitionMap:
         index = int(self._owner[item])
         return None if index < 0 else self.hosts[index]
 
+    def ranked(self, item: int) -> list[str]:
+        """Return all hosts in the order in which they should hold `item`: its owner, then who is next without it."""
+        one = np.array([item], np.int64)
+        score = [int(self._score(host, one)[0]) for host in self.hosts]
+        return [self.hosts[index] for index in sorted(range(len(score)), key=lambda index: (-score[index], index))]
+
     def items(self, host: str) -> NDArray[np.int64]:
         """Return the items of `host`, ascending. Raises `InputError` on a host that is not in the map."""
         return np.flatnonzero(self._owner == self._index(host))
@@ -233,6 +239,10 @@ class PartitionMap:
         theirs = np.flatnonzero((self._owner != self._index(host)) & (self._owner >= 0))
         order = permute(theirs.size, derived_seed(self._seed, "copies", host), 0)
         return np.sort(theirs[order(np.arange(min(max(count, 0), theirs.size)))])
+
+    def _score(self, host: str, items: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return what `host` bids for each item; the highest bid of all hosts wins."""
+        return item_seeds(derived_seed(self._seed, "partition", host), 0, items, np.zeros_like(items))
 
     def _index(self, host: str) -> int:
         """Return the place of `host` in the list of hosts."""

@@ -37,36 +37,38 @@ PASS = 1 << 64
 class _Sequenced(JobOrder):
     """An order in which each job's epoch is laid down when it begins, whatever the other jobs do."""
 
-    _laid: dict[str, tuple[int, array[int]]]
-    """Job -> (epoch, what it needed when this was laid down, in order)."""
-    _next: dict[str, int]
-    """Active job -> its place in its sequence at the last build."""
+    _laid: dict[str, array[int]]
+    """Job -> what it needed when its epoch was laid down, in order; what it has taken since is the first part."""
 
     def _prepare(self) -> None:
-        self._laid, self._next = {}, {}
+        self._laid = {}
 
     def _forget(self, job: str) -> None:
+        self._laid.pop(job, None)
+
+    def _start_over(self, job: str) -> None:
         self._laid.pop(job, None)
 
     def _load_more(self, state: Mapping[str, Any]) -> None:
         self._laid = {}
 
     def _build(self) -> None:
-        """Lay down the epochs that have begun, and find where each job stands."""
-        self._laid = {job: laid for job, laid in self._laid.items() if self._epoch.get(job) == laid[0]}
+        """Lay down the epochs that have begun."""
         for job in self._subset:
             if job not in self._laid:
-                self._laid[job] = self._epoch[job], array("i", self._sequence(job).astype(np.int32).tobytes())
-        self._next = {job: len(self._laid[job][1]) - self._num_needed[job] for job in self._active}
+                self._laid[job] = array("i", self._sequence(job).astype(np.int32).tobytes())
 
     def _draw(self) -> Given:
         """Give each job the next of its sequence."""
         given: Given = {}
-        for job, begin in self._next.items():
-            sequence, place = self._laid[job][1], begin + self._steps
-            if place < len(sequence):
-                given.setdefault(sequence[place], set()).add(job)
+        for job in self._active:
+            left = self._num_needed[job] - len(self._taken[job])
+            if left:
+                given.setdefault(self._laid[job][-left], set()).add(job)
         return given
+
+    def _draw_one(self, job: str) -> int:
+        return self._laid[job][len(self._taken[job]) - self._num_needed[job]]
 
     @abstractmethod
     def _sequence(self, job: str) -> NDArray[np.int64]:
@@ -86,23 +88,31 @@ class Shared(_Sequenced):
 
     A job that comes later begins where the foremost job stands and completes
     its epoch in the next pass, so that its order is a uniform permutation too.
+    A job that completes its epoch so runs through its last items alone: nobody begins where it stands.
     """
 
+    ahead: dict[str, int]
+    """Job -> items that were drawn for it and not used yet: another that begins now may still share them. Whoever knows
+    writes it before a job begins."""
     _begun: dict[str, tuple[int, int]]
     """Job -> (epoch, place at which it began)."""
     _reached: dict[str, int]
-    """Job -> place behind the last item it took, as of the latest build or change."""
+    """Job -> place behind the last item it used, as of the latest build or change."""
     _furthest: int
     """Place that no job has passed yet."""
 
     def _prepare(self) -> None:
         super()._prepare()
-        self._begun, self._reached, self._furthest = {}, {}, 0
+        self.ahead, self._begun, self._reached, self._furthest = {}, {}, {}, 0
 
     def _forget(self, job: str) -> None:
         super()._forget(job)
         self._begun.pop(job, None)
         self._reached.pop(job, None)
+
+    def _start_over(self, job: str) -> None:
+        super()._start_over(job)
+        self._begun.pop(job, None)
 
     def _sequence(self, job: str) -> NDArray[np.int64]:
         begin = self._begun[job][1]
@@ -118,27 +128,52 @@ class Shared(_Sequenced):
 
     def _build(self) -> None:
         """Let each epoch that has begun start where the foremost running job stands, or with a new pass."""
-        self._begun = {j: begun for j, begun in self._begun.items() if self._epoch.get(j) == begun[0]}
-        running = [self._reached[job] for job in self._begun if self._num_needed[job]]
-        place = max(running) if running else -(-self._furthest // PASS) * PASS
+        front = self._front()
+        place = -(-self._furthest // PASS) * PASS if front is None else front
         for job in self._subset.keys() - self._begun.keys():
             self._begun[job], self._reached[job] = (self._epoch[job], place), place
         super()._build()
 
+    def catch_up(self, job: str) -> bool:
+        """Let a job that has fallen behind go on where the foremost stands; return whether it had.
+
+        What it skips comes in the next pass, side by side with whoever walks that. Whether to call may depend on time
+        and on what the job has had: what is left of its epoch is uniform before and after.
+        """
+        self._known(job)
+        self._settle()
+        front = self._front(besides=job)
+        if front is None or not self._num_needed[job] or front <= self._reached[job]:
+            return False
+        self._start_over(job)
+        return True
+
+    def _front(self, besides: str | None = None) -> int | None:
+        """Return where the foremost running job stands; who runs through its last items alone does not count."""
+        return max(
+            (
+                reached
+                for job, (_, begin) in self._begun.items()
+                if job != besides
+                and self._num_needed[job]
+                and (reached := self._reached[job]) <= (begin // PASS + 1) * PASS
+            ),
+            default=None,
+        )
+
     def _settle(self) -> None:
         """Note where each job stands before its epoch may change."""
         super()._settle()
-        for job, (epoch, _) in self._laid.items():
-            if self._epoch.get(job) == epoch:
-                self._reached[job] = self._place(job)
-                self._furthest = max(self._furthest, self._reached[job])
+        for job in self._laid:
+            self._furthest = max(self._furthest, self._place(job, 0))
+            self._reached[job] = self._place(job, self.ahead.get(job, 0))
 
-    def _place(self, job: str) -> int:
-        """Return the place behind the last item that `job` took."""
-        sequence = self._laid[job][1]
+    def _place(self, job: str, ahead: int) -> int:
+        """Return the place behind the last item that `job` took, before the latest `ahead` of them."""
+        sequence = self._laid[job]
         begin = self._begun[job][1]
-        taken = len(sequence) - self._num_needed[job]
-        if not taken:
+        taken = len(sequence) - self._num_needed[job] - ahead
+        if taken <= 0:
             return self._reached[job]
         item = np.array([sequence[taken - 1]], np.int64)
         place = begin // PASS * PASS + int(self._keys(item, begin // PASS)[0])

@@ -77,7 +77,7 @@ SUB_LINES: dict[str, str] = {
     "idle.absent": "allocated, but no rank ran there in this attempt",
     "idle.device": "device idle outside steps",
     "unknown.dropped": "records were overwritten before they were drained",
-    "unknown.cut_short": "after the last record of a process whose end nobody saw",
+    "unknown.cut_short": "after the last record of a process that failed, or whose end nobody saw",
     "unknown.missing": "a rank that left no records",
     "unknown.model": "time inside a trace that none of its rows explains",
 }

@@ -23,6 +23,7 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
 from headway.ledger.account import SpanFacts
 from headway.ledger.cause import Cause, ranked
+from headway.ledger.input_counts import count_words
 from headway.ledger.ledger import Ledger
 
 LEAST_FRACTION = 0.005
@@ -30,6 +31,9 @@ LEAST_FRACTION = 0.005
 
 PERSISTENT = 2 / 3
 """A rank that was last at this share of the collectives, or blamed for this share of the waiting, is a straggler."""
+
+MOST_RANKS = 8
+"""Ranks named in one piece of evidence; the rest is counted."""
 
 EDIT_OF_CAUSE: dict[str, str] = {
     "input.fetch": "input.fetch=none",
@@ -212,7 +216,7 @@ def _where_loader(ledger: Ledger) -> str:
     named = []
     for facts in (ledger.meta.get("loaders") or {"": {}}).values():
         name, workers = facts.get("dataset") or "loader", facts.get("num_workers")
-        named.append(str(name) if workers is None else f"{name}, {workers} workers per rank")
+        named.append(str(name) if workers is None else f"{name}, {_many(workers, 'worker')} per rank")
     return "; ".join(dict.fromkeys(named))
 
 
@@ -222,9 +226,10 @@ def _input_fetch(ledger: Ledger) -> list[Cause]:
     waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
     own, blind = _sub_s(ledger, *subs), _sub_s(ledger, "input.unsplit")
     count = _span(ledger, "input.next").count
-    evidence = f"{count} calls of next(loader) waited {_each(own, count)} while their batch was read"
+    evidence = f"{count:,} calls of next(loader) waited {_each(own, count)} while their batch was read"
     if blind > own / 2:
         evidence += " (their loads were not recorded, so this may be preparation as well)"
+    evidence += "".join(f"; {line}" for line in count_words(ledger.meta.get("input") or {}))
     workers = _workers(ledger)
     if workers == 0:
         fix = "read in worker processes: DataLoader(num_workers=4); try --set workers=4, or --set cache_fraction=1"
@@ -240,7 +245,7 @@ def _input_prep(ledger: Ledger) -> list[Cause]:
     waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
     own, queue = _sub_s(ledger, *subs), _sub_s(ledger, "input.cpu_wait")
     count = _span(ledger, "input.next").count
-    evidence = f"{count} calls of next(loader) waited {_each(own, count)} while their batch was prepared"
+    evidence = f"{count:,} calls of next(loader) waited {_each(own, count)} while their batch was prepared"
     if queue > 0:
         evidence += f", {format_seconds(queue)} of it because their worker had no core"
     workers, cores = _workers(ledger), ledger.meta.get("cores")
@@ -262,7 +267,7 @@ def _input_transfer(ledger: Ledger) -> list[Cause]:
     copies = _span(ledger, "kernel.copy")
     evidence = f"the hand-off in {count} calls of next(loader) took {_each(hand, count)}"
     if copies.count:
-        evidence = f"{copies.count} copies; for {format_seconds(hand)} they kept the device from computing"
+        evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
     if start > 0:
         evidence += f"; starting and ending {created} iterators took {_each(start, created)}"
     if start > hand:
@@ -274,7 +279,7 @@ def _input_transfer(ledger: Ledger) -> list[Cause]:
 
 def _many(count: int, noun: str) -> str:
     """Return a number with its noun: '1 rank', '2 ranks'."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _comm_exposed(ledger: Ledger) -> list[Cause]:
@@ -284,12 +289,12 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
     names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
     spans = [_span(ledger, name) for name in names]
     count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
-    evidence = f"{count} waits lasted {_each(own, count)} after the last rank had arrived"
+    evidence = f"{count:,} waits lasted {_each(own, count)} after the last rank had arrived"
     if size and count:
         evidence += f", for {format_bytes(size / count)} each"
     if kernels.count:
         evidence = (
-            f"{kernels.count} communication kernels ran {_each(kernels.total_ns / NS_PER_S, kernels.count)}; for "
+            f"{kernels.count:,} communication kernels ran {_each(kernels.total_ns / NS_PER_S, kernels.count)}; for "
         )
         evidence += f"{format_seconds(own)} in all nothing computed beside them"
     fix = "overlap more or send less: another DDP bucket size, gradients in bf16, faster links"
@@ -311,13 +316,20 @@ def _straggler_rank(ledger: Ledger) -> list[Cause]:
             found.append(_one_straggler(ledger, rank, row))
     rest_ns = total_ns - round(sum(cause.lost_device_s for cause in found) * NS_PER_S)
     if not found and rest_ns > 0:
-        evidence = (
-            f"{late.num_collectives} collectives waited {format_seconds(rest_ns / NS_PER_S)} in all, each time for "
-        )
-        evidence += "another rank: " + ", ".join(f"rank {r} {n}x" for r, n in sorted(late.times_last.items()) if n)
+        waited = format_seconds(rest_ns / NS_PER_S)
+        evidence = f"{late.num_collectives:,} collectives waited {waited} in all, each time for another rank"
+        evidence += _times_last(late.times_last)
         fix = "even out the work per step: equal batches and lengths, fewer background processes per host"
         found.append(Cause("straggler.rank", "ranks in turn", rest_ns / NS_PER_S, evidence, fix))
     return found
+
+
+def _times_last(times_last: Mapping[int, int]) -> str:
+    """Return which ranks came last how often, the `MOST_RANKS` that did most; '' where ranks came together."""
+    often = sorted((-count, rank) for rank, count in times_last.items() if count)
+    named = ", ".join(f"rank {rank} {-count:,}x" for count, rank in sorted(often[:MOST_RANKS], key=lambda row: row[1]))
+    more = f" and {len(often) - MOST_RANKS} more" if len(often) > MOST_RANKS else ""
+    return f": {named}{more}" if often else ""
 
 
 def _persistent(ledger: Ledger, rank: int, own_ns: int, total_ns: int) -> bool:
@@ -349,7 +361,7 @@ def _host_gc(ledger: Ledger) -> list[Cause]:
     """Garbage collection on the training thread."""
     own, span = _sub_s(ledger, "host.gc"), _span(ledger, "host.gc")
     waited = _blamed_s(ledger, "host", _share_of(ledger, "host", "host.gc"))
-    evidence = f"{span.count} collections stopped training, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
+    evidence = f"{span.count:,} collections stopped training, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
     fix = "freeze what set-up made and collect on all ranks at once: remedy host.gc; try --set gc=frozen:100"
     return [Cause("host.gc", "training thread", own + waited, evidence + _also(waited), fix)]
 
@@ -358,7 +370,7 @@ def _host_logging(ledger: Ledger) -> list[Cause]:
     """Logging handlers on the training thread."""
     own, span = _sub_s(ledger, "host.logging"), _span(ledger, "host.logging")
     waited = _blamed_s(ledger, "host", _share_of(ledger, "host", "host.logging"))
-    evidence = f"{span.count} log records took {_each(own, span.count)} on the training thread"
+    evidence = f"{span.count:,} log records took {_each(own, span.count)} on the training thread"
     fix = "hand log records to a background thread: remedy host.logging; try --set logging=buffered"
     return [Cause("host.logging", "training thread", own + waited, evidence + _also(waited), fix)]
 
@@ -379,7 +391,7 @@ def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     """Saves that held up training, and the ranks that waited for them."""
     own, waited = ledger.ledger_ns["checkpoint"] / NS_PER_S, _blamed_s(ledger, "checkpoint")
     span = _span(ledger, "checkpoint.save")
-    evidence = f"{span.count} saves stopped training for {_each(own, span.count)}"
+    evidence = f"{span.count:,} saves stopped training for {_each(own, span.count)}"
     parts = {"save": "writing", "persist": "fsync and flush", "commit": "rename"}
     told = [f"{text} {format_seconds(_sub_s(ledger, f'checkpoint.{key}'))}" for key, text in parts.items()]
     evidence += f" ({', '.join(told)})" + _also(waited)

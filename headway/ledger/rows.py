@@ -21,14 +21,13 @@ from numpy.typing import NDArray
 
 from headway.trace.clocks import aligned_ns
 from headway.trace.parts import Parts
+from headway.trace.rows import LOADER_LANE
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import SPANS
 
 NAMES: tuple[str, ...] = tuple(SPANS)
 NAME_ID: dict[str, int] = {name: index for index, name in enumerate(NAMES)}
-
-LOADER_LANE = "loader/"
 
 
 @dataclass(frozen=True, slots=True)

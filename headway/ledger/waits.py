@@ -114,10 +114,11 @@ def _nth(key: Ints, seq: Ints) -> Ints:
 def _containing(rows: Rows, child: Ints, parent: Ints) -> Ints:
     """Return the position in `parent` of the row that holds each child, -1 for none.
 
-    Both are on one lane and of one loader and iterator; such loads never overlap.
+    Both are on one lane, of one loader and iterator, and the n-th of its worker: batches that the same threads made may
+    overlap there.
     """
     mine, theirs = (
-        np.stack([rows.worker[some], rows.column("group", some), rows.column("corr", some)], axis=1)
+        np.stack([rows.worker[some], *(rows.column(key, some) for key in ("group", "corr", "seq"))], axis=1)
         for some in (parent, child)
     )
     found = enclosing(mine, rows.start_ns[parent], theirs, rows.start_ns[child])

@@ -68,7 +68,7 @@ class RankProcess:
             stderr=stderr_fd,
             start_new_session=True,
             # Runs in the child between fork and exec; it calls into libc only.
-            preexec_fn=lambda: _die_with(parent),
+            preexec_fn=lambda: die_with(parent),
         )
         self.pid = self._process.pid
         try:
@@ -103,7 +103,8 @@ class RankProcess:
         return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
+    """Have the kernel end this process when process `parent`, which started it, ends."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # the launcher died in between
         os._exit(1)

@@ -160,6 +160,13 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, 
     return session
 
 
+def leave() -> None:
+    """Record nothing more in this process: a fork that leaves the job, and outlives it. The parent's goes on."""
+    session = _SESSIONS.pop("active", None)
+    if session is not None:
+        session.probes.recorder.broken = "this process has left the job"
+
+
 def start_here(environ: Mapping[str, str]) -> Session:
     """Begin to record in a process that was started without headway; torch may be imported already."""
     finder = PostImport(set(), before=before_import, after=after_import)

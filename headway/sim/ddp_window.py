@@ -11,7 +11,6 @@ which lies inside the call's span. Times are int64 ns, as recorded.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
+from headway.trace.assemble import json_object
 from headway.trace.runs import Run
 from headway.trace.trace import Trace, concat
 
@@ -77,10 +77,7 @@ def models_of(run: Run) -> list[Mapping[str, Any]]:
     Empty for a run without one, or recorded before this was noted.
     """
     for path in sorted({file.parent.parent / "tables" for file in run.windows()} or [run.path / "tables"]):
-        try:
-            told = json.loads((path / "r0.json").read_text(encoding="utf-8")).get("ddp")
-        except (OSError, ValueError):
-            continue
+        told = json_object(path / "r0.json").get("ddp")
         if isinstance(told, list):
             return [model for model in told if isinstance(model, dict)]
     return []

@@ -11,7 +11,7 @@ Traceback (most recent call last):
 headway.core.errors.UnknownNameError: unknown edit 'worker'. Did you mean 'workers'? Choose one of: accelerator, \
 bandwidth, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, cores, gc, host, host.gc, \
 host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, persistent, \
-prefetch, storage, straggler, workers.
+prefetch, storage, straggler, threads, workers.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ class Scenario:
 
     workers: int | None = None
     """Loader workers per rank; None = as recorded."""
+
+    threads: bool = False
+    """Workers are threads of the rank: nothing is handed over between processes."""
 
     prefetch: int | None = None
     """Batches in flight per worker; None = as recorded."""
@@ -273,6 +276,7 @@ EDITS: dict[str, EditRule] = {
     "host.logging": EditRule(_factor, _scales("host.logging"), "handlers of the logging module"),
     "op:GLOB": EditRule(_factor, _scales(), "operations whose recorded name matches, for example op:optimizer.*=0.5x"),
     "workers": EditRule(_count(0), _sets("workers"), "loader workers per rank"),
+    "threads": EditRule(_flag, _sets("threads"), "workers are threads, no processes: true or false"),
     "prefetch": EditRule(_count(1), _sets("prefetch"), "batches in flight per worker"),
     "persistent": EditRule(_flag, _sets("persistent"), "workers outlive the epoch: true or false"),
     "cache_fraction": EditRule(_fraction, _sets("cache_fraction"), "share of examples served without fetch and prep"),

@@ -62,6 +62,15 @@ class Costs:
     reset_ns: int = NS_PER_MS
     """A new pass over workers that persist."""
 
+    thread_handoff_ns: int = 120 * NS_PER_US
+    """The same from a thread of the rank: a wake-up, whatever the size."""
+
+    thread_receive_ns: int = 50 * NS_PER_US
+    """Taking a batch that a thread made."""
+
+    thread_ns: int = 400 * NS_PER_US
+    """Making one thread, on the training thread; ending it takes as long as the example that it reads."""
+
     hit_ns: int = 15 * NS_PER_US
     """Serving one example from the cache."""
 
@@ -77,7 +86,10 @@ class Costs:
 
     def slowed(self, factor: float) -> Costs:
         """Return the costs on a host whose other work makes CPU time take `factor` times as long."""
-        names = ("handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns")
+        names = (
+            "handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
+            "thread_handoff_ns", "thread_receive_ns", "thread_ns",
+        )  # fmt: skip
         return replace(self, **{name: round(getattr(self, name) * factor) for name in names})
 
 
@@ -202,14 +214,17 @@ class LoaderModel:
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
-        take = np.where(now_inline, inline_ns, self.take_ns) * scenario.transfer
+        threaded = (scenario.threads & self.tunable & (workers > 0))[batches.iterator]
+        taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
+        take = np.where(now_inline, inline_ns, taking) * scenario.transfer
+        handoff = np.where(threaded, float(self.costs.thread_handoff_ns), self.handoff_ns) * scenario.transfer
         iter_ns, first_ns, stop_ns = self._turns(scenario, workers)
         return Loading(
             workers=workers,
             prefetch=prefetch,
             fetch_ns=fetch,
             cpu_ns=cpu,
-            handoff_ns=self.handoff_ns * scenario.transfer,
+            handoff_ns=handoff,
             take_ns=take,
             iter_ns=iter_ns * scenario.factor("input.iter"),
             first_ns=first_ns,
@@ -258,6 +273,9 @@ class LoaderModel:
         stop = np.where(stays | (workers == 0), bare, bare + per_stop * workers)
         stop = np.where((workers == had) & (stays == _survives(self)), self.stop_ns, stop)
         first = np.where(keeps & ~kept, 0.0, np.where(~keeps & kept, float(self.costs.first_ns), self.first_ns))
+        threaded = scenario.threads & self.tunable & (workers > 0)
+        made = np.where(threaded, plain + self.costs.thread_ns * workers, made)
+        first, stop = np.where(threaded, 0.0, first), np.where(threaded, bare, stop)
         return made.astype(np.float64), first, stop.astype(np.float64)
 
 

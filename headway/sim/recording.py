@@ -379,8 +379,12 @@ def _loads(
             taken = mine[events["seq"][calls[mine]] % workers[index] == worker]
             turns = events["seq"][calls[taken]] // workers[index]
             loads = own[events["peer"][own] == worker]
-            known = turns < loads.size
-            found[taken[known]] = loads[turns[known]]
+            # Not by start: a batch that several threads made is recorded with the sum of their times.
+            nth = events["seq"][loads] - events["seq"][loads].min(initial=np.iinfo(np.int64).max)
+            numbers, first = np.unique(nth, return_index=True)
+            place = np.searchsorted(numbers, turns)
+            known = np.append(numbers, -1)[place] == turns
+            found[taken[known]] = loads[first[place[known]]]
     return found
 
 
@@ -404,9 +408,10 @@ def _parts(rows: Trace, loads: NDArray[np.int64]) -> NDArray[np.int64]:
     load = np.flatnonzero(rows.named("input.load"))
     for column, name in enumerate(LOAD_PARTS):
         child = np.flatnonzero(rows.named(name))
-        # Workers of several loaders, or of two passes of one, may share a lane while they overlap.
+        # Workers of several loaders, or of two passes of one, may share a lane while they overlap; so may two batches
+        # that the same threads made.
         outer, inner = (
-            np.stack([events[key][some] for key in ("lane", "group", "corr")], axis=1).astype(np.int64)
+            np.stack([events[key][some] for key in ("lane", "group", "corr", "seq")], axis=1).astype(np.int64)
             for some in (load, child)
         )
         place = enclosing(outer, events["start_ns"][load], inner, events["start_ns"][child])

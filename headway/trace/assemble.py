@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace import segments, spool
-from headway.trace.loads import load_children, name_workers
+from headway.trace.deliveries import thinned
+from headway.trace.loads import load_children, name_workers, place_made
 from headway.trace.nesting import Nesting
 from headway.trace.rows import Rows, lane_name, raw_rows
 from headway.trace.spool import Recorded
@@ -62,7 +63,7 @@ def build(
     """Return the trace of one rank from everything its processes recorded."""
     lead = _lead(processes)
     lanes: list[str] = ["main"]
-    parts = [raw_rows(process, lanes, leads=process is lead) for process in processes]
+    parts = [thinned(place_made(raw_rows(process, lanes, leads=process is lead), lanes)) for process in processes]
     name_workers(parts, parts[processes.index(lead)])
     columns = Rows.concat([*parts, *(load_children(part) for part in parts)])
     main = columns.where((columns.lane == 0) & (columns.process == lead.header.pid))
@@ -84,7 +85,7 @@ def build(
         names=NAMES,
         lanes=lanes,
         groups=_groups(tables),
-        ranks={rank: _rank_facts(lead, row, marks[0])},
+        ranks={rank: {**_rank_facts(lead, row, marks[0]), **_told(tables)}},
         meta={
             "source": "headway",
             "attempt": attempt,
@@ -181,6 +182,11 @@ def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: Rows) -> di
     if row is not None:
         facts["exit_code"] = row.get("exit_code")
     return facts
+
+
+def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the rank itself said of its input: audit facts, counts, kinds of workers."""
+    return {key: tables[key] for key in ("deliveries", "input", "workers") if key in tables}
 
 
 def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -5,6 +5,10 @@ known and their order is fixed by convention: fetch, cpu_wait, prep, collate.
 They partition the load, garbage collections inside it left out: those have
 rows of their own. Times in int64 ns.
 
+A batch that threads of the rank made, or a data server, is one load too: its
+parts are summed over all who worked on it, and it ends when it was complete.
+So it may have begun later than its row does.
+
 >>> Loads.shares(np.array([100]), np.array([60]), np.array([10]), np.array([20]), np.array([0])).tolist()
 [[0.3, 0.1, 0.4, 0.2]]
 """
@@ -14,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.rows import Rows
+from headway.trace.rows import LOADER_LANE, Rows
 from headway.trace.vocabulary import KIND, SPANS
 
 CHILDREN = ("input.fetch", "input.cpu_wait", "input.prep", "input.collate")
@@ -174,3 +178,49 @@ def name_workers(parts: list[Rows], lead: Rows) -> None:
             continue
         life = np.clip(part.group[loads], 0, len(lives) - 1)
         part.corr[loads], part.group[loads] = lives.corr[life], lives.group[life]
+
+
+def place_made(rows: Rows, lanes: list[str]) -> Rows:
+    """Return `rows` (one process, in the order of its records) with each `input.made` as the load that it stands for.
+
+    The call that took the batch wrote its `input.next` right behind it, which
+    names loader and pass. Batch b of a pass for which W threads work counts as
+    the (b // W)-th load of worker b mod W, on a lane of that worker; the call
+    and the creation of the iterator are told so too, as if workers were processes.
+    """
+    made = np.flatnonzero(rows.name == _INDEX["input.made"])
+    if not len(made):
+        return rows
+    workers = np.maximum(rows.peer[made], 1).astype(np.int64)
+    batch = rows.seq[made].copy()
+    worker = batch % workers
+    rows.name[made], rows.peer[made], rows.seq[made] = _INDEX["input.load"], worker, batch // workers
+    call = _next_call(rows, made)
+    known = call >= 0
+    known[known] = rows.seq[call[known]] == batch[known]
+    taken, call = made[known], call[known]
+    rows.group[taken], rows.corr[taken] = rows.group[call], rows.corr[call]
+    rows.peer[call] = worker[known]
+    created = rows.name == _INDEX["input.iter"]
+    for corr, count in dict(zip(rows.corr[call].tolist(), workers[known].tolist(), strict=True)).items():
+        rows.peer[created & (rows.corr == corr)] = count
+    for number in np.unique(worker).tolist():
+        name = f"{LOADER_LANE}{number}"
+        if name not in lanes:
+            lanes.append(name)
+        rows.lane[made[worker == number]] = lanes.index(name)
+    # Their spans may overlap on a lane, each is a sum: as processes of their own they nest on their own.
+    rows.process[made] = -2 - np.arange(len(made))
+    return rows
+
+
+def _next_call(rows: Rows, made: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first `input.next` behind each of `made` in its own lane, -1 for none."""
+    found = np.full(len(made), -1, np.int64)
+    for lane in np.unique(rows.lane[made]):
+        calls = np.flatnonzero((rows.name == _INDEX["input.next"]) & (rows.lane == lane))
+        mine = np.flatnonzero(rows.lane[made] == lane)
+        place = np.searchsorted(calls, made[mine])
+        inside = place < len(calls)
+        found[mine[inside]] = calls[place[inside]]
+    return found

@@ -22,6 +22,9 @@ from headway.trace.spool import Recorded
 from headway.trace.trace import COLUMNS
 from headway.trace.vocabulary import KIND, SPANS
 
+LOADER_LANE = "loader/"
+"""Lanes of loader workers begin so; the worker's number follows."""
+
 _NUMBERS = ("a", "b", "c", "d")
 _BLANK = {
     "name": (np.int32, -1), "kind": (np.uint8, KIND["MARK"]), "lane": (np.int16, 0), "depth": (np.int16, 0),
@@ -113,7 +116,7 @@ def lane_name(header: RingHeader, thread: int, *, leads: bool, training: int = 0
     suffix = "MainThread" if thread == 0 else names[thread - 1] if thread <= len(names) else f"{thread}"
     if leads:
         return "main" if thread == training else f"thread/{suffix}"
-    base = f"loader/{header.worker}" if header.role == "loader" else f"process/{header.pid}"
+    base = f"{LOADER_LANE}{header.worker}" if header.role == "loader" else f"process/{header.pid}"
     return base if thread == 0 else f"{base}/{suffix}"
 
 
@@ -163,12 +166,11 @@ def _carried_backwards(rows: Rows, records: NDArray[np.void]) -> Rows:
 
 
 def _attach_parts(rows: Rows, records: NDArray[np.void]) -> None:
-    """Give each load the measurements in the `input.parts` record that follows it in its thread."""
-    load, parts = SPANS["input.load"].code, SPANS["input.parts"].code
-    at = np.flatnonzero(records["code"] == parts)
+    """Give each load (or batch made elsewhere) the measurements in the `input.parts` that follows it in its thread."""
+    at = np.flatnonzero(records["code"] == SPANS["input.parts"].code)
     if not len(at):
         return
-    loads = np.flatnonzero(records["code"] == load)
+    loads = np.flatnonzero(np.isin(records["code"], [SPANS["input.load"].code, SPANS["input.made"].code]))
     key = _key(records, loads)
     order = np.argsort(key, kind="stable")
     found = np.searchsorted(key[order], _key(records, at))

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import FormatError, InputError
-from headway.trace.assemble import trace_of_rings
+from headway.trace.assemble import json_object, trace_of_rings
 from headway.trace.clocks import refined
+from headway.trace.deliveries import counts_of
 from headway.trace.parts import Parts
 from headway.trace.trace import Trace
 
@@ -38,7 +39,7 @@ class Run:
     """The run folder."""
 
     meta: dict[str, Any]
-    """What run.json says."""
+    """What run.json says, and `input`: what caches and orders of the last attempt counted."""
 
     parts: Parts
     """Events of the last attempt by rank; those in Parquet are not read yet."""
@@ -70,7 +71,7 @@ class Run:
             )
         parts = _load(path, numbers[-1])
         if len(hosts) == 1:
-            return cls(path, hosts[0], _with_facts(parts, hosts[0]))
+            return cls(path, {**hosts[0], **_counted(parts)}, _with_facts(parts, hosts[0]))
         return merge([cls(path, host, _with_facts(parts.select(_own(host)), host)) for host in hosts])
 
     def attempts(self) -> list[Parts]:
@@ -126,10 +127,11 @@ def merge(runs: Sequence[Run]) -> Run:
             if rank in offsets:
                 raise InputError(f"rank {rank} is in two of the folders. Name each host's part of one run once.")
             offsets[rank] = shift
+    parts = Parts.joined([run.parts for run in runs])
     return replace(
         runs[0],
-        meta=_merged_facts([run.meta for run in runs], shifts, offsets),
-        parts=Parts.joined([run.parts for run in runs]),
+        meta={**_merged_facts([run.meta for run in runs], shifts, offsets), **_counted(parts)},
+        parts=parts,
         clock_offset_ns=offsets,
         hosts=tuple(runs),
     )
@@ -222,8 +224,8 @@ def _fold_ranks(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
     """Add the rows that ranks under another launcher wrote themselves (RUN/ranks/r<rank>.json)."""
     rows = {row["rank"]: row for row in meta.get("ranks", [])}
     for file in sorted((path / "ranks").glob("r*.json")):
-        row = json.loads(file.read_text(encoding="utf-8"))
-        if row.get("group_rank", 0) == meta.get("group_rank", 0):
+        row = json_object(file)
+        if "rank" in row and row.get("group_rank", 0) == meta.get("group_rank", 0):
             rows.setdefault(row["rank"], row)
     return {**meta, "ranks": [rows[rank] for rank in sorted(rows)]}
 
@@ -293,6 +295,12 @@ def _load(path: Path, attempt: int) -> Parts:
         "dropped": sum(parts.meta.get("dropped", 0) for parts in found),
     }
     return joined.with_meta({**joined.meta, **totals})
+
+
+def _counted(parts: Parts) -> dict[str, Any]:
+    """Return the entry `input` of the facts: what caches and orders counted, ranks summed; none when nobody counted."""
+    counts = counts_of(parts.ranks.values())
+    return {"input": counts} if counts else {}
 
 
 def _with_facts(parts: Parts, meta: dict[str, Any]) -> Parts:

@@ -73,6 +73,13 @@ SPANS: dict[str, Span] = {
                         "unknown), c = CPU ns of collate inside a, d = ns of GC inside a"),
     "input.worker": Span(29, "DATA", ("group", "corr", "peer", "seq"),
                          "instant at iter(loader), one per worker process: corr = iterator, peer = worker, seq = pid"),
+    "input.made": Span(30, "DATA", ("peer", "seq", "", "bytes"),
+                       "raw only, becomes an input.load: a batch made by threads or a data server, written before the "
+                       "input.next that took it; a = how many make batches, b = n-th batch of the pass, c = items"),
+    "input.audit": Span(31, "MARK", ("peer", "seq", "corr", "bytes"),
+                        "instant: peer = a pass of headway's DataLoader, numbered by its process. At its start seq = "
+                        "-1 - index in ranks[r].deliveries, corr = epoch, bytes = where in it; later, and at the end, "
+                        "seq = examples taken, corr and bytes = the words of their audit sum"),
     # Communication on the training thread. group = process group, seq = n-th in that group.
     "comm.wait": Span(40, "COLL", ("group", "seq", "bytes"), "end of backward until DDP's gradients are reduced"),
     "comm.collective": Span(41, "COLL", ("group", "seq", "bytes", "corr"),

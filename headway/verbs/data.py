@@ -13,6 +13,7 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, format_seconds
 from headway.data.stalls import attribute, what_if
+from headway.ledger.input_counts import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.report.terminal import render_stalls, render_whatif
 from headway.sim.program import Program
@@ -84,8 +85,9 @@ def stalls(
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise InputError(f"{', '.join(wrong)} needs a script to run. Put it behind --, or drop the option.")
-    program = Program.from_run(run_at(run))
-    answer = attribute(program).to_json()
+    recorded = run_at(run)
+    program = Program.from_run(recorded)
+    answer: dict[str, Any] = {**attribute(program).to_json(), "counts": recorded.meta.get("input") or {}}
     if options.asked:
         prediction = what_if(program, **options.asked)
         after = attribute(program, prediction.edits, fixes=False)
@@ -121,6 +123,9 @@ def _measured(
 
 def _replayed_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     parts = [render_stalls(answer, **screen)]
+    counted = [Text(f"  {line}") for line in count_words(answer["counts"])]
+    if counted:
+        parts += [draw([Text("  What caches and orders counted", style="bold"), *counted], **screen)]
     if "what_if" in answer:
         parts += [render_whatif(answer["what_if"], **screen)]
     return "\n\n".join(parts)

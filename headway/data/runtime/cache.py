@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch.multiprocessing
@@ -26,6 +27,7 @@ from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.outcome import Report, reporter
 from headway.data.runtime.purity import impurity, picture
 from headway.data.runtime.trial import in_child
+from headway.runtime.probe_input import is_own
 from headway.runtime.remedy import Applied, Context, Refused
 
 
@@ -50,11 +52,31 @@ _WRITING = threading.Lock()
 """Held while an example is kept: an arena keeps processes apart, not the threads of one."""
 
 
-class CachedExamples:
-    """A view of a dataset for one reader: from the cache where it can, else from the dataset, and then kept."""
+class Kept(Protocol):
+    """Where examples are kept, encoded, by their index."""
 
-    def __init__(self, dataset: Any, arena: Arena) -> None:
-        self._dataset, self._arena = dataset, arena
+    @property
+    def num_slots(self) -> int:
+        """One more than the largest index."""
+        ...
+
+    def get(self, index: int) -> memoryview | None:
+        """Return the encoded example, None when it is not here."""
+        ...
+
+    def keep(self, index: int, example: Any) -> None:
+        """Keep an example, if there is room; raises what `encode` raises."""
+        ...
+
+
+class CachedExamples:
+    """A view of a dataset for one reader: from the cache where it can, else from the dataset, and then kept.
+
+    It compares one in `check_every` of the examples that it finds with the dataset; 0: none.
+    """
+
+    def __init__(self, dataset: Any, kept: Kept, *, check_every: int = CHECK_EVERY) -> None:
+        self._dataset, self._kept, self._check_every = dataset, kept, check_every
         self._num_found = 0
         self._stale = False
 
@@ -87,11 +109,11 @@ class CachedExamples:
         return examples if not self._stale else many(indices)
 
     def _find(self, index: Any) -> memoryview | None:
-        return self._arena.get(index) if self._is_slot(index) else None
+        return self._kept.get(index) if self._is_slot(index) else None
 
     def _checked(self, found: memoryview, read: Callable[[], Any]) -> Any:
         """Return the example found; at times, and after the dataset was seen to have changed, what it says itself."""
-        due = self._num_found % CHECK_EVERY == 0
+        due = self._check_every and self._num_found % self._check_every == 0
         self._num_found += 1
         if not due:
             return decode(found)
@@ -100,15 +122,35 @@ class CachedExamples:
         return example
 
     def _is_slot(self, index: Any) -> bool:
-        return not self._stale and type(index) is int and 0 <= index < self._arena.num_slots
+        return not self._stale and type(index) is int and 0 <= index < self._kept.num_slots
 
     def _keep(self, index: Any, example: Any) -> None:
-        if not self._is_slot(index) or not _WRITING.acquire(blocking=False):
+        if self._is_slot(index):
+            with suppress(Exception):  # an example that cannot be kept is read anew each time
+                self._kept.keep(index, example)
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """An arena of examples."""
+
+    arena: Arena
+
+    @property
+    def num_slots(self) -> int:
+        """Examples that it may hold."""
+        return self.arena.num_slots
+
+    def get(self, index: int) -> memoryview | None:
+        """Return the encoded example, None when it is not here."""
+        return self.arena.get(index)
+
+    def keep(self, index: int, example: Any) -> None:
+        """Keep an example, if there is room and nobody else is writing."""
+        if not _WRITING.acquire(blocking=False):
             return  # another thread writes, or wrote when this process was forked: the next reading may keep it
         try:
-            self._arena.put(index, encode(example))
-        except Exception:  # an example that cannot be kept is read anew each time
-            return
+            self.arena.put(index, encode(example))
         finally:
             _WRITING.release()
 
@@ -155,14 +197,18 @@ class ExampleCaches:
             original(fetcher, dataset, *rest)
             arena = self.arenas.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
             if arena is not None:
-                fetcher.dataset = CachedExamples(dataset, arena)
+                fetcher.dataset = CachedExamples(dataset, Shelf(arena))
 
         return __init__
 
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Give the dataset an arena, or leave it alone and say why."""
         dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
-        reason, example_bytes = ("the byte budget is spent", 0) if self.budget_bytes < 1 else uncacheable(loader)
+        if is_own(loader):
+            reason: str | None = "it is read by headway's own loader: give that one cache_bytes"
+            example_bytes = 0
+        else:
+            reason, example_bytes = ("the byte budget is spent", 0) if self.budget_bytes < 1 else uncacheable(loader)
         try:
             self.alive[id(dataset)] = dataset
         except TypeError:  # a list or tuple: it lies in memory already

@@ -6,6 +6,15 @@ function draws by (seed, epoch, batch, rank). So an augmented example is the
 same for any number of workers, and after any interruption; and the caller's
 own generators stay where they are. torch is seeded through
 `torch.default_generator`: `torch.manual_seed` would reach for devices.
+
+Threads share those generators, so nothing can key them there. `generator`
+and `torch_generator` are keyed in the same way and work everywhere.
+
+>>> with Draws(seed=5):
+...     first = generator().integers(0, 100, 3).tolist()
+>>> with Draws(seed=5):
+...     first == generator().integers(0, 100, 3).tolist()
+True
 """
 
 from __future__ import annotations
@@ -13,12 +22,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from operator import index
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from headway.core.rng import derived_seed
 from headway.data.order import item_seeds
@@ -34,15 +45,24 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Return the states of the three global generators; 50 us, nearly all of it numpy's."""
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    """Return the states of the global generators, those of devices in use included; 50 us, nearly all of it numpy's."""
+    devices = [device.get_state() for device in _device_generators()]
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), devices
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
-    """Put the three global generators where `generator_states` found them."""
+    """Put the global generators where `generator_states` found them."""
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.default_generator.set_state(states[2])
+    # A device that came into use since has no earlier state to go back to.
+    for device, state in zip(_device_generators(), states[3], strict=False):
+        device.set_state(state)
+
+
+def _device_generators() -> tuple[torch.Generator, ...]:
+    """Return the generators of the CUDA devices; none while CUDA is not in use, and looking does not start it."""
+    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 @contextmanager
@@ -53,6 +73,63 @@ def generators_kept() -> Iterator[None]:
         yield
     finally:
         set_generators(states)
+
+
+class Draws:
+    """A block whose random numbers come from `seed`: those of `generator`, and of the global generators if `shared`."""
+
+    __slots__ = ("_numpy", "_shared", "_token", "_torch", "seed")
+
+    def __init__(self, seed: int, *, shared: bool = False) -> None:
+        self.seed, self._shared = seed & WORD, shared
+        self._numpy: np.random.Generator | None = None
+        self._torch: torch.Generator | None = None
+        self._token: Token[Draws | None]
+
+    def __enter__(self) -> Draws:
+        if self._shared:
+            seed_generators(self.seed)
+        self._token = _DRAWS.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _DRAWS.reset(self._token)
+
+    def numpy(self) -> np.random.Generator:
+        """Return the block's numpy generator."""
+        if self._numpy is None:
+            self._numpy = np.random.Generator(np.random.Philox(key=self.seed))
+        return self._numpy
+
+    def torch(self) -> torch.Generator:
+        """Return the block's torch generator (CPU)."""
+        if self._torch is None:
+            self._torch = torch.Generator().manual_seed(self.seed)
+        return self._torch
+
+
+_DRAWS: ContextVar[Draws | None] = ContextVar("headway_draws", default=None)
+"""What is being loaded here and now, by this thread."""
+
+
+def generator() -> np.random.Generator:
+    """Return the numpy generator of the example being loaded, in collate functions of the batch.
+
+    Call it inside `__getitem__` or a collate function, in threads, worker
+    processes and the caller's process alike; within one example it goes on
+    where it was. Outside of a headway loader it is seeded by a draw from
+    torch's default generator, as torch seeds what its own loaders start.
+    """
+    return _draws().numpy()
+
+
+def torch_generator() -> torch.Generator:
+    """Return the torch generator (CPU) of the example or batch being loaded; see `generator`."""
+    return _draws().torch()
+
+
+def _draws() -> Draws:
+    return _DRAWS.get() or Draws(int(torch.empty((), dtype=torch.int64).random_()))
 
 
 class Keys(list[Any]):
@@ -70,13 +147,35 @@ class Keys(list[Any]):
         seeds: list[int] = item_seeds(self.seed, self.epoch, items, np.array(self.occurrence, np.int64)).tolist()
         return seeds
 
+    def batch_seed(self, what: str, rank: int) -> int:
+        """Return the seed of something that is done once per batch and rank."""
+        return derived_seed(self.seed, what, self.epoch, self.batch, rank) & WORD
+
+    def first(self, count: int) -> Keys:
+        """Return the first `count` of them, as a batch."""
+        return Keys(self[:count], self.occurrence[:count], seed=self.seed, epoch=self.epoch, batch=self.batch)
+
+    def only(self, place: int) -> Keys:
+        """Return a batch of the one at `place`."""
+        return Keys([self[place]], [self.occurrence[place]], seed=self.seed, epoch=self.epoch, batch=self.batch)
+
+
+def reads_batches(dataset: Any) -> bool:
+    """Tell whether `dataset` fetches whole batches by itself; a subset reads as the dataset behind it does."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
+
 
 @dataclass(slots=True)
 class KeyedDataset:
     """A map-style dataset whose every example is made under its own seed."""
 
     dataset: Any
+    """The user's own."""
     rank: int
+    cached: Any = None
+    """What is read in its place: the same with a cache in front."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -86,24 +185,25 @@ class KeyedDataset:
         return self.__getitems__(keys)[0]
 
     def __getitems__(self, keys: Keys) -> list[Any]:
-        """Return the examples of a batch, and leave the generators seeded for its collate function.
-
-        A dataset that fetches whole batches (`__getitems__`) draws under the batch's seed.
-        """
-        many = getattr(self.dataset, "__getitems__", None)
-        if callable(many):
-            seed_generators(self._batch_seed("batch", keys))
-            examples = list(many(list(keys)))
+        """Return the examples of a batch, and leave everything seeded for its collate function, which torch calls."""
+        if reads_batches(self.dataset):
+            with Draws(keys.batch_seed("batch", self.rank), shared=True):
+                examples = self.many(keys)
         else:
             examples = []
             for item, seed in zip(keys, keys.item_seeds(), strict=True):
-                seed_generators(seed)
-                examples.append(self.dataset[item])
-        seed_generators(self._batch_seed("collate", keys))
+                with Draws(seed, shared=True):
+                    examples.append(self.one(item))
+        Draws(keys.batch_seed("collate", self.rank), shared=True).__enter__()
         return examples
 
-    def _batch_seed(self, what: str, keys: Keys) -> int:
-        return derived_seed(keys.seed, what, keys.epoch, keys.batch, self.rank) & WORD
+    def one(self, item: Any) -> Any:
+        """Return one example, under whatever seed is in place."""
+        return (self.dataset if self.cached is None else self.cached)[item]
+
+    def many(self, keys: Keys) -> list[Any]:
+        """Return the examples of a dataset that reads whole batches."""
+        return list((self.dataset if self.cached is None else self.cached).__getitems__(list(keys)))
 
 
 @dataclass(slots=True)

@@ -13,30 +13,36 @@ The iterator is CheckFreq's (FAST 2021, the data half), made elastic.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Union
 
 import torch
 import torch.distributed as dist
 import torch.utils.data
 from torch.utils.data import IterableDataset
-from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.core.tables import pick
 from headway.data.order import TAILS, Sequence, in_order, permute
-from headway.data.runtime.keyed import WORD, KeyedDataset, WorkerStart, generators_kept
+from headway.data.runtime import account
+from headway.data.runtime.keyed import WORD, KeyedDataset, WorkerStart
+from headway.data.runtime.loader_cache import ExampleCache
+from headway.data.runtime.rows import Memory
 from headway.data.runtime.streams import has_state, stream_iterator
-from headway.data.runtime.views import View
+from headway.data.runtime.threads import WORKERS, Examples, InThreads, Work, reason_against
+from headway.data.runtime.views import InProcess, InWorkers, KeysOf, View
 from headway.data.runtime.walks import OrderWalk, SamplerWalk, State, StreamWalk
 
 VERSION = 1
 """Of the state; a later one reads all before it."""
 
-Walk = OrderWalk | SamplerWalk | StreamWalk
+if TYPE_CHECKING:
+    from headway.data.runtime.served import ServedWalk
+
+Walk = Union[OrderWalk, SamplerWalk, StreamWalk, "ServedWalk"]
 
 
 class DatasetChangedError(InputError):
@@ -51,6 +57,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     DistributedSampler. `tail` says what becomes of items that do not fill a
     global batch (`headway.data.order.TAILS`); `drop_last=True` is "drop".
     Each `iter` begins the next epoch, or goes on where `load_state_dict` was told to.
+
+    `workers` says what the `num_workers` are (`threads.WORKERS`). Threads need
+    a dataset that several of them may read at once, and that draws, if it
+    draws, from `headway.data.generator()`. `cache_bytes` keeps examples of a
+    pure dataset in memory, up to that much data, from their first reading on
+    and never evicted (CoorDL's static cache); `cache` counts. `server` has
+    them made once for all jobs of this host: "auto", a socket's path, or a
+    `DataServer`; it owns order and draws, which `seed` does not repeat.
 
     >>> from torch.utils.data import TensorDataset
     >>> loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2, shuffle=True, seed=3)
@@ -85,9 +99,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
+        server: Any = None,
+        cache_bytes: int = 0,
         tail: str = "short",
+        workers: str = "processes",
     ) -> None:
-        """Raise what torch raises, and `InputError` on a bad seed, rank, world size or tail."""
+        """Raise what torch raises, and `InputError` on bad values of our own, and on those that do not go together."""
+        pick(WORKERS, workers, "kind of workers")
+        # Before torch's own, which asks for them to warn of too many processes.
+        self._workers, self._server, self._used = workers, server, "none"
         super().__init__(
             dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn, pin_memory, drop_last,
             timeout, worker_init_fn, multiprocessing_context, generator, prefetch_factor=prefetch_factor,
@@ -105,9 +125,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._loaded: State | None = None
         self._walk: Walk | None = None
         self._place()
+        self._check_together(sampler, batch_sampler, cache_bytes)
+        self._cache = ExampleCache(cache_bytes) if cache_bytes else None
+        self._watched = False
+        """Whether a first batch was seen to draw from no generator that threads share."""
+        self._memory = Memory()
+        self._chosen: str | None = None
+        """What "auto" chose."""
 
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on from the loaded state."""
+        self._ended()  # a loop that was broken off
         self._walk = self._begun()
         self._next_epoch, self._loaded = self._walk.epoch + 1, None
         return super().__iter__()
@@ -117,6 +145,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if not self._owns_order:
             return super().__len__()
         return self._sequence().num_batches(self._place()[0])
+
+    @property
+    def cache(self) -> ExampleCache | None:
+        """What `cache_bytes` keeps: hits, misses, bytes, refused; None without."""
+        return self._cache
+
+    @property
+    def workers_used(self) -> str:
+        """What the latest iterator loads with: "processes", "threads", "server", or "none" (the caller's thread)."""
+        return self._used
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing, and say so once: the loader counts its epochs, and its state holds them."""
@@ -134,7 +172,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         `InputError` where no exact state exists: an iterable dataset without
         `state_dict`, batches that arrive out of order.
         """
-        if not self.in_order and self.num_workers:
+        if not self.in_order and self.num_workers and self.workers_used != "threads":
             raise InputError(
                 "in_order=False delivers batches in no repeatable order, so there is no exact state. Leave it True."
             )
@@ -148,7 +186,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         elif self._walk is not None:
             where = self._walk.state()
         else:
-            where = {"epoch": self._next_epoch, **({"position": 0} if self._owns_order else {"batches": 0})}
+            where = {"epoch": self._next_epoch, **dict.fromkeys(self._place_keys(), 0)}
         return {**self._identity(), **where}
 
     def load_state_dict(
@@ -172,10 +210,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         ours = self._identity()
         _check_dataset(state, ours, allowed=allow_dataset_change)
         _check_identity(state, ours, allow_batch_change=allow_batch_change)
-        missing = {"epoch", "position" if self._owns_order else "batches"} - set(state)
+        missing = {"epoch", *self._place_keys()} - set(state)
         if missing:
             raise InputError(f"the state lacks {', '.join(sorted(missing))}. Pass what state_dict() gave, whole.")
-        if self._owns_order and not 0 <= state["position"] <= self._num_items():
+        if "position" in self._place_keys() and not 0 <= state["position"] <= self._num_items():
             raise InputError(f"position {state['position']} lies outside a dataset of {self._num_items()} items.")
         self._seed = state["seed"]
         self._loaded = {key: value for key, value in state.items() if key not in ours}
@@ -199,10 +237,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         world = self._place()[1]
         return Sequence(self._num_items(), self.batch_size or 1, world, tail=self._tail, start=start)
 
+    def _place_keys(self) -> tuple[str, ...]:
+        """Return what says, besides the epoch, where a loop is; a served loader's walk says it in its own way."""
+        return () if self._server is not None else ("position",) if self._owns_order else ("batches",)
+
     def _identity(self) -> State:
         """Return what a state must agree with: how batches are made, not where the loop is."""
         kind = "order" if self._owns_order else "stream" if self._streams else "sampler"
         same: State = {"version": VERSION, "kind": kind, "seed": self._seed, "dataset": fingerprint(self.dataset)}
+        if self._server is not None:
+            return {**same, "kind": "server", "shuffle": self._shuffle}
         if self._owns_order:
             return {**same, "shuffle": self._shuffle, "global_batch": self._sequence().global_batch}
         size = self.num_workers if self._streams else self._place()[1]
@@ -212,6 +256,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Return the walk of the next iterator."""
         loaded = self._loaded or {}
         epoch = self._next_epoch
+        if self._server is not None:
+            from headway.data.runtime import served
+
+            return served.walk(self, epoch, loaded)
         if self._owns_order:
             size = self._num_items()
             order = permute(size, self._seed, epoch) if self._shuffle else in_order(size)
@@ -224,74 +272,94 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
 
     def _get_iterator(self) -> Any:
+        self._used = "none" if self._server is None else "server"
+        view = View(self, generator=torch.Generator().manual_seed(derived_seed(self._seed, "workers") & WORD))
+        if self._server is not None:
+            from headway.data.runtime import served
+
+            assert isinstance(self._walk, served.ServedWalk)
+            return served.iterator(self, view, self._walk)
+        if self.num_workers:
+            self._used = "processes"
         if self._streams:
             return stream_iterator(self)
-        view = View(
-            self,
-            dataset=KeyedDataset(self.dataset, self._place()[0]),
-            _index_sampler=KeysOf(self),
-            worker_init_fn=WorkerStart(self.worker_init_fn),
-            generator=torch.Generator().manual_seed(derived_seed(self._seed, "workers") & WORD),
-        )
+        keyed, keys = self._keyed(), KeysOf(self)
+        vars(view).update(dataset=keyed, _index_sampler=keys, worker_init_fn=WorkerStart(self.worker_init_fn))
         if self.num_workers == 0:
             return InProcess(view)
+        self._used = self._kind(keys)
+        if self._used == "threads":
+            return self._in_threads(view, keyed)
         self.check_worker_number_rationality()
         return InWorkers(view)
 
+    def _keyed(self, *, fresh: bool = False) -> Any:
+        """Return what torch's fetchers, and threads, read in place of the dataset; `fresh`: past the cache."""
+        cached = None if self._cache is None or fresh else self._cache.in_front(self)
+        return KeyedDataset(self.dataset, self._place()[0], cached)
 
-class KeysOf:
-    """The index sampler of a loader's present walk; torch asks it for an iterator at each pass."""
+    def _work(self, keyed: Any) -> tuple[Work, list[Any], Any]:
+        """Return how threads make batches, what may hold generators of its own, and the dataset if it is a user's."""
+        work = Examples(keyed, self.collate_fn, batched=self._auto_collation, memory=self._memory)
+        return work, [self.dataset, self.collate_fn], self.dataset
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def _in_threads(self, view: View, keyed: Any) -> InThreads:
+        work, holders, _ = self._work(keyed)
+        iterator = InThreads(view, work, None if self._watched else holders)
+        self._watched = True
+        return iterator
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader._walk.keys())
+    def _kind(self, keys: KeysOf) -> str:
+        """Return "threads" or "processes": as asked, or as the first examples say, once."""
+        if self._workers != "auto":
+            return self._workers
+        if self._chosen is None:
+            work, _, dataset = self._work(self._keyed(fresh=True))
+            first = keys.first()
+            reason = self._only_processes() or (reason_against(work, first, dataset) if first else None)
+            self._chosen = "processes" if reason else "threads"
+            account.told("workers", {"dataset": type(self.dataset).__name__, "used": self._chosen, "reason": reason})
+        return self._chosen
 
-    def __len__(self) -> int:
-        return len(self._loader)
+    def _only_processes(self) -> str | None:
+        """Say which argument only worker processes can do justice to, None when there is none."""
+        if self._streams:
+            return "an iterable dataset is read by one thread at a time"
+        if self.worker_init_fn is not None:
+            return "worker_init_fn prepares a process"
+        return "multiprocessing_context starts processes" if self.multiprocessing_context is not None else None
 
+    def _check_together(self, sampler: Any, batch_sampler: Any, cache_bytes: int) -> None:
+        """Raise `InputError` on arguments that do not go together."""
+        reason = self._only_processes() if self._workers == "threads" else None
+        if reason is not None:
+            raise InputError(f"{reason}, which threads do not have. Leave it out, or pass workers='processes'.")
+        if cache_bytes < 0:
+            raise InputError(f"cache_bytes is {cache_bytes}; a cache holds 0 or more. Raise it.")
+        if cache_bytes and self._streams:
+            raise InputError("cache_bytes needs a map-style dataset: a stream's examples have no index. Leave it out.")
+        if self._server is None:
+            return
+        from headway.data.server import DataServer
 
-class InProcess(_SingleProcessDataLoaderIter):
-    """Loads in the caller's process and thread, and leaves the caller's random generators alone."""
+        if not isinstance(self._server, (str, os.PathLike, DataServer)):
+            raise InputError(f"server is {self._server!r}; pass 'auto', the path of a socket, or DataServer(...).")
+        if sampler is not None or batch_sampler is not None:
+            raise InputError("with server= the server owns the order. Leave sampler and batch_sampler out.")
+        if self._streams:
+            raise InputError("server= needs a map-style dataset: nobody can share the place in a stream. Leave it out.")
+        if cache_bytes:
+            raise InputError("with server= the server keeps examples. Pass DataServer(cache_bytes=...) instead.")
 
-    def __init__(self, view: View) -> None:
-        self.walk = view._walk
-        super().__init__(view)
+    def check_worker_number_rationality(self) -> None:
+        """Warn of more worker processes than cores, as torch does; threads may be more."""
+        if "processes" in (self._workers, self._used):
+            super().check_worker_number_rationality()
 
-    def _next_data(self) -> Any:
-        index = self._next_index()  # type: ignore[no-untyped-call]  # torch has no types for its iterators
-        self.walk.taken += 1
-        # A batch that raises was taken too: the caller's next `next` gets the one after it, as with workers.
-        with generators_kept():
-            data = self._dataset_fetcher.fetch(index)
-        if self._pin_memory:
-            data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]  # nor for this
-        return data
-
-    def __next__(self) -> Any:
-        try:
-            return super().__next__()
-        except StopIteration:
-            self.walk.finished = True
-            raise
-
-
-class InWorkers(_MultiProcessingDataLoaderIter):
-    """Loads in worker processes; the walk counts what came out of them in order."""
-
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self.walk = loader._walk
-        super()._reset(loader, first_iter)
-
-    def __next__(self) -> Any:
-        try:
-            return super().__next__()
-        except StopIteration:
-            self.walk.finished = True
-            raise
-        finally:
-            self.walk.taken = self._rcvd_idx
+    def _ended(self) -> None:
+        """Report what the cache did: a loop came to its end."""
+        if self._cache is not None:
+            self._cache.report()
 
 
 def fingerprint(dataset: Any) -> str:

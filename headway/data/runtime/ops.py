@@ -53,15 +53,30 @@ def _decoded_by_pillow(data: bytes) -> Image:
         ) from error
 
 
-def resize(image: Image, *, size: tuple[int, int]) -> Image:
-    """Return the image at (height, width): bilinear with antialiasing, in the type that it has."""
+def resize(image: Image, *, size: tuple[int, int], out: Image | None = None) -> Image:
+    """Return the image at (height, width): bilinear with antialiasing, in the type that it has.
+
+    `out`, if it has the result's shape and type, receives the result and is returned.
+    """
     if image.shape[:2] == size:
         return image
-    # With the batch axis in front of the permutation torch sees channels_last, keeps it, and is twice as fast.
-    tensor = _tensor(image).unsqueeze(0).permute(0, 3, 1, 2)
-    done = torch.nn.functional.interpolate(tensor, size=size, mode="bilinear", antialias=True)
-    resized: Image = done.permute(0, 2, 3, 1).squeeze(0).numpy()
+    planes = _planes(_tensor(image))
+    if out is not None and out.shape == (*size, image.shape[2]) and out.dtype == image.dtype:
+        # What interpolate calls, which takes no place to write to.
+        torch.ops.aten._upsample_bilinear2d_aa.out(planes, size, False, None, None, out=_planes(torch.from_numpy(out)))
+        return out
+    done = torch.nn.functional.interpolate(planes, size=size, mode="bilinear", antialias=True)
+    resized: Image = done.numpy()[0].transpose(1, 2, 0)
     return resized
+
+
+def _planes(image: torch.Tensor) -> torch.Tensor:
+    """Return [height, width, channels] as [1, channels, height, width]: a view.
+
+    With the batch axis in front of the permutation, and of torch's making, torch sees channels_last, keeps it, and is
+    twice as fast (numpy gives a new axis the stride 0, which is none of that layout).
+    """
+    return image.unsqueeze(0).permute(0, 3, 1, 2)
 
 
 def _tensor(image: Image) -> torch.Tensor:
@@ -97,13 +112,14 @@ def resized_crop(
     size: tuple[int, int],
     scale: tuple[float, float],
     ratio: tuple[float, float],
+    out: Image | None = None,
 ) -> Image:
     """Return a window of random area (fraction in `scale`) and shape (in `ratio`, log-uniform), resized to `size`.
 
-    The law of RandomResizedCrop: ten tries, then the largest window in the middle.
+    The law of RandomResizedCrop: ten tries, then the largest window in the middle. `out` as in `resize`.
     """
     top, left, high, wide = random_window(image.shape[0], image.shape[1], rng, scale=scale, ratio=ratio)
-    return resize(image[top : top + high, left : left + wide], size=size)
+    return resize(image[top : top + high, left : left + wide], size=size, out=out)
 
 
 def random_window(
@@ -205,3 +221,7 @@ def normalise(image: Image, *, mean: Sequence[float], std: Sequence[float]) -> I
     values *= np.resize(scale, width * channels)
     normalised: Image = values.reshape(height, width, channels)
     return normalised
+
+
+WRITERS = (resize, resized_crop)
+"""Operators that can write their result where they are told (`out`)."""

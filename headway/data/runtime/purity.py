@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from types import FunctionType, ModuleType
 from typing import Any
@@ -34,16 +33,16 @@ def impurity(dataset: Any, indices: Sequence[int], *, may_draw: bool = False) ->
     draw from the generators that torch seeds anew in each worker: then equal draws must give equal examples.
     """
     own = own_generators(dataset)
-    states, before, restore_own = _random_states(), fingerprints(own), restorer(own)
+    states, before, restore_own = generator_states(), fingerprints(own), restorer(own)
     try:
         for index in indices:
             if may_draw:
-                _restore(states)
+                set_generators(states)
             first = dataset[index]
             attributes = picture(dataset)  # after the first reading: opening a file lazily is no impurity
             found = drawn(before, fingerprints(own))
             if may_draw:
-                _restore(states)
+                set_generators(states)
             second = _read_as_a_worker_would(dataset, index)
             found = sorted({*found, *drawn(before, fingerprints(own))})
             if found and not (may_draw and {*found} <= SEEDED):
@@ -57,19 +56,9 @@ def impurity(dataset: Any, indices: Sequence[int], *, may_draw: bool = False) ->
     except Exception as failure:
         return f"the probe of an example raised {type(failure).__name__}: {failure}"
     finally:
-        _restore(states)
+        set_generators(states)
         restore_own()
     return None
-
-
-@contextmanager
-def states_kept() -> Iterator[None]:
-    """Put every random number generator back afterwards."""
-    states = _random_states()
-    try:
-        yield
-    finally:
-        _restore(states)
 
 
 def _read_as_a_worker_would(dataset: Any, index: int) -> Any:
@@ -80,19 +69,6 @@ def _read_as_a_worker_would(dataset: Any, index: int) -> Any:
         return dataset[index]
     finally:
         torch.set_num_threads(num_threads)
-
-
-def _random_states() -> tuple[tuple[Any, ...], torch.Tensor | None]:
-    """Return the state of every random number generator an example could draw from: the global ones, the device's."""
-    device = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
-    return generator_states(), torch.cuda.get_rng_state() if device else None
-
-
-def _restore(states: tuple[tuple[Any, ...], torch.Tensor | None]) -> None:
-    """Put every generator back to where it was."""
-    set_generators(states[0])
-    if states[1] is not None:
-        torch.cuda.set_rng_state(states[1])
 
 
 def picture(value: object) -> object:

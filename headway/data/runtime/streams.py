@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import (
 
 from headway.core.rng import derived_seed
 from headway.data.runtime.keyed import WORD
-from headway.data.runtime.views import View
+from headway.data.runtime.views import View, let_go
 from headway.data.runtime.walks import StreamWalk
 
 
@@ -124,3 +124,11 @@ class StreamInWorkers(NotesState, _MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self.walk = loader._walk
         super()._reset(loader, first_iter)
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except StopIteration:
+            raise
+        except Exception as error:
+            raise let_go(error) from None

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from headway.data.runtime.examples import decode, encode, equal
-from headway.data.runtime.purity import impurity, states_kept
+from headway.data.runtime.keyed import generators_kept
+from headway.data.runtime.purity import impurity
 
 TIMEOUT_S = 60.0
 """A child that has not answered by then hangs, as a worker would."""
@@ -57,7 +58,7 @@ def unfit(loader: Any, *, may_draw: bool = False) -> tuple[str | None, int]:
     if loader.num_workers:
         return in_child(lambda: (impurity(batches, [0], may_draw=may_draw), len(encode(batches[0]))))
     before = _positions()
-    finding = impurity(batches, [0], may_draw=may_draw) or _handle(loader.dataset)
+    finding = impurity(batches, [0], may_draw=may_draw) or handle(loader.dataset)
     if finding is None and _positions().items() - before.items():
         finding = "reading it moves in a file that stays open, and workers would share its position"
     if finding is not None:
@@ -65,7 +66,7 @@ def unfit(loader: Any, *, may_draw: bool = False) -> tuple[str | None, int]:
     reading, payload = in_child(lambda: (None, encode(batches[0])))
     if reading is not None:
         return f"in a worker, {reading}", 0
-    with states_kept():  # the child began with the same states: equal draws
+    with generators_kept():  # the child began with the same states: equal draws
         same = equal(decode(payload), batches[0])
     return (None if same else "in a worker, it reads something else"), len(payload)
 
@@ -121,7 +122,7 @@ class _Nowhere:
         return len(data)
 
 
-def _handle(dataset: Any) -> str | None:
+def handle(dataset: Any) -> str | None:
     """Say that `dataset` holds a file, a connection or the like, which forked processes cannot share; None if not."""
     try:
         _Handles(_Nowhere(), protocol=5).dump(dataset)

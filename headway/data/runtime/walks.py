@@ -3,27 +3,63 @@
 A walk hands out the keys of batches ahead of time, and counts the batches that
 the training loop took: only those are in its state. `OrderWalk` owns the
 order; `SamplerWalk` follows the user's sampler; `StreamWalk` leaves an
-iterable dataset's position to that dataset.
+iterable dataset's position to that dataset. In a recorded run the examples of
+each batch taken are noted for `headway data audit`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
+from headway.data.audit import AuditSum
 from headway.data.order import Permutation, Sequence, occurrences
+from headway.data.runtime.deliveries import Deliveries
 from headway.data.runtime.keyed import WORD, DrawsApart, Keys
 
 State = dict[str, Any]
 
+TOGETHER = 16
+"""Batches whose keys are computed at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Taken:
+    """What walks over numbered items share: how many batches the loop has taken, noted where that is recorded."""
+
+    epoch: int
+    batches_taken: int = 0
+    finished: bool = False
+    deliveries: Deliveries | None = None
+
+    @property
+    def taken(self) -> int:
+        """Batches that the training loop has got."""
+        return self.batches_taken
+
+    @taken.setter
+    def taken(self, batches: int) -> None:
+        """Note that the loop has got so many."""
+        self.batches_taken = batches
+        if self.deliveries is not None:
+            self.deliveries.took(batches)
+
+    def _begin(self, facts: Callable[[], State], start: int) -> None:
+        """Begin to note what is handed out; torch asks for the keys of a pass twice, and uses the second answer."""
+        if self.deliveries is None:
+            self.deliveries = Deliveries.begun(facts, epoch=self.epoch, start=start)
+        else:
+            self.deliveries.start_over()
+
 
 @dataclass(slots=True)
-class OrderWalk:
+class OrderWalk(Taken):
     """A pass in an order of our own: the state is one number, good for any rank of any world."""
 
     epoch: int
@@ -31,19 +67,43 @@ class OrderWalk:
     sequence: Sequence
     order: Permutation
     rank: int
-    taken: int = 0
-    """Batches that the training loop has got."""
-    finished: bool = False
 
     def keys(self) -> Iterator[Keys]:
-        """Yield the keys of this rank's batches."""
+        """Begin the pass: return an iterator over the keys of this rank's batches."""
+        self._begin(self._facts, self.sequence.start)
+        return self._keys()
+
+    def _keys(self) -> Iterator[Keys]:
         done, num_items = self.sequence.start // self.sequence.global_batch, self.sequence.num_items
-        for batch in range(self.sequence.num_batches(self.rank)):
-            positions = self.sequence.positions(batch, self.rank)
-            items = self.order(positions % num_items).tolist()
+        num_batches = self.sequence.num_batches(self.rank)
+        # Some batches at a time: a call of numpy costs as much for sixteen as for one.
+        for first in range(0, num_batches, TOGETHER):
+            batches = range(first, min(first + TOGETHER, num_batches))
+            parts = [self.sequence.positions(batch, self.rank) for batch in batches]
+            cuts, positions = np.cumsum([0, *map(len, parts)]), np.concatenate(parts)
+            items = self.order(positions % num_items)
             # In a padded tail an item comes again: its random numbers must differ from those of its first time.
-            again = (positions // num_items).tolist()
-            yield Keys(items, again, seed=self.seed, epoch=self.epoch, batch=done + batch)
+            again = positions // num_items
+            sums = AuditSum.of_each(items, again, cuts[:-1]) if self.deliveries is not None else []
+            numbers, occurrence = items.tolist(), again.tolist()
+            for place, batch in enumerate(batches):
+                low, high = int(cuts[place]), int(cuts[place + 1])
+                if self.deliveries is not None:
+                    self.deliveries.handed(sums[place])
+                yield Keys(
+                    numbers[low:high], occurrence[low:high], seed=self.seed, epoch=self.epoch, batch=done + batch
+                )
+
+    def _facts(self) -> State:
+        """Return what the order follows from: `headway.data.audit` computes it again."""
+        sequence = self.sequence
+        first = np.arange(min(64, sequence.num_items))
+        return {
+            "kind": "order", "num_items": sequence.num_items, "seed": self.seed, "rank": self.rank,
+            # 64 items in their places: a shuffled order looks like that once in 10^89 epochs.
+            "shuffle": bool((self.order(first) != first).any()),
+            "batch_size": sequence.batch_size, "world_size": sequence.world_size, "tail": sequence.tail,
+        }  # fmt: skip
 
     def state(self) -> State:
         """Return epoch and position; the end of an epoch is the start of the next."""
@@ -54,7 +114,7 @@ class OrderWalk:
 
 
 @dataclass(slots=True)
-class SamplerWalk:
+class SamplerWalk(Taken):
     """A pass in the order of the user's sampler, which is read again up to the state's batch, without loading."""
 
     epoch: int
@@ -63,8 +123,6 @@ class SamplerWalk:
     batched: bool
     seed: int
     skip: int = 0
-    taken: int = 0
-    finished: bool = False
     before: State = field(default_factory=dict)
     """The sampler's own state at the start of the pass."""
 
@@ -84,15 +142,28 @@ class SamplerWalk:
             self.before["sampler_epoch"] = inner.epoch
 
     def keys(self) -> Iterator[Keys]:
-        """Yield the keys of the batches after the skipped ones. Raises `InputError` when the sampler is shorter."""
+        """Begin the pass: return an iterator over the keys of the batches after the skipped ones.
+
+        It raises `InputError` when the sampler yields fewer than those.
+        """
+        sampler = getattr(self.sampler, "sampler", self.sampler)
+        self._begin(lambda: {"kind": "sampler", "sampler": type(sampler).__name__}, 0)
+        return self._keys()
+
+    def _keys(self) -> Iterator[Keys]:
         seen: dict[Any, int] = {}
         seed = derived_seed(self.seed, "sampler", self.epoch) & WORD
         batch = 0
         for batch, indices in enumerate(DrawsApart(lambda: iter(self.sampler), seed), start=1):
             items = list(indices) if self.batched else [indices]
             again = occurrences(items, seen)
+            keys = Keys(items, again, seed=self.seed, epoch=self.epoch, batch=batch - 1)
+            if self.deliveries is not None:
+                # What was skipped was delivered before the interruption: the sum is that of the whole epoch.
+                note = self.deliveries.handed if batch > self.skip else self.deliveries.add
+                note(audit_sum(keys))
             if batch > self.skip:
-                yield Keys(items, again, seed=self.seed, epoch=self.epoch, batch=batch - 1)
+                yield keys
         if batch < self.skip:
             raise InputError(
                 f"the state was taken after batch {self.skip} of the sampler, which now yields {batch}. "
@@ -142,3 +213,15 @@ class StreamWalk:
         self.taken += 1
         self.states[worker] = state
         self.next_worker = (worker + 1) % max(self.num_workers, 1)
+
+
+def audit_sum(keys: Keys) -> AuditSum:
+    """Return the audit sum of the items of a batch, whatever they are (an index that is no number counts by its text).
+
+    >>> audit_sum(Keys([4, 9], [0, 0], seed=7, epoch=3, batch=0)) == AuditSum.of(np.array([9, 4]))
+    True
+    """
+    if all(type(item) is int for item in keys):
+        return AuditSum.of(np.array(keys, np.int64), np.array(keys.occurrence, np.int64))
+    same = Keys(keys, keys.occurrence, seed=0, epoch=0, batch=0)
+    return AuditSum.of_hashes(np.array(same.item_seeds(), np.uint64))

@@ -31,6 +31,7 @@ from torch.utils.data.distributed import DistributedSampler
 from headway.data.runtime.outcome import Report, reporter
 from headway.data.runtime.purity import picture
 from headway.data.runtime.trial import EXAMPLES, unfit
+from headway.runtime.probe_input import is_own
 from headway.runtime.remedy import Applied, Context, Refused
 
 MOST_LOADERS = 64
@@ -72,6 +73,22 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
     if loader.num_workers == 0 and context.get_start_method() != "fork":
         return f"its workers would start by {context.get_start_method()}, which not every script allows"
+    reason = bound_to_the_loop(loader)
+    if reason is not None:
+        return reason
+    if loader.num_workers == 0 and loader.worker_init_fn is not None:
+        return "its worker_init_fn has never run, and would with workers"
+    finding, tried_bytes = unfit(loader, may_draw=may_draw)
+    if finding:
+        return f"its dataset is not pure: {finding}"
+    needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
+    return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
+
+
+def bound_to_the_loop(loader: DataLoader[Any]) -> str | None:
+    """Say why the batches of this loader may not be read ahead of training, by whomever; None when they may."""
+    if is_own(loader):
+        return "it is headway's own loader: give it num_workers, workers and cache_bytes where the script makes it"
     if isinstance(loader.dataset, IterableDataset):
         return "its dataset is an IterableDataset: every worker would yield all of it"
     if type(loader.sampler) not in SAMPLERS or (
@@ -81,15 +98,7 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
     sampler = loader.sampler
     if type(sampler) is RandomSampler and sampler.generator is not None and _draws_all_along(sampler):
         return "its sampler draws from the script's own generator all along, and would with workers sooner"
-    if loader.num_workers == 0 and loader.worker_init_fn is not None:
-        return "its worker_init_fn has never run, and would with workers"
-    if len(loader.dataset) == 0:  # type: ignore[arg-type]  # IterableDataset was answered above
-        return "its dataset is empty"
-    finding, tried_bytes = unfit(loader, may_draw=may_draw)
-    if finding:
-        return f"its dataset is not pure: {finding}"
-    needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
-    return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
+    return "its dataset is empty" if len(loader.dataset) == 0 else None  # type: ignore[arg-type]  # map-style here
 
 
 def _draws_all_along(sampler: RandomSampler) -> bool:

@@ -1,0 +1,1 @@
+"""Preparation by worker processes, here and on other machines: master, workers, readers, and who starts them."""

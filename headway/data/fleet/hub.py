@@ -1,0 +1,253 @@
+"""The process around the master: one loop over the channels of workers, readers and the supervisor.
+
+It holds no state of its own that matters: when it dies, the next one goes on
+from the master's checkpoint, and workers and readers come back by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.channel import Channel, ChannelClosed, Listener, TcpListener
+from headway.core.errors import InputError
+from headway.data.autoscale import Autoscaler, Load
+from headway.data.fleet.messages import (
+    Ask,
+    Beat,
+    Begin,
+    GaveUp,
+    Join,
+    Joined,
+    Lost,
+    Placed,
+    Ready,
+    Refused,
+    Register,
+    Revoke,
+    Stop,
+    Target,
+    Told,
+    Took,
+    Want,
+    hang_up,
+)
+from headway.data.master import Master, Placement
+
+TICK_S = 0.05
+SEND_S = 0.5
+"""Longest that a peer may leave a message unread before its channel is closed."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """Who is at the other end of a channel, once it has said so."""
+
+    channel: Channel
+    worker: str = ""
+    client: str = ""
+    pid: int = 0
+    guest: bool = False
+    wants: Want | None = None
+    placed: list[Placement] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Scaling:
+    """How the number of workers is decided: once per `period_s`, from what happened since."""
+
+    scaler: Autoscaler
+    period_s: float
+    looked_s: float = 0.0
+    seen: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Worker -> batches prepared and seconds busy at the last look."""
+    taken: int = 0
+    waited_s: float = 0.0
+
+    def load(self, master: Master, now_s: float) -> Load:
+        """Return what the fleet did since the last look."""
+        serving = {name: w.report for name, w in master.workers.items() if not w.draining}
+        before = {name: self.seen.get(name, (0, 0.0)) for name in serving}
+        period_s, readers = max(now_s - self.looked_s, 1e-3), max(len(master.readers), 1)
+        load = Load(
+            num_workers=len(serving),
+            prepared=sum(report.prepared - before[name][0] for name, report in serving.items()),
+            busy_s=sum(report.busy_s - before[name][1] for name, report in serving.items()),
+            buffered=sum(report.buffered for report in serving.values()) / max(len(serving), 1),
+            taken=master.counts.taken - self.taken,
+            waited_fraction=min(max((master.counts.waited_s - self.waited_s) / (period_s * readers), 0.0), 1.0),
+            period_s=period_s,
+        )
+        self.seen = {name: (report.prepared, report.busy_s) for name, report in serving.items()}
+        self.looked_s, self.taken, self.waited_s = now_s, master.counts.taken, master.counts.waited_s
+        return load
+
+
+class Hub:
+    """Serves one master to its peers until the supervisor is gone."""
+
+    def __init__(
+        self,
+        master: Master,
+        listener: Listener | TcpListener,
+        *,
+        supervisor: Channel | None = None,
+        num_workers: int = 1,
+        scaling: Scaling | None = None,
+    ) -> None:
+        self.master, self._listener, self._supervisor = master, listener, supervisor
+        self._wanted, self._scaling, self._target = num_workers, scaling, Target(-1, [])
+        self._failed = ""
+        self._peers: list[_Peer] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        if supervisor is not None:
+            self._admit(supervisor)
+        self._answers: dict[type, Callable[[_Peer, Any], None]] = {
+            Register: self._register, Beat: self._beat, Want: self._want, Ready: self._ready, Join: self._join,
+            Took: self._took, Lost: self._lost, Ask: self._ask, GaveUp: self._gave_up,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Serve until the supervisor's channel closes (forever without one)."""
+        while True:
+            for key, _ in self._selector.select(TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Peer) and not self._hear(key.data):
+                    return
+            for name in self.master.tick():
+                self._cut_off(name)
+            self._scale()
+            self._tell()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            self._admit(self._listener.accept(timeout_s=0.0))
+
+    def _admit(self, channel: Channel) -> None:
+        peer = _Peer(channel)
+        self._peers.append(peer)
+        self._selector.register(channel, selectors.EVENT_READ, peer)
+
+    def _hear(self, peer: _Peer) -> bool:
+        """Answer what has come from a peer; False when the supervisor is gone."""
+        while True:
+            try:
+                message, _ = peer.channel.receive(timeout_s=0.0)
+                self._answers[type(message)](peer, message)
+            except TimeoutError:
+                return True
+            except InputError as error:
+                self._send(peer, Refused(str(error)))
+            except ChannelClosed:
+                self._forget(peer)
+                return peer.channel is not self._supervisor
+            if peer not in self._peers:
+                return True
+
+    def _forget(self, peer: _Peer) -> None:
+        if peer not in self._peers:
+            return
+        self._peers.remove(peer)
+        hang_up(self._selector, peer.channel)
+        if peer.worker and not any(other.worker == peer.worker for other in self._peers):
+            self.master.gone(peer.worker)
+        if peer.client and not any(other.client == peer.client for other in self._peers):
+            self.master.leave(peer.client)
+
+    def _cut_off(self, worker: str) -> None:
+        """Close the channel of a silent worker: when it wakes up it comes back, with what it held."""
+        for peer in [peer for peer in self._peers if peer.worker == worker]:
+            self._forget(peer)
+
+    def _send(self, peer: _Peer, message: Any) -> None:
+        try:
+            peer.channel.send(message, timeout_s=SEND_S)
+        except (ChannelClosed, TimeoutError):
+            self._forget(peer)
+
+    def _register(self, peer: _Peer, message: Register) -> None:
+        for other in [other for other in self._peers if other.worker == message.name and other is not peer]:
+            other.worker = ""
+            self._forget(other)
+        peer.worker, peer.pid, peer.guest = message.name, message.pid, message.guest
+        kept = self.master.register(message.name, message.address, message.held)
+        self._send(peer, Revoke([], kept))
+
+    def _beat(self, peer: _Peer, message: Beat) -> None:
+        self.master.beat(peer.worker, message.report)
+
+    def _want(self, peer: _Peer, message: Want) -> None:
+        peer.wants = message
+
+    def _ready(self, peer: _Peer, message: Ready) -> None:
+        self.master.ready(peer.worker, message.split, message.generation)
+
+    def _join(self, peer: _Peer, message: Join) -> None:
+        taken = self.master.join(message.client, message.work, message.rank, message.taken, data=message.data)
+        peer.client, peer.placed = message.client, []
+        self._send(peer, Refused(self._failed) if self._failed else Joined(taken))
+
+    def _took(self, peer: _Peer, message: Took) -> None:
+        self.master.took(peer.client, message.taken, message.waited_s)
+
+    def _lost(self, peer: _Peer, message: Lost) -> None:
+        self.master.lost(peer.client, message.split, message.generation)
+
+    def _ask(self, peer: _Peer, _: Ask) -> None:
+        pids = {other.worker: other.pid for other in self._peers if other.worker}
+        self._send(peer, Told({**self.master.statistics(), "wanted": self._wanted, "pids": pids}))
+
+    def _gave_up(self, _: _Peer, message: GaveUp) -> None:
+        self._failed = message.why
+        for peer in [peer for peer in self._peers if peer.client]:
+            self._send(peer, Refused(message.why))
+
+    def _tell(self) -> None:
+        """Give workers work, readers their places, and workers what ended."""
+        for peer in list(self._peers):
+            if peer.wants and (lease := self.master.next_split(peer.worker, room=peer.wants.room)):
+                peer.wants = None
+                self._send(peer, Begin(lease.key, lease.generation, self.master.begin(lease.key)))
+        for peer in list(self._peers):
+            if peer.worker and (ended := self.master.revoked(peer.worker)):
+                self._send(peer, Revoke(ended))
+            if peer.client and (placed := self.master.placements(peer.client)) != peer.placed:
+                peer.placed = placed
+                self._send(peer, Placed(placed))
+            if peer.client and (why := self.master.broken(peer.client)):
+                self._send(peer, Refused(why))
+        for name in self.master.drained():
+            for peer in [peer for peer in self._peers if peer.worker == name]:
+                self._send(peer, Stop())
+                self._forget(peer)
+
+    def _scale(self) -> None:
+        """Once per period decide how many workers there should be; drain some, or have some started."""
+        now_s = time.monotonic()
+        scaling = self._scaling
+        if scaling is not None and scaling.looked_s == 0.0:
+            scaling.looked_s = now_s
+        if scaling is not None and now_s - scaling.looked_s >= scaling.period_s:
+            self._wanted = scaling.scaler.decide(scaling.load(self.master, now_s))
+        serving = [peer for peer in self._peers if peer.worker and self._serves(peer.worker)]
+        own = [peer for peer in serving if not peer.guest]
+        # Guests come and go as they like; what demand needs besides them is the supervisor's to start.
+        wanted = self._wanted if scaling is None else max(self._wanted - (len(serving) - len(own)), 0)
+        for peer in sorted(own, key=lambda p: self.master.num_held(p.worker))[: max(len(own) - wanted, 0)]:
+            self.master.drain(peer.worker)
+        leaving = sorted(peer.pid for peer in self._peers if peer.worker and not self._serves(peer.worker))
+        target = Target(wanted, leaving)
+        if self._supervisor is not None and target != self._target and not self._failed:
+            self._target = target
+            with contextlib.suppress(ChannelClosed, TimeoutError):
+                self._supervisor.send(target, timeout_s=SEND_S)
+
+    def _serves(self, name: str) -> bool:
+        worker = self.master.workers.get(name)
+        return worker is not None and not worker.draining

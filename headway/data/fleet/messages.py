@@ -1,0 +1,207 @@
+"""What master, workers and readers of a fleet tell each other, and how they reach each other.
+
+An address is the path of a unix socket, or `tcp://host:port`, which needs the
+fleet's token. Batches travel as packed memory (`headway.data.packing`), never
+as pickles: on one machine in a memory file that is handed over, between
+machines in the message.
+
+>>> message = Fetch(Split(Pass(8, 2), 0, 0, 4), generation=7, batch=3)
+>>> msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=FromReader) == message
+True
+"""
+
+from __future__ import annotations
+
+import selectors
+from typing import Any
+
+import msgspec
+
+from headway.core.channel import Channel, Listener, TcpListener, connect, connect_tcp
+from headway.core.errors import InputError
+from headway.data.master import Placement, Report
+from headway.data.runtime.account import Spent
+from headway.data.splits import Pass, Split
+
+SCHEME = "tcp://"
+
+
+class Register(msgspec.Struct, tag=True):
+    """A worker is here, and still has these leases from before; a guest was not started by this fleet."""
+
+    name: str
+    address: str
+    pid: int
+    held: list[tuple[Split, int]]
+    guest: bool = False
+
+
+class Beat(msgspec.Struct, tag=True):
+    """A worker lives."""
+
+    report: Report
+
+
+class Want(msgspec.Struct, tag=True):
+    """A worker takes another split: any, or without `room` only one that a reader waits for."""
+
+    room: bool
+
+
+class Ready(msgspec.Struct, tag=True):
+    """A worker has prepared a split."""
+
+    split: Split
+    generation: int
+
+
+class Begin(msgspec.Struct, tag=True):
+    """Prepare a split, from batch `first` on."""
+
+    split: Split
+    generation: int
+    first: int
+
+
+class Revoke(msgspec.Struct, tag=True):
+    """These leases ended: drop what is left of them. `kept` are the only ones left, after a registration."""
+
+    leases: list[tuple[Split, int]]
+    kept: list[tuple[Split, int]] | None = None
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Nobody needs this worker any more."""
+
+
+class Join(msgspec.Struct, tag=True):
+    """A reader wants one rank of a pass, after `taken` batches (None: after what the master knows it took)."""
+
+    client: str
+    work: Pass
+    rank: int
+    taken: int | None
+    data: str | None
+
+
+class Joined(msgspec.Struct, tag=True):
+    """The reader is in, after `taken` batches."""
+
+    taken: int
+
+
+class Took(msgspec.Struct, tag=True):
+    """The reader's loop has taken so many batches, and has waited so long for them in all."""
+
+    taken: int
+    waited_s: float
+
+
+class Lost(msgspec.Struct, tag=True):
+    """The reader cannot get a split from the worker that holds it."""
+
+    split: Split
+    generation: int
+
+
+class Placed(msgspec.Struct, tag=True):
+    """Where the reader's next splits are."""
+
+    placements: list[Placement]
+
+
+class Refused(msgspec.Struct, tag=True):
+    """What the reader asked for cannot be; why, for its user."""
+
+    why: str
+
+
+class Fetch(msgspec.Struct, tag=True):
+    """A reader wants a batch from a worker."""
+
+    split: Split
+    generation: int
+    batch: int
+
+
+class Batch(msgspec.Struct, tag=True):
+    """A packed batch: `num_bytes` in the memory file that comes with it, or here; and what making it took."""
+
+    split: Split
+    batch: int
+    num_bytes: int
+    spent: Spent
+    body: bytes = b""
+
+
+class Missing(msgspec.Struct, tag=True):
+    """The worker no longer has this batch, or never had."""
+
+    split: Split
+    generation: int
+    batch: int
+
+
+class Broken(msgspec.Struct, tag=True):
+    """Preparing this batch raised; the worker's traceback."""
+
+    split: Split
+    batch: int
+    error: str
+
+
+class Ask(msgspec.Struct, tag=True):
+    """What does the fleet do?"""
+
+
+class Told(msgspec.Struct, tag=True):
+    """What the fleet does."""
+
+    statistics: dict[str, Any]
+
+
+class Target(msgspec.Struct, tag=True):
+    """How many workers there should be, besides those (by process id) that are about to leave."""
+
+    workers: int
+    leaving: list[int]
+
+
+class GaveUp(msgspec.Struct, tag=True):
+    """Processes keep ending, so no more are started; why, for the readers."""
+
+    why: str
+
+
+ToMaster = Register | Beat | Want | Ready | Join | Took | Lost | Ask | GaveUp
+FromMaster = Begin | Revoke | Stop | Joined | Placed | Refused | Told | Target
+FromReader = Fetch
+FromWorker = Batch | Missing | Broken
+
+
+def dial(address: str, token: str, timeout_s: float, types: Any) -> Channel:
+    """Return a channel to whoever listens at `address`. Raises `ChannelClosed`, `InputError`."""
+    if not address.startswith(SCHEME):
+        return connect(address, timeout_s, types=types)
+    host, _, port = address.removeprefix(SCHEME).rpartition(":")
+    if not port.isdigit():
+        raise InputError(f"{address!r} is no address. Write tcp://host:port, or the path of a socket.")
+    return connect_tcp(host, int(port), token, timeout_s, types=types)
+
+
+def listen(address: str, token: str, types: Any) -> tuple[Listener | TcpListener, str]:
+    """Listen at `address` (port 0: any); returns the listener and the address that others dial."""
+    if not address.startswith(SCHEME):
+        return Listener(address, types=types), address
+    host, _, port = address.removeprefix(SCHEME).rpartition(":")
+    if not port.isdigit():
+        raise InputError(f"{address!r} is no address. Write tcp://host:port, or the path of a socket.")
+    listener = TcpListener(host, int(port), token, types=types)
+    return listener, f"{SCHEME}{host}:{listener.port}"
+
+
+def hang_up(selector: selectors.BaseSelector, channel: Channel) -> None:
+    """Take a channel out of a selector and close it; one that broke has no descriptor any more, so it is searched."""
+    for key in [key for key in selector.get_map().values() if key.fileobj is channel]:
+        selector.unregister(key.fileobj)
+    channel.close()

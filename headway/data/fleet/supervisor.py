@@ -1,0 +1,292 @@
+"""The process that starts the others of a fleet: master and workers are its forks, and it starts them again.
+
+It is forked from the user's process once, before anything else happens there,
+and stays single-threaded: so workers may be forked at any time, and inherit
+what prepares the data without a pickle. It holds nothing that could be lost.
+When the user's process goes, all of them go.
+
+A `Settings` says what a fleet is; `start` brings it up.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.core.channel import Channel, ChannelClosed
+from headway.core.errors import InputError
+from headway.core.wires import Packets
+from headway.data.autoscale import Autoscaler
+from headway.data.fleet.hub import Hub, Scaling
+from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, hang_up, listen
+from headway.data.fleet.worker import Make, serve
+from headway.data.master import Master
+from headway.runtime.agent import die_with
+
+MAX_ENDS, ENDS_S = 20, 10.0
+"""So many workers may end unasked within so many seconds before no more are started."""
+LOOK_S = 1.0
+"""How often the supervisor looks whether its parent lives: others may hold the parent's end of their channel."""
+QUICK_S = 2.0
+MAX_QUICK = 5
+"""So many masters may end within `QUICK_S` of their start before the fleet ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a fleet is, but for what it prepares."""
+
+    folder: Path
+    """Where sockets and the master's checkpoint lie; for this fleet alone."""
+    num_items: int
+    data: str = ""
+    """Fingerprint of the data; readers that expect another are refused."""
+    num_workers: int = 1
+    """At the start, and for ever when `most_workers` equals `least_workers`."""
+    least_workers: int = 1
+    most_workers: int = 1
+    period_s: float = 5.0
+    """How often the number of workers is looked at."""
+    split_batches: int = 4
+    window: int = 8
+    """Splits per reader that may be out."""
+    workers_per_reader: int = 4
+    lease_s: float = 10.0
+    patience_s: float = 30.0
+    """How long workers wait for a master to come back."""
+    host: str = ""
+    """Address of this host for readers and workers on others; empty: unix sockets."""
+    port: int = 0
+    token: str = ""
+    """Secret for those from other hosts."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` on bounds that leave no choice."""
+        if not 1 <= self.least_workers <= self.num_workers <= self.most_workers:
+            raise InputError(
+                f"{self.num_workers} workers lie outside {self.least_workers}..{self.most_workers}. Pass 1 or more, "
+                "within the bounds."
+            )
+        if self.host and not (self.token and self.port):
+            raise InputError(f"a fleet at {self.host} needs a port and a token. Pass both.")
+
+    @property
+    def address(self) -> str:
+        """Where the master listens."""
+        return f"{SCHEME}{self.host}:{self.port}" if self.host else str(self.folder / "master")
+
+    def worker_address(self, number: int) -> str:
+        """Where worker `number` listens."""
+        return f"{SCHEME}{self.host}:0" if self.host else str(self.folder / f"w{number}")
+
+
+def start(make: Make, settings: Settings) -> tuple[int, Channel]:
+    """Fork a supervisor; returns its process id, and the channel that keeps the fleet up as long as it is open."""
+    ours, theirs = _sockets()
+
+    def supervise() -> None:
+        ours.close()
+        _call_it("headway-fleet")
+        Supervisor(make, settings, theirs).run()
+
+    # The kernel's word for it would come with the end of this thread: the supervisor looks for its parent itself.
+    pid = forked(supervise, die_too=False)
+    theirs.close()
+    return pid, Channel(Packets(ours), Target)
+
+
+def forked(function: Callable[[], object], *, die_too: bool = True) -> int:
+    """Run `function` in a fork of this process, which dies with this thread if `die_too`; returns the process id."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        if die_too:
+            die_with(parent)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the user's process's to answer
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)  # a worker is one core; and a pool of threads does not survive a fork
+        function()
+        code = 0
+    except BaseException:  # it ends here, whatever it is: nothing of the parent's may run on in the child
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+class Supervisor:
+    """Keeps one master and the wanted number of workers running."""
+
+    def __init__(self, make: Make, settings: Settings, user: socket.socket) -> None:
+        """`user` is connected to the user's process: its end is the end of the fleet."""
+        self._make, self._settings, self._user = make, settings, user
+        self._parent = os.getppid()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(user, selectors.EVENT_READ)
+        self._hub: Channel | None = None
+        self._hub_socket: socket.socket | None = None
+        self._master_pid, self._begun_s, self._quick = 0, 0.0, 0
+        self._workers: set[int] = set()
+        self._pidfds: dict[int, int] = {}
+        self._leaving: set[int] = set()
+        self._wanted, self._next = settings.num_workers, 0
+        self._ends: collections.deque[float] = collections.deque(maxlen=MAX_ENDS)
+        self._gave_up = ""
+
+    def run(self) -> None:
+        """Run until the user's process goes, or masters keep ending."""
+        try:
+            self._start_master()
+            while os.getppid() == self._parent:
+                self._start_workers()
+                for key, _ in self._selector.select(LOOK_S):
+                    if key.fileobj is self._user:
+                        return
+                    if key.data is None:
+                        self._hear()
+                    elif not self._ended(key.data):
+                        return
+        finally:
+            for pid in [*self._pidfds]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def _start_master(self) -> None:
+        ours, theirs = _sockets()
+        settings = self._settings
+
+        def run() -> None:
+            ours.close()
+            run_master(settings, Channel(Packets(theirs), ToMaster))
+
+        self._master_pid, self._begun_s = self._fork(run), time.monotonic()
+        theirs.close()
+        self._hub, self._hub_socket = Channel(Packets(ours), Target), ours
+        self._selector.register(self._hub, selectors.EVENT_READ)
+        if self._gave_up:
+            self._tell_why()
+
+    def _start_workers(self) -> None:
+        while len(self._workers - self._leaving) < self._wanted and not self._gave_up:
+            self._workers.add(self._fork(functools.partial(run_worker, self._make, self._settings, self._next)))
+            self._next += 1
+
+    def _fork(self, run: Callable[[], object]) -> int:
+        def child() -> None:
+            for pidfd in self._pidfds.values():
+                os.close(pidfd)
+            # Closed, not shut down: the connections live on in the parent.
+            self._user.close()
+            if self._hub_socket is not None:
+                self._hub_socket.close()
+            self._selector.close()
+            run()
+
+        pid = forked(child)
+        self._pidfds[pid] = os.pidfd_open(pid)
+        self._selector.register(self._pidfds[pid], selectors.EVENT_READ, pid)
+        return pid
+
+    def _hear(self) -> None:
+        """Do what the master says about the number of workers."""
+        try:
+            while self._hub is not None:
+                target, _ = self._hub.receive(timeout_s=0.0)
+                self._wanted, self._leaving = target.workers, set(target.leaving) & self._workers
+        except TimeoutError:
+            pass
+        except ChannelClosed:
+            self._drop_hub()
+
+    def _drop_hub(self) -> None:
+        if self._hub is not None:
+            hang_up(self._selector, self._hub)
+            self._hub, self._hub_socket = None, None
+
+    def _ended(self, pid: int) -> bool:
+        """Reap a process and see to its successor; False when there is to be none of anything."""
+        self._selector.unregister(self._pidfds[pid])
+        os.close(self._pidfds.pop(pid))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if pid == self._master_pid:
+            self._drop_hub()
+            self._quick = self._quick + 1 if time.monotonic() - self._begun_s < QUICK_S else 0
+            if self._quick >= MAX_QUICK:
+                return False
+            self._start_master()
+            return True
+        self._workers.discard(pid)
+        if code:
+            self._ends.append(time.monotonic())
+            if len(self._ends) == MAX_ENDS and self._ends[-1] - self._ends[0] < ENDS_S:
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                self._gave_up = (
+                    f"{MAX_ENDS} workers of the fleet ended within {ENDS_S:g} s, the last with {how}. "
+                    "Look for the cause in their output, remove it, and start the fleet again."
+                )
+                self._tell_why()
+        return True
+
+    def _tell_why(self) -> None:
+        if self._hub is not None:
+            with contextlib.suppress(ChannelClosed, TimeoutError):
+                self._hub.send(GaveUp(self._gave_up), timeout_s=1.0)
+
+
+def run_master(settings: Settings, supervisor: Channel | None) -> None:
+    """Be the master's process until the supervisor goes."""
+    _call_it("headway-master")
+    master = Master(
+        settings.num_items,
+        data=settings.data,
+        split_batches=settings.split_batches,
+        window=settings.window,
+        most_workers=settings.workers_per_reader,
+        lease_s=settings.lease_s,
+        checkpoint=settings.folder / "master.json",
+    )
+    scaling = None
+    if settings.least_workers < settings.most_workers:
+        scaling = Scaling(Autoscaler(settings.least_workers, settings.most_workers), settings.period_s)
+    listener, _ = listen(settings.address, settings.token, ToMaster)
+    Hub(master, listener, supervisor=supervisor, num_workers=settings.num_workers, scaling=scaling).run()
+
+
+def run_worker(make: Make, settings: Settings, number: int) -> None:
+    """Be worker `number` until the master says stop."""
+    name, address = f"w{number}", settings.worker_address(number)
+    _call_it(f"headway-{name}")
+    serve(
+        name, settings.address, address, make,
+        token=settings.token, lease_s=settings.lease_s, patience_s=settings.patience_s,
+    )  # fmt: skip
+
+
+def _call_it(name: str) -> None:
+    """Give this process a name that `ps` and `top` show."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+def _sockets() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

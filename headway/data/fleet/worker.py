@@ -1,0 +1,388 @@
+"""A worker: prepares the splits that it is leased, and keeps the batches until their readers fetch them.
+
+Stateless: what it holds can be prepared again by any other. `Preparer` is the
+part without sockets (a thread that makes batches, a shelf that holds them),
+the same under processes and Ray; `serve` is the process around it.
+
+>>> import numpy as np
+>>> from headway.data.packing import unpack
+>>> from headway.data.splits import Pass
+>>> done = []
+>>> preparer = Preparer(lambda keys: np.array(keys.items), on_change=lambda: done.append(1))
+>>> split = Split(Pass(4, batch_size=2, shuffle=False), rank=0, first=0, end=2)
+>>> preparer.begin(split, generation=1, first=0)
+>>> unpack(preparer.take(split, 1, 1, timeout_s=10.0).body())
+array([2, 3])
+>>> preparer.close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.channel import Channel, ChannelClosed
+from headway.core.errors import BackgroundError
+from headway.data.fleet.messages import (
+    SCHEME,
+    Batch,
+    Beat,
+    Begin,
+    Broken,
+    Fetch,
+    FromMaster,
+    Missing,
+    Ready,
+    Refused,
+    Register,
+    Revoke,
+    Stop,
+    Want,
+    dial,
+    hang_up,
+    listen,
+)
+from headway.data.master import Report
+from headway.data.packing import pack
+from headway.data.runtime.account import Spent, clocks
+from headway.data.splits import BatchKeys, Split
+
+THRESHOLD = 8
+"""Batches, ready or still to be made, below which a worker has room for another split."""
+SEND_S = 2.0
+"""Longest that a reader may leave a batch unread before its channel is closed."""
+
+Make = Callable[[BatchKeys], Any]
+"""Prepares one batch: a nested value that `headway.data.packing` can pack."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """A batch in a memory file of its own (`fd`), or what went wrong with it (`error`)."""
+
+    fd: int = -1
+    num_bytes: int = 0
+    error: str = ""
+    spent: Spent = field(default_factory=Spent)
+
+    @classmethod
+    def of(cls, value: Any) -> Packed:
+        """Pack a value. Raises `InputError` on what cannot be packed."""
+        parcel = pack(value)
+        fd = os.memfd_create("headway-batch", os.MFD_CLOEXEC)
+        os.ftruncate(fd, parcel.num_bytes)
+        with mmap.mmap(fd, parcel.num_bytes) as memory, memoryview(memory) as view:
+            parcel.write(view)
+        return cls(fd, parcel.num_bytes)
+
+    def body(self) -> bytes:
+        """Return the packed bytes, and let go of the file."""
+        body = os.pread(self.fd, self.num_bytes, 0)
+        self.close()
+        return body
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Preparer:
+    """One thread that makes the batches of leased splits, first leased first made. Safe for threads."""
+
+    def __init__(self, make: Make, *, on_change: Callable[[], object]) -> None:
+        """`on_change` is called, from the thread, after each batch."""
+        self._make, self._on_change = make, on_change
+        self._changed = threading.Condition()
+        self._todo: deque[tuple[Split, int, int]] = deque()
+        self._shelf: dict[tuple[Split, int], dict[int, Packed]] = {}
+        self._next: dict[tuple[Split, int], int] = {}
+        """Lease -> first batch that is not made."""
+        self._prepared, self._busy_s, self._closed = 0, 0.0, False
+        self._begun_s: float | None = None
+        self.finished: deque[tuple[Split, int]] = deque()
+        """Leases whose last batch is made, for whoever tells the master."""
+        self._thread = threading.Thread(target=self._run, name="headway-preparer", daemon=True)
+        self._thread.start()
+
+    def begin(self, split: Split, generation: int, first: int) -> None:
+        """Prepare a split from batch `first` on."""
+        with self._changed:
+            urgent = not self.has_room()
+            self._shelf[split, generation], self._next[split, generation] = {}, first
+            # Without room it comes because a reader waits for it.
+            (self._todo.appendleft if urgent else self._todo.append)((split, generation, first))
+            self._changed.notify_all()
+
+    def revoke(self, split: Split, generation: int) -> None:
+        """Drop what is left of a lease."""
+        with self._changed:
+            self._next.pop((split, generation), None)
+            for packed in self._shelf.pop((split, generation), {}).values():
+                packed.close()
+            self._changed.notify_all()
+
+    def take(self, split: Split, generation: int, batch: int, *, timeout_s: float = 0.0) -> Packed | None:
+        """Return a batch, which then is the caller's; None while it is not ready. Raises `KeyError` if it never is."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._coming(split, generation, batch), timeout_s)
+            if self._coming(split, generation, batch):
+                return None
+            packed = self._shelf[split, generation].pop(batch)
+            if not self._shelf[split, generation] and (split, generation) not in self._next:
+                del self._shelf[split, generation]
+            return packed
+
+    def _coming(self, split: Split, generation: int, batch: int) -> bool:
+        """Return whether a batch is still to be made."""
+        made_to = self._next.get((split, generation), split.end)
+        return made_to <= batch < split.end
+
+    def held(self) -> list[tuple[Split, int]]:
+        """Return the leases of which something is left."""
+        with self._changed:
+            return list(self._shelf)
+
+    def keep(self, leases: list[tuple[Split, int]]) -> None:
+        """Drop every lease but these."""
+        for split, generation in set(self.held()) - set(leases):
+            self.revoke(split, generation)
+
+    def has_room(self) -> bool:
+        """Return whether fewer than `THRESHOLD` batches are ready or to be made."""
+        with self._changed:
+            ready = sum(map(len, self._shelf.values()))
+            return ready + sum(split.end - first for (split, _), first in self._next.items()) < THRESHOLD
+
+    def report(self) -> Report:
+        """Return what a worker says of itself."""
+        with self._changed:
+            # Time on a batch that is not done counts too: else long ones would count too little.
+            now_s = 0.0 if self._begun_s is None else time.monotonic() - self._begun_s
+            return Report(sum(map(len, self._shelf.values())), self._prepared, self._busy_s + now_s)
+
+    def close(self) -> None:
+        """Stop after the batch that is being made, and drop everything."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        for split, generation in self.held():
+            self.revoke(split, generation)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._todo or self._closed)
+                if self._closed:
+                    return
+                split, generation, first = self._todo.popleft()
+            for batch in range(first, split.end):
+                if not self._made(split, generation, batch):
+                    break
+
+    def _made(self, split: Split, generation: int, batch: int) -> bool:
+        """Make one batch; False when the lease has ended or making it raised, so that nothing follows."""
+        if self._closed or (split, generation) not in self._next:
+            return False
+        before, self._begun_s = clocks(), time.monotonic()
+        try:
+            packed = Packed.of(self._make(split.work.keys(batch, split.rank)))
+        except Exception:  # it is the reader's to raise, when its loop reaches this batch
+            packed = Packed(error=traceback.format_exc())
+        packed.spent = before.until(clocks())
+        with self._changed:
+            self._busy_s, self._begun_s = self._busy_s + time.monotonic() - self._begun_s, None
+            if (split, generation) not in self._next:
+                packed.close()
+                return False
+            self._shelf[split, generation][batch] = packed
+            self._prepared += 1
+            self._next[split, generation] = batch + 1
+            last = bool(packed.error) or batch + 1 == split.end
+            if last:
+                del self._next[split, generation]
+                self.finished.append((split, generation))
+            self._changed.notify_all()
+        self._on_change()
+        return not last
+
+
+class Serving:
+    """The process of a worker: a preparer, the master's channel, and those of readers, in one loop."""
+
+    def __init__(
+        self, name: str, master: str, address: str, make: Make, *, token: str, lease_s: float, guest: bool
+    ) -> None:
+        """Listen at `address`; the master is at `master`."""
+        self._guest = guest
+        self._name, self._master_address, self._token = name, master, token
+        self._wake, wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        os.set_blocking(wake, False)
+        self._listener, self._address = listen(address, token, Fetch)
+        self._passes_fds = not self._address.startswith(SCHEME)
+        self._preparer = Preparer(make, on_change=lambda: _poke(wake))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._master: Channel | None = None
+        self._alone_s = time.monotonic()
+        self._beat_s = min(lease_s / 4, 0.5)
+        self._beaten_s = 0.0
+        self._asked: bool | None = None
+        """Whether the last word to the master was of room; None = it has answered."""
+        self._waiting: list[tuple[Channel, Fetch]] = []
+
+    def run(self, patience_s: float) -> None:
+        """Serve until the master says stop. Raises `BackgroundError` when there was no master for `patience_s`."""
+        while True:
+            if self._master is None:
+                self._dial(patience_s)
+            for key, _ in self._selector.select(min(self._beat_s, 0.05 if self._master is None else 1.0)):
+                if key.fileobj is self._wake:
+                    with contextlib.suppress(BlockingIOError):
+                        os.read(self._wake, 4096)
+                elif key.fileobj is self._listener:
+                    with contextlib.suppress(ChannelClosed, TimeoutError):
+                        self._selector.register(channel := self._listener.accept(0.0), selectors.EVENT_READ, channel)
+                elif key.data is self._master:
+                    if not self._obey():
+                        return
+                else:
+                    self._hear(key.data)
+            self._serve()
+            self._say()
+
+    def _dial(self, patience_s: float) -> None:
+        """Try once to reach the master, and tell it what is left from before."""
+        try:
+            channel = dial(self._master_address, self._token, 0.0, FromMaster)
+            channel.send(
+                Register(self._name, self._address, os.getpid(), self._preparer.held(), self._guest), timeout_s=SEND_S
+            )
+        except (ChannelClosed, TimeoutError) as error:
+            if time.monotonic() - self._alone_s > patience_s:
+                raise BackgroundError(f"worker {self._name} finds no master: {error}") from error
+            return
+        self._master, self._asked, self._beaten_s = channel, None, 0.0
+        self._selector.register(channel, selectors.EVENT_READ, channel)
+
+    def _lose(self, channel: Channel) -> None:
+        """Let go of a channel that broke."""
+        hang_up(self._selector, channel)
+        if channel is self._master:
+            self._master, self._alone_s = None, time.monotonic()
+
+    def _obey(self) -> bool:
+        """Do what the master says; False when that is to stop."""
+        channel = self._master
+        while channel is not None:
+            try:
+                message, _ = channel.receive(timeout_s=0.0)
+            except TimeoutError:
+                break
+            except ChannelClosed:
+                self._lose(channel)
+                break
+            if isinstance(message, Begin):
+                self._asked = None
+                self._preparer.begin(message.split, message.generation, message.first)
+            elif isinstance(message, Revoke):
+                if message.kept is not None:
+                    self._preparer.keep(message.kept)
+                for split, generation in message.leases:
+                    self._preparer.revoke(split, generation)
+            elif isinstance(message, (Stop, Refused)):
+                return False
+        return True
+
+    def _hear(self, channel: Channel) -> None:
+        """Note what a reader wants."""
+        while True:
+            try:
+                self._waiting.append((channel, channel.receive(timeout_s=0.0)[0]))
+            except TimeoutError:
+                return
+            except ChannelClosed:
+                self._lose(channel)
+                self._waiting = [entry for entry in self._waiting if entry[0] is not channel]
+                return
+
+    def _serve(self) -> None:
+        """Answer every fetch that can be answered now."""
+        waiting, self._waiting = self._waiting, []
+        for channel, fetch in waiting:
+            try:
+                packed = self._preparer.take(fetch.split, fetch.generation, fetch.batch)
+                if packed is None:
+                    self._waiting.append((channel, fetch))
+                    continue
+                self._answer(channel, fetch, packed)
+            except KeyError:
+                with contextlib.suppress(ChannelClosed, TimeoutError):
+                    channel.send(Missing(fetch.split, fetch.generation, fetch.batch), timeout_s=SEND_S)
+            except (ChannelClosed, TimeoutError):
+                self._lose(channel)  # the batch is gone with it: whoever reads on finds it missing
+
+    def _answer(self, channel: Channel, fetch: Fetch, packed: Packed) -> None:
+        try:
+            if packed.error:
+                channel.send(Broken(fetch.split, fetch.batch, packed.error), timeout_s=SEND_S)
+            else:
+                body, fds = (b"", (packed.fd,)) if self._passes_fds else (packed.body(), ())
+                message = Batch(fetch.split, fetch.batch, packed.num_bytes, packed.spent, body)
+                channel.send(message, fds, timeout_s=SEND_S)
+        finally:
+            packed.close()
+
+    def _say(self) -> None:
+        """Tell the master what is new."""
+        channel, now_s = self._master, time.monotonic()
+        if channel is None:
+            return
+        try:
+            while self._preparer.finished:
+                channel.send(Ready(*self._preparer.finished.popleft()), timeout_s=SEND_S)
+            if self._asked != (room := self._preparer.has_room()):
+                channel.send(Want(room), timeout_s=SEND_S)
+                self._asked = room
+            if now_s - self._beaten_s >= self._beat_s:
+                self._beaten_s = now_s
+                channel.send(Beat(self._preparer.report()), timeout_s=SEND_S)
+        except (ChannelClosed, TimeoutError):
+            self._lose(channel)
+
+
+def serve(
+    name: str,
+    master: str,
+    address: str,
+    make: Make,
+    *,
+    token: str = "",
+    lease_s: float = 10.0,
+    patience_s: float = 30.0,
+    guest: bool = False,
+) -> None:
+    """Be a worker until the master says stop: what a process of a fleet runs, on any machine that has the data.
+
+    `address` is where readers are to come (`tcp://host:0`: any port), `token`
+    the fleet's secret over TCP. A `guest` is one that the fleet did not start.
+    """
+    Serving(name, master, address, make, token=token, lease_s=lease_s, guest=guest).run(patience_s)
+
+
+def _poke(pipe: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.write(pipe, b"\0")

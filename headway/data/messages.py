@@ -1,0 +1,143 @@
+"""What a data server and its clients say to each other, over a `headway.core.channel`.
+
+A client joins with what its job is, begins passes, and frees slots; the server
+tells where each batch lies. All arrays of items are little-endian int64 as
+bytes. Numbers are those of `headway.data.service`.
+
+    client: Join, then any of Begin and Freed; or Ask
+    server: Welcome, then Rings, Filled and Over; Told for Ask; Failed where a request was wrong
+
+>>> unpacked_items(packed_items([3, 1])).tolist()
+[3, 1]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+PROTOCOL = 1
+"""Of these messages; both ends must speak the same one."""
+
+
+class Join(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A rank of a job asks for its batches."""
+
+    protocol: int
+    job: str
+    rank: int
+    world_size: int
+    batch_size: int
+    shuffle: bool
+    tail: str
+    fingerprint: str
+    """Dataset and pipeline that the job reads."""
+    items: bytes | None = None
+    """Its subset, in its order; None: all of the dataset."""
+    collated: bool = True
+    """Whether batches are made as torch's default collate function makes them; else the examples come apart."""
+    num_held: int = 4
+    """Slots that the client may hold, besides those that are ahead."""
+
+
+class Begin(msgspec.Struct, tag=True, frozen=True):
+    """The rank begins a pass."""
+
+    number: int
+    """Of this pass, in the client's own count: batches of an earlier one may still be on their way."""
+    epoch: int
+    remaining: bytes | None = None
+    """What the pass sets out to give; None: all items of the job."""
+    history: list[bytes] | None = None
+    """Global batches of it that the loop took from a server that is lost; None: there was none."""
+
+
+class Freed(msgspec.Struct, tag=True, frozen=True):
+    """A slot was released: there is room again."""
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """Somebody asks how the server is."""
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The job may begin."""
+
+    options: dict[str, Any]
+    """How the server serves: what it was started with."""
+    notes: list[str]
+    """What a user should know of how the dataset is read: one lock, shared draws."""
+
+
+class Rings(msgspec.Struct, tag=True, frozen=True):
+    """A ring of slots, passed beside; slots of earlier rings stay until they are freed."""
+
+    number: int
+
+
+class Filled(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """A batch lies in a slot, as (items of all ranks in it, batch); or failed, and lies nowhere.
+
+    Small, whatever the batch: all that may be ahead fits into a socket's buffer, so that nobody waits for a client.
+    """
+
+    ring: int
+    slot: int
+    generation: int
+    begun: int
+    """Number of the pass, as its `Begin` has it."""
+    collated: bool
+    """Whether it is one batch, or a list of examples."""
+    num_missing: int
+    """Examples of it that were left out: filtered, or skipped after an error."""
+    fetch_ns: int
+    prep_ns: int
+    read_bytes: int
+    """What making it took, on the server."""
+    error: str | None = None
+    everybody: bytes | None = None
+    """Items of all ranks in a batch that failed."""
+
+
+class Over(msgspec.Struct, tag=True, frozen=True):
+    """The rank has had every batch of its pass."""
+
+    begun: int
+    counts: dict[str, int]
+    """What the server has counted since it began, for all jobs."""
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """A request could not be granted; the server closes the channel."""
+
+    kind: str
+    """Name of the error class: "DataShareError" or "InputError"."""
+    text: str
+
+
+class Told(msgspec.Struct, tag=True, frozen=True):
+    """How the server is: facts that JSON can hold."""
+
+    facts: dict[str, Any]
+
+
+FROM_CLIENT = Join | Begin | Freed | Ask
+FROM_SERVER = Welcome | Rings | Filled | Over | Failed | Told
+
+
+def packed_items(items: ArrayLike | range) -> bytes:
+    """Return items as bytes."""
+    return np.asarray(items, "<i8").tobytes()
+
+
+def unpacked_items(raw: bytes) -> NDArray[np.int64]:
+    """Return the items that `packed_items` made bytes of."""
+    return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
+
+
+def unpacked_or_none(raw: bytes | None) -> NDArray[np.int64] | None:
+    """Return the items, None where there were none to pack."""
+    return None if raw is None else unpacked_items(raw)

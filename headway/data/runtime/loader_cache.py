@@ -1,0 +1,166 @@
+"""CoorDL's static cache inside a loader: examples stay in memory from their first reading on, nothing is evicted.
+
+`DataLoader(cache_bytes=...)` makes one. Whatever the first epoch reaches first
+is kept until the data of the examples fill the budget: under a shuffled order
+a seeded random subset, and the best choice there is when every epoch reads
+everything once (any eviction loses a later hit). So each later epoch hits
+exactly what fits. The memory is shared by threads and by forked workers, and
+outlives them. Only pure datasets are kept (`purity`), and copies handed out.
+
+The budget counts data: bytes of tensors, arrays, bytes and text. What is
+stored besides, to know their types, is some 0.2 kB per example.
+
+>>> cache = ExampleCache(1 << 20)
+>>> (cache.hits, cache.misses, cache.bytes, cache.refused)
+(0, 0, 0, 0)
+>>> data_bytes({"image": np.zeros((4, 4), np.uint8), "label": 3, "name": "cat"})
+19
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+
+from headway.core.arena import Arena, shared_memory
+from headway.core.errors import InputError
+from headway.data.runtime import account
+from headway.data.runtime.cache import CachedExamples, uncacheable
+from headway.data.runtime.examples import encode
+from headway.data.runtime.views import View
+
+_COUNTS = struct.Struct("<qqqq")
+"""Hits, misses, bytes, refused."""
+
+FRAMING_BYTES = 4096
+"""Room for what an example's encoding adds to its data, per example; memory is taken only where it is used."""
+
+
+class ExampleCache:
+    """What one loader keeps, and how often that helped, over all its workers and epochs."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        """Most data to keep."""
+        self._file, self._counts = shared_memory("headway-loader-cache", mmap.PAGESIZE)
+        self._turn = threading.Lock()
+        self._arena: Arena | None = None
+        self._reported = (0, 0, 0, 0)
+
+    @property
+    def hits(self) -> int:
+        """Readings that found their example here."""
+        return self._numbers()[0]
+
+    @property
+    def misses(self) -> int:
+        """Readings that did not."""
+        return self._numbers()[1]
+
+    @property
+    def bytes(self) -> int:
+        """Data kept."""
+        return self._numbers()[2]
+
+    @property
+    def refused(self) -> int:
+        """Missed examples that found no room."""
+        return self._numbers()[3]
+
+    @property
+    def num_slots(self) -> int:
+        """Examples of the dataset; 0 before the first iterator."""
+        return 0 if self._arena is None else self._arena.num_slots
+
+    def in_front(self, loader: Any) -> CachedExamples | None:
+        """Return the loader's dataset with this cache in front, None for an empty one.
+
+        Raises `InputError` on a dataset whose examples must be read anew each
+        time, workers that could not share the memory, and too little of it.
+        """
+        size = len(loader.dataset)
+        if self._arena is None and size:
+            self._open(loader, size)
+        return CachedExamples(loader.dataset, self, check_every=0) if size else None
+
+    def get(self, index: int) -> memoryview | None:
+        """Return the encoding of example `index`, None when it is not here; counts."""
+        assert self._arena is not None
+        found = self._arena.get(index)
+        with self._alone():
+            self._add(hits=found is not None, misses=found is None)
+        return found
+
+    def keep(self, index: int, example: Any) -> None:
+        """Keep an example that was missed, while there is room."""
+        size, payload = data_bytes(example), None
+        if self.bytes + size <= self.budget_bytes:  # else it is refused below, without being encoded
+            payload = encode(example)
+            size = size or len(payload)
+        assert self._arena is not None
+        with self._alone():
+            if self._arena.get(index) is not None:
+                return  # another worker was faster
+            fits = payload is not None and self.bytes + size <= self.budget_bytes
+            fits = fits and self._arena.put(index, payload or b"")
+            self._add(bytes=size if fits else 0, refused=not fits)
+
+    def report(self) -> None:
+        """Tell the recorder what has come since the last report."""
+        numbers = self._numbers()
+        hits, misses, kept, refused = (now - before for now, before in zip(numbers, self._reported, strict=True))
+        self._reported = numbers
+        account.counted("cache.loader", hits=hits, misses=misses, bytes=kept, refused=refused)
+
+    def _open(self, loader: Any, size: int) -> None:
+        """Probe the dataset and set up the memory."""
+        # Threads need nothing of what only separate processes do.
+        alike: Any = View(loader, num_workers=0) if loader._workers == "threads" else loader
+        reason, example_bytes = uncacheable(alike)
+        if reason is not None:
+            raise InputError(f"cache_bytes is {self.budget_bytes}, but {reason}. Mend that, or leave cache_bytes out.")
+        wanted, free = min(self.budget_bytes, example_bytes * size), psutil.virtual_memory().available
+        if wanted > free:
+            raise InputError(
+                f"cache_bytes is {self.budget_bytes}, of which {wanted} would be used; this host has {free} bytes of "
+                "memory left. Pass less."
+            )
+        self._arena = Arena(size, self.budget_bytes + size * FRAMING_BYTES)
+
+    def _numbers(self) -> tuple[int, int, int, int]:
+        hits, misses, kept, refused = _COUNTS.unpack_from(self._counts)
+        return hits, misses, kept, refused
+
+    def _add(self, *, hits: int = 0, misses: int = 0, bytes: int = 0, refused: int = 0) -> None:
+        now = self._numbers()
+        _COUNTS.pack_into(self._counts, 0, now[0] + hits, now[1] + misses, now[2] + bytes, now[3] + refused)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the other threads and processes out; the kernel lets go of the lock of one that dies."""
+        with self._turn:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
+
+
+def data_bytes(value: Any) -> int:
+    """Return the bytes of tensors, arrays, bytes and text in a nested example; numbers are free."""
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, (int, np.integer)):
+        return int(size)
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(data_bytes, value.values()))
+    return sum(map(data_bytes, value)) if isinstance(value, (list, tuple)) else 0

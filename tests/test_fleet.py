@@ -1,0 +1,282 @@
+"""A fleet of real processes: batches and states of a DataLoader, exactly once whoever is killed, else one error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from benchmarks.worker_kills import free_port, play
+from headway.core.errors import BackgroundError, InputError
+from headway.data import DataLoader, Pipeline, SyntheticJpeg
+from headway.data.fleet.reader import PrepareError, Reader
+from headway.data.fleet.supervisor import MAX_ENDS, Settings, start
+from headway.data.packing import unpack
+from headway.data.runtime.fleet import Fleet, FleetLoader, work_for
+from headway.data.splits import Pass
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Items with random numbers of every kind; one of them may be broken."""
+
+    def __init__(self, size, broken=None, ends=None):
+        self.size, self.broken, self.ends = size, broken, ends
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index == self.broken:
+            raise KeyError(f"item {index} is broken")
+        if index == self.ends:
+            os.kill(os.getpid(), signal.SIGKILL)
+        numbers = torch.cat([torch.tensor([float(index)]), torch.rand(3)])
+        return {"x": numbers, "y": index, "n": np.random.rand(2), "half": numbers.bfloat16(), "name": f"item {index}"}
+
+
+class Endless(torch.utils.data.IterableDataset):
+    """A stream that says how long it is, and still cannot be indexed."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        return iter(range(4))
+
+
+def equal(one, other):
+    """Whether two batches are equal bit by bit."""
+    return one.keys() == other.keys() and all(
+        torch.equal(one[key], other[key]) if torch.is_tensor(one[key]) else one[key] == other[key] for key in one
+    )
+
+
+def children(fleet):
+    """The processes of a fleet: name -> process."""
+    return {process.name(): process for process in psutil.Process(fleet._supervisor).children()}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_item_is_delivered_once_under_random_kills(seed):
+    """A few of the 200 schedules of `headway bench worker_kills --full`."""
+    outcome = play(7000 + seed)
+
+    assert outcome.exact
+
+
+@pytest.mark.parametrize("tail", ["short", "pad", "drop"])
+def test_batches_are_those_of_a_data_loader_bit_for_bit(tail):
+    with Fleet(Drawn(43), num_workers=2) as fleet:
+        for rank in (0, 1):
+            options = {"seed": 5, "rank": rank, "world_size": 2, "tail": tail}
+            ours, plain = fleet.batches(4, True, **options), DataLoader(Drawn(43), 4, True, **options)
+            for _ in range(2):  # two epochs
+                assert all(equal(one, other) for one, other in zip(ours, plain, strict=True))
+            assert isinstance(ours, DataLoader)
+            assert len(ours) == len(plain)
+
+
+def test_states_go_to_a_data_loader_and_back_and_to_another_world():
+    with Fleet(Drawn(50), num_workers=2) as fleet:
+        loader = fleet.batches(8, True, seed=5)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+        state, rest = loader.state_dict(), list(batches)
+
+        plain = DataLoader(Drawn(50), 8, True, seed=5)
+        plain.load_state_dict(state)
+        assert all(equal(one, other) for one, other in zip(rest, plain, strict=True))
+        halves = []
+        for rank in (0, 1):
+            half = fleet.batches(4, True, seed=5, rank=rank, world_size=2)
+            half.load_state_dict(state)
+            halves += [batch["y"] for batch in half]
+        assert sorted(torch.cat(halves).tolist()) == sorted(torch.cat([batch["y"] for batch in rest]).tolist())
+
+
+def test_a_pipeline_keeps_its_batches_their_memory_order_and_its_own_settings():
+    pipeline = Pipeline(SyntheticJpeg(24, 64, 48)).decode().crop(32, 32).flip().batch(4).shuffle()
+    expected = list(pipeline.loader(seed=3))
+
+    with Fleet(pipeline, num_workers=1) as fleet:
+        got = list(fleet.batches(seed=3))
+
+    assert all(equal(one, other) for one, other in zip(got, expected, strict=True))
+    assert got[0]["data"].stride() == expected[0]["data"].stride()
+    got[0]["data"].zero_()  # a batch is the loop's own
+
+
+def test_ranks_of_a_host_share_the_fleet_that_the_first_one_started(tmp_path):
+    with Fleet(Drawn(20), num_workers=1, folder=tmp_path) as first, Fleet(Drawn(20), folder=tmp_path) as second:
+        assert (first.started_here, second.started_here) == (True, False)
+        got = [list(fleet.batches(5, rank=r, world_size=2)) for r, fleet in enumerate((first, second))]
+
+    assert sorted(torch.cat([batch["y"] for batches in got for batch in batches]).tolist()) == list(range(20))
+
+
+def test_a_fleet_outlasts_the_ranks_that_joined_it(tmp_path):
+    joined, tell = os.pipe()
+    with Fleet(Drawn(40), num_workers=1, folder=tmp_path) as fleet:
+        pid = os.fork()
+        if not pid:  # another rank: it joins, and is slow
+            code = 1
+            with contextlib.suppress(Exception), Fleet(Drawn(40), folder=tmp_path) as other:
+                batches = iter(other.batches(5, rank=1, world_size=2))
+                got = [next(batches)["y"].tolist()]
+                os.write(tell, b"x")
+                time.sleep(0.3)
+                got += [batch["y"].tolist() for batch in batches]
+                code = int(sorted(np.concatenate(got)) != list(range(1, 40, 2)) or other.started_here)
+            os._exit(code)
+        os.read(joined, 1)
+        assert len(list(fleet.batches(5, rank=0, world_size=2))) == 4
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_workers_of_other_hosts_join_over_tcp_with_the_token():
+    options = {"host": "127.0.0.1", "port": free_port(), "token": "a secret"}
+    with Fleet(Drawn(40), num_workers=1, **options) as fleet:
+        pid = os.fork()
+        if not pid:
+            work_for(fleet.address, Drawn(40), token="a secret", host="127.0.0.1", name="far")
+            os._exit(0)
+        until = time.monotonic() + 20
+        while len(fleet.statistics()["workers"]) < 2 and time.monotonic() < until:
+            time.sleep(0.02)
+        with Fleet(Drawn(40), join=True, **options) as there:
+            assert [batch["y"].tolist() for batch in there.batches(5)] == np.arange(40).reshape(8, 5).tolist()
+        prepared = fleet.statistics()["workers"]
+        with pytest.raises(BackgroundError, match="has had no master"):
+            Reader(fleet.address, Pass(40, 5), token="another", patience_s=0.1)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+    assert set(prepared) == {"w0", "far"}
+
+
+def test_demand_starts_workers_and_its_end_drains_them():
+    class Slow(Drawn):
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return super().__getitem__(index)
+
+    with Fleet(Slow(8000), num_workers="auto", most_workers=3, period_s=0.3) as fleet:
+        seen, batches = set(), iter(fleet.batches(4))
+        until = time.monotonic() + 30
+        while max(seen, default=0) < 3 and time.monotonic() < until:
+            next(batches)
+            seen.add(len(fleet.statistics()["workers"]))
+        assert max(seen) == 3
+        while len(children(fleet)) > 3 and time.monotonic() < until:  # the loop is slow now
+            next(batches)
+            time.sleep(0.1)
+        assert len(children(fleet)) == 3  # the master, the one worker that suffices, and one in reserve
+
+
+def test_what_cannot_be_prepared_surfaces_in_its_turn_and_again():
+    with Fleet(Drawn(40, broken=30), num_workers=2) as fleet:
+        batches = iter(fleet.batches(10))
+        got = [next(batches)["y"].tolist() for _ in range(3)]
+        for _ in range(2):
+            with pytest.raises(PrepareError, match=r"(?s)batch 3 of rank 0 .*Traceback.*item 30 is broken"):
+                next(batches)
+
+    assert got == np.arange(30).reshape(3, 10).tolist()
+
+
+def test_a_bad_first_example_ends_before_any_worker_starts():
+    with pytest.raises(InputError, match=r"(?s)first 2 examples cannot be prepared, so no fleet .*item 1 is broken"):
+        Fleet(Drawn(40, broken=1))
+    with pytest.raises(InputError, match=r"is of type object, which cannot be sent"):
+        Fleet(Drawn(4), collate_fn=lambda examples: object())
+    with pytest.raises(InputError, match="the process that tried ended with -9"):
+        Fleet(Drawn(4, ends=0))
+
+
+def test_an_item_that_ends_every_worker_is_one_clear_error():
+    with Fleet(Drawn(40, ends=20), num_workers=1, split_batches=1) as fleet:
+        batches = iter(fleet.batches(10))
+        with pytest.raises(InputError, match=r"workers ended while they prepared batches 2 to 2 .*items \[20, 21"):
+            list(batches)
+
+
+def test_workers_that_end_at_once_are_not_started_for_ever(tmp_path):
+    def make(keys):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    # So small a window and so many ranks that no split alone ends enough of them.
+    settings = Settings(tmp_path, 400, num_workers=4, most_workers=4, window=1, split_batches=1, workers_per_reader=1)
+    pid, channel = start(make, settings)
+    readers = [Reader(settings.address, Pass(400, 1, world_size=8), rank) for rank in range(8)]
+    with pytest.raises(InputError, match=rf"ended while they prepared|{MAX_ENDS} workers of the fleet ended"):
+        next(readers[7])
+    for reader in readers:
+        reader.close()
+    channel.close()
+    os.waitpid(pid, 0)
+
+
+def test_a_fleet_that_is_gone_is_one_clear_error_and_leaves_no_process(tmp_path):
+    fleet = Fleet(Drawn(20_000), num_workers=2, patience_s=0.3)
+    batches = iter(fleet.batches(4))
+    next(batches)
+    processes = list(children(fleet).values())
+    os.kill(fleet._supervisor, signal.SIGKILL)
+
+    with pytest.raises(BackgroundError, match=r"has had no master for 0.3 s .*go on from the last state"):
+        list(batches)
+    fleet.close()
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+def test_a_fleet_lives_as_long_as_its_process_and_not_the_thread_that_made_it():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(Fleet(Drawn(20), num_workers=1)))
+    thread.start()
+    thread.join()
+    with made[0] as fleet:
+        assert sum(len(batch["y"]) for batch in fleet.batches(4)) == 20
+
+
+def test_a_second_reader_of_a_rank_puts_the_first_out(tmp_path):
+    settings = Settings(tmp_path, 100)
+    pid, channel = start(lambda keys: {"items": np.array(keys.items)}, settings)
+    work = Pass(100, 2)
+    first = Reader(settings.address, work)
+    next(first)
+    second = Reader(settings.address, work, taken=None)
+
+    assert unpack(next(second).body)["items"].tolist() == work.keys(second.taken - 1, 0).items
+    with pytest.raises(InputError, match="another process reads this rank now"):
+        list(first)
+    second.close()
+    channel.close()
+    os.waitpid(pid, 0)
+
+
+def test_processes_of_a_fleet_import_no_torch():
+    code = "import sys, headway.data.fleet.supervisor, headway.data.fleet.reader; print('torch' in sys.modules)"
+
+    assert psutil.subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Fleet(Drawn(4), num_workers=0), r"num_workers is 0; pass 1 or more, or 'auto'"),
+    (lambda: Fleet(iter([1])), r"cannot be indexed.*Pass a Pipeline or a map-style dataset"),
+    (lambda: Fleet(Endless()), r"Endless has no length or cannot be indexed"),
+    (lambda: Fleet(Drawn(4), num_workers=1, host="here"), r"needs a port and a token"),
+    (lambda: FleetLoader(Fleet.__new__(Fleet), 1, True, num_workers=2), r"num_workers is not for a fleet's batches"),
+])  # fmt: skip
+def test_bad_input_is_told_with_rule_and_fix(make, message):
+    with pytest.raises(InputError, match=message):
+        make()

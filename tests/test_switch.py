@@ -1,0 +1,282 @@
+"""Threads as a remedy: same batches, same order, same random numbers after; else left alone with a reason."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.data import DataLoader as OwnLoader
+from headway.data.runtime.switch import threads, unthreadable
+from headway.runtime.remedy import Applied, Refused
+from tests.paths import ROOT
+from tests.recorded import environment
+from tests.remedy_context import applied
+
+PARAMETERS = {"num_workers": 3, "prefetch_factor": 2}
+
+
+@pytest.fixture(autouse=True)
+def _threads_that_do_not_wait(monkeypatch):
+    """How much threads wait for each other depends on what else the host does; that it is asked has a test below."""
+    monkeypatch.setattr("headway.data.runtime.switch.lock_wait_fraction", lambda work, keys: 0.0)
+
+
+class Squares(Dataset):
+    """A pure dataset, now and then slow."""
+
+    def __init__(self, size=37):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index % 5 == 0:
+            time.sleep(0.0005)
+        return torch.tensor([index, index**2]), {"name": str(index)}
+
+
+class Whole(Squares):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Columns(Squares):
+    """Reads batches, as something that is no list."""
+
+    def __getitems__(self, indices):
+        return {"number": torch.tensor(indices)}
+
+
+def as_it_is(batch):
+    return batch
+
+
+class Noisy(Squares):
+    def __getitem__(self, index):
+        return random.random()
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class ByTurns(Sampler):
+    def __iter__(self):
+        return iter(range(4))
+
+    def __len__(self):
+        return 4
+
+
+def plain(batch):
+    """Return a batch as plain numbers and texts."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def epochs(make, num_epochs=3, stop_after=None):
+    """Read a loader for some epochs; return its batches and a random number drawn after each epoch."""
+    torch.manual_seed(5)
+    loader, seen = make(), []
+    for _ in range(num_epochs):
+        for number, batch in enumerate(loader):
+            seen.append(plain(batch))
+            if number == stop_after:
+                break
+        seen.append(torch.rand(1).item())
+    return seen
+
+
+MADE = {
+    "shuffled": lambda: DataLoader(Squares(), 5, shuffle=True),
+    "in order": lambda: DataLoader(Squares(), 5),
+    "one by one": lambda: DataLoader(Squares(), None),
+    "own count": lambda: DataLoader(Squares(), 5, sampler=RandomSampler(Squares(), replacement=True, num_samples=20)),
+    "own generator": lambda: DataLoader(Squares(), 5, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "dealt": lambda: DataLoader(Squares(), 5, sampler=DistributedSampler(Squares(), 2, 1), drop_last=True),
+    "whole batches": lambda: DataLoader(Whole(), 5, shuffle=True),
+    "two workers": lambda: DataLoader(Squares(), 5, shuffle=True, num_workers=2),
+    "kept workers": lambda: DataLoader(Squares(), 5, shuffle=True, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.parametrize("stop_after", [None, 2], ids=["whole", "early"])
+@pytest.mark.parametrize("name", MADE)
+def test_batches_and_later_random_numbers_are_the_same(name, stop_after):
+    expected = epochs(MADE[name], stop_after=stop_after)
+
+    with applied(threads, PARAMETERS) as context:
+        found = epochs(MADE[name], stop_after=stop_after)
+
+    assert found == expected
+    assert isinstance(context.outcomes[-1], Applied)
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (DataLoader(Stream()), "IterableDataset"),
+        (DataLoader(Squares(), sampler=ByTurns()), "read it ahead"),
+        (DataLoader(Squares(), worker_init_fn=print), "worker_init_fn prepares a process"),
+        (DataLoader(Noisy()), "draws random numbers"),
+        (DataLoader(Squares(0)), "empty"),
+        (DataLoader(Columns(), 4, collate_fn=as_it_is), "another batch of its examples than torch does"),
+        (OwnLoader(Squares(), 4), "headway's own loader"),
+    ],
+    ids=["stream", "own sampler", "worker_init_fn", "noisy", "empty", "columns", "own loader"],
+)
+def test_a_loader_that_threads_could_change_or_slow_down_is_left_alone(loader, reason):
+    assert re.search(reason, unthreadable(loader))
+
+    with applied(threads, PARAMETERS) as context:
+        iterator = iter(loader)
+
+    assert type(iterator).__name__ != "ScriptThreads"
+    if not isinstance(loader, OwnLoader):  # which makes its iterators without torch's method
+        assert isinstance(context.outcomes[-1], Refused)
+
+
+def test_a_loader_whose_threads_wait_for_each_other_is_left_to_processes(monkeypatch):
+    monkeypatch.setattr("headway.data.runtime.switch.lock_wait_fraction", lambda work, keys: 0.4)
+
+    assert "two threads wait 40% of their time for the interpreter lock" in unthreadable(DataLoader(Squares(), 4))
+
+
+class Phased(Squares):
+    """Its examples depend on an epoch that the script sets; from the third on they are drawn."""
+
+    epoch = 0
+
+    def __getitem__(self, index):
+        time.sleep(0.0005)
+        return torch.tensor([index, self.epoch, random.randrange(100) if self.epoch > 1 else 0])
+
+
+def test_what_the_script_changes_between_epochs_is_seen_and_tried_again():
+    def batches():
+        random.seed(1)
+        dataset = Phased()
+        loader = DataLoader(dataset, 5, shuffle=True, generator=torch.Generator().manual_seed(1))
+        seen = []
+        for epoch in range(4):
+            dataset.epoch = epoch
+            seen += [batch.tolist() for batch in loader]
+        return seen
+
+    expected = batches()
+    with applied(threads, PARAMETERS) as context:
+        assert batches() == expected
+    reasons = [fact.get("reason_not_applied", "") for fact in context.outcomes[-1].facts["loaders"]]
+    assert any("draws random numbers" in reason for reason in reasons)
+
+
+def test_scripts_that_draw_between_the_iterator_and_its_first_batch_get_the_same_numbers():
+    def script():
+        torch.manual_seed(7)
+        first, second, seen = MADE["shuffled"](), MADE["two workers"](), []
+        for _ in range(2):
+            iterators = iter(first), iter(second)
+            seen += [torch.rand(1).tolist(), *(plain(batch) for each in zip(*iterators, strict=True) for batch in each)]
+        return seen, torch.rand(1).item()
+
+    expected = script()
+    with applied(threads, PARAMETERS):
+        assert script() == expected
+
+
+def test_an_exception_of_the_dataset_keeps_its_type():
+    class Broken(Squares):
+        def __getitem__(self, index):
+            if index == 11:
+                raise KeyError("eleven")
+            return index
+
+    with applied(threads, PARAMETERS), pytest.raises(KeyError, match="eleven"):
+        list(DataLoader(Broken(), 4))
+
+
+def test_undone_means_undone():
+    before = DataLoader._get_iterator
+    with applied(threads, PARAMETERS):
+        assert DataLoader._get_iterator is not before
+
+    assert DataLoader._get_iterator is before
+
+
+SCRIPT = """
+    import time, torch
+    from torch.utils.data import DataLoader, Dataset
+
+    class Slow(Dataset):
+        def __len__(self):
+            return 96
+
+        def __getitem__(self, index):
+            time.sleep(0.004)
+            return torch.full((64,), float(index))
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model = torch.nn.Linear(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    loader = DataLoader(Slow(), 8, shuffle=True)
+    for epoch in range(3):
+        begin = time.perf_counter()
+        for batch in loader:
+            loss = model(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            print("loss", loss.item().hex(), flush=True)
+    print("took", time.perf_counter() - begin)
+"""
+
+
+def test_an_unmodified_script_gets_bit_equal_losses_in_less_time(tmp_path):
+    """32 ms of sleep per batch, by four threads at once; the first epoch also holds the trial, and does not count."""
+    script = tmp_path / "train.py"
+    script.write_text("\n".join(line[4:] for line in SCRIPT.splitlines()))
+    plan = tmp_path / "plan.json"
+    write_plan(PlanFile((Remedy("data.threads", {"num_workers": 4, "prefetch_factor": 2}),)), plan)
+    outputs = []
+    for more in ((), ("--apply", str(plan))):
+        run = tmp_path / f"run-{len(outputs)}"
+        command = [sys.executable, "-m", "headway.cli", "run", "--windows", "0", "--out", str(run), *more]
+        done = subprocess.run(
+            [*command, "--", str(script)],
+            env=environment(None, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        outputs.append([line.split() for line in done.stdout.splitlines()])
+    losses = [[row[1] for row in rows if row[:1] == ["loss"]] for rows in outputs]
+    took = [[float(row[1]) for row in rows if row[:1] == ["took"]][-1] for rows in outputs]
+    facts = json.loads((tmp_path / "run-1" / "run.json").read_text())
+
+    assert len(losses[0]) == 36
+    assert losses[0] == losses[1]
+    assert [row["reason_not_applied"] for row in facts["applied"] if row["name"] == "data.threads"] == [None]
+    assert facts["loaders"]["0"]["workers"] == "threads"
+    assert took[1] < 0.6 * took[0]
+
+
+def test_tensors_are_left_to_torch():
+    """Reading them takes so little that two threads mostly wait for each other, or is taken: either way it is exact."""
+    expected = epochs(lambda: DataLoader(TensorDataset(torch.arange(40)), 4, shuffle=True))
+
+    with applied(threads, PARAMETERS):
+        assert epochs(lambda: DataLoader(TensorDataset(torch.arange(40)), 4, shuffle=True)) == expected
