@@ -16,6 +16,7 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import io
+from functools import cache
 
 import numpy as np
 import torch
@@ -46,8 +47,9 @@ class Repeated:
         return self.data[index % IMAGES]
 
 
+@cache
 def seed_of(index: int) -> int:
-    """Return the seed that headway's loader gives the example in its first epoch."""
+    """Return the seed that headway's loader gives the example in its first epoch: looked up, as it costs 40 us."""
     return int(item_seeds(0, 0, np.array([index]), np.array([0]))[0])
 
 

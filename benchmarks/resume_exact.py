@@ -2,8 +2,9 @@
 
 Claim: headway's DataLoader delivers the uninterrupted sequence bit for bit (items and their random augmentation) in
 every random case, with a state of at most 1 KB; a billion items resume in 50 ms of CPU. Ranks are objects in one
-process, a tenth of the cases load in real worker processes. Peer: torchdata's StatefulDataLoader on the kinds of case
-that it can be asked, in an environment of its own. 50 cases, `--full` 500.
+process; a tenth of the cases load in real worker processes, a tenth in threads, changing between both and neither from
+life to life (their examples draw from `headway.data.generator()`, which works everywhere). Peer: torchdata's
+StatefulDataLoader on the kinds of case that it can be asked, in an environment of its own. 50 cases, `--full` 500.
 """
 
 import json
@@ -16,29 +17,38 @@ import time
 import warnings
 from pathlib import Path
 
+import torch
 from _command import ROOT
 from peers.env import python_of
 
 from headway.core.rng import stream
-from headway.data import DataLoader
+from headway.data import DataLoader, generator, torch_generator
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from jobs.augmented import Augmented, rows
 
 
-def uninterrupted(num_items: int, global_batch: int, epochs: int, seed: int) -> list[list[tuple[float, ...]]]:
+class Keyed(Augmented):
+    """Examples that draw from the generators of the example, which threads may."""
+
+    def __getitem__(self, item: int) -> tuple[int, float, float, torch.Tensor]:
+        draws = generator()
+        return item, draws.random(), draws.normal(), torch.rand(2, generator=torch_generator())
+
+
+def uninterrupted(dataset: Augmented, global_batch: int, epochs: int, seed: int) -> list[list[tuple[float, ...]]]:
     """Return every global batch of one rank without workers."""
-    loader = DataLoader(Augmented(num_items), global_batch, True, seed=seed)
+    loader = DataLoader(dataset, global_batch, True, seed=seed)
     return [rows(batch) for _ in range(epochs) for batch in loader]
 
 
-def interrupted(num_items: int, global_batch: int, seed: int, lives: list[tuple[int, int, int]]) -> tuple[list, int]:
-    """Return the global batches delivered over `lives` of (world size, workers, steps), and the largest state."""
+def interrupted(dataset: Augmented, global_batch: int, seed: int, lives: list[tuple]) -> tuple[list, int]:
+    """Return the global batches delivered over `lives` of (world size, workers, kind, steps), and the largest state."""
     delivered, state, largest = [], b"", 0
-    for world, workers, steps in lives:
-        options = {"num_workers": workers, "seed": seed, "world_size": world}
-        ranks = [DataLoader(Augmented(num_items), global_batch // world, True, rank=r, **options) for r in range(world)]
+    for world, workers, kind, steps in lives:
+        options = {"num_workers": workers, "workers": kind, "seed": seed, "world_size": world}
+        ranks = [DataLoader(dataset, global_batch // world, True, rank=r, **options) for r in range(world)]
         for loader in ranks if state else ():
             loader.load_state_dict(pickle.loads(state))
         iterators = [iter(loader) for loader in ranks]
@@ -55,7 +65,7 @@ def interrupted(num_items: int, global_batch: int, seed: int, lives: list[tuple[
     return delivered, largest
 
 
-def case(number: int, *, processes: bool) -> tuple[bool, int]:
+def case(number: int, *, workers: str) -> tuple[bool, int]:
     """Play one random case; returns whether everything came as it would have come, and the largest state."""
     rng = stream(number, "resume cases")
     world_sizes = [1, 2, 3, 4, 6, 8]
@@ -63,13 +73,15 @@ def case(number: int, *, processes: bool) -> tuple[bool, int]:
     num_items = int(rng.integers(1, 5001))
     lives = []
     for _ in range(int(rng.integers(2, 8))):
-        world = int(rng.choice(world_sizes[:2] if processes else world_sizes))
-        workers = int(rng.integers(0, 5)) if processes else 0
-        lives.append((world, workers, int(rng.integers(0, 3 * max(1, num_items // batch // 4) + 2))))
+        world = int(rng.choice(world_sizes if workers == "none" else world_sizes[:2]))
+        count = 0 if workers == "none" else int(rng.integers(0, 5))
+        kind = str(rng.choice(["threads", "processes"])) if workers == "threads" else "processes"
+        lives.append((world, count, kind, int(rng.integers(0, 3 * max(1, num_items // batch // 4) + 2))))
+    dataset = Keyed(num_items) if workers == "threads" else Augmented(num_items)
     expected, epochs = [], 1
-    while len(expected) < sum(steps for _, _, steps in lives):
-        expected, epochs = uninterrupted(num_items, batch, epochs, number), epochs * 2
-    delivered, largest = interrupted(num_items, batch, number, lives)
+    while len(expected) < sum(life[-1] for life in lives):
+        expected, epochs = uninterrupted(dataset, batch, epochs, number), epochs * 2
+    delivered, largest = interrupted(dataset, batch, number, lives)
     return delivered == expected[: len(delivered)], largest
 
 
@@ -102,7 +114,8 @@ def main() -> int:
     """Play the cases; print one JSON line."""
     warnings.filterwarnings("ignore", message="This DataLoader will create")  # more workers than cores: on purpose
     cases = 500 if "--full" in sys.argv else 50
-    outcomes = [case(number, processes=number % 10 == 0) for number in range(cases)]
+    kinds = ["processes", "threads", *["none"] * 8]
+    outcomes = [case(number, workers=kinds[number % 10]) for number in range(cases)]
     seconds = min(resume_seconds() for _ in range(3))
     table = peer_table()
     different = sum(not same for same, _ in outcomes)

@@ -1,12 +1,13 @@
 """Selective-Backprop: keep rates, and backward passes to an equal error on MNIST.
 
 Claim: 1 / (beta + 1) +- 0.02 of the examples are kept for beta 1, 2, 3, also when 80 % of the losses are equal; with
-beta = 1 and the selector's defaults (everything is trained in the first epoch) a small convolutional network ends at
-the held-out error of plain SGD with at most 0.6x its backward passes, and below that of plain SGD with as few: medians
-of 5 seeds. Equal means: the median difference is no more than the standard deviation of plain SGD's error over seeds.
-The peer has the same model, candidates and learning rate schedule (over candidates; over fewer in the short run). CPU
-time is reported as a ratio. Data: 8000 of the 10 000 MNIST test digits for training, 2000 held out
-(../shared/data/mnist). Sides take turns in going first. `--full` runs 15 seeds.
+beta = 2, losses that serve three epochs (SB-stale(3)) and the selector's other defaults (everything is trained in the
+first epoch) a small convolutional network ends at no more held-out error than plain SGD, with at most 0.6x its backward
+passes, and below plain SGD with as few: medians of 5 seeds, the difference taken seed by seed. Beta and staleness were
+chosen on seeds 0 to 4; these are others. The peer has the same model and learning rate schedule (over candidates, which
+the selecting side meets for more epochs: that is where the passes it saves go). CPU time is reported as a ratio. Data:
+8000 of the 10 000 MNIST test digits for training, 2000 held out (../shared/data/mnist). Sides take turns in going
+first. `--full` runs 15 seeds.
 """
 
 import gzip
@@ -27,8 +28,10 @@ from headway.core.rng import stream
 from headway.data.runtime.select import WithIds, scoring
 from headway.data.select import LossSelector
 
-EPOCHS, SELECTED_EPOCHS, BATCH, LEARNING_RATE = 10, 10.8, 64, 0.06
-"""Half of the examples in all epochs but the first: 10.8 epochs of candidates are 0.59x the backward passes of 10."""
+EPOCHS, SELECTED_EPOCHS, BATCH, LEARNING_RATE = 10, 16, 64, 0.06
+"""A third of the examples in all epochs but the first: 16 epochs of candidates are 0.6x the backward passes of 10."""
+BETA, STALE = 2.0, 3
+FIRST_SEED = 5
 TRAINING, SCORED = 8000, 256
 """Training examples; candidates that are scored at once (they come in the same order)."""
 
@@ -78,7 +81,8 @@ class Job:
         order = torch.Generator().manual_seed(seed)
         self.model, self.selector, self.data = network(seed), selector, data
         size = BATCH if selector is None else SCORED
-        self.loader = DataLoader(WithIds(data), size, shuffle=True, generator=order, collate_fn=self.collate)
+        ids = WithIds(range(len(data)))
+        self.loader = DataLoader(ids, size, shuffle=True, generator=order, collate_fn=self.collate)
         self.backward_passes = 0
 
     def collate(self, rows: list) -> tuple:
@@ -121,9 +125,10 @@ class Job:
 def compared(seed: int, data: TensorDataset, held_out: tuple) -> dict[str, float]:
     """Train all sides of one seed, in turns in which goes first; returns their figures side by side."""
     budget, selected_budget = EPOCHS * TRAINING, int(SELECTED_EPOCHS * TRAINING)
+    selector = LossSelector(BETA, stale=STALE, seed=seed)
     sides = {
         "sgd": lambda: Job(seed, data).train(budget, held_out),
-        "selected": lambda: Job(seed, data, LossSelector(1.0, seed=seed)).train(selected_budget, held_out),
+        "selected": lambda: Job(seed, data, selector).train(selected_budget, held_out),
     }
     found = {name: sides[name]() for name in (sorted(sides) if seed % 2 else sorted(sides, reverse=True))}
     found["short_sgd"] = Job(seed, data).train(int(found["selected"]["backward_passes"]), held_out)
@@ -142,7 +147,8 @@ def main() -> int:
     mixed = torch.from_numpy(stream(0, "digits").permutation(len(labels)))
     data = TensorDataset(images[mixed[:TRAINING]], labels[mixed[:TRAINING]])
     held_out = (images[mixed[TRAINING:]], labels[mixed[TRAINING:]])
-    rows = [compared(seed, data, held_out) for seed in range(15 if "--full" in sys.argv else 5)]
+    num_seeds = 15 if "--full" in sys.argv else 5
+    rows = [compared(seed, data, held_out) for seed in range(FIRST_SEED, FIRST_SEED + num_seeds)]
 
     def median(key: str) -> float:
         return statistics.median(row[key] for row in rows)
@@ -150,16 +156,16 @@ def main() -> int:
     more_error = statistics.median(row["selected_error"] - row["sgd_error"] for row in rows)
     ok = all(abs(row["kept"] - row["expected"]) <= 0.02 for row in rates)
     seed_spread = statistics.stdev(row["sgd_error"] for row in rows)
-    ok = ok and median("backward_passes_ratio") <= 0.6 and more_error <= seed_spread
+    ok = ok and median("backward_passes_ratio") <= 0.6 and more_error <= 0
     ok = ok and median("selected_error") < median("short_sgd_error")
     print(json.dumps({
-        "bench": "selective_backprop", "backward_ratio": median("backward_passes_ratio"),
+        "bench": "selective_backprop", "beta": BETA, "stale": STALE, "backward_ratio": median("backward_passes_ratio"),
         "cpu_ratio": median("cpu_s_ratio"), "sgd_error": median("sgd_error"),
         "selected_error": median("selected_error"),
         "short_sgd_error": median("short_sgd_error"), "median_added_error": more_error,
         "sgd_error_over_seeds": seed_spread,
         "keep_rates": rates, "seeds": rows, "baseline": f"plain SGD, torch {torch.__version__}",
-        "claim": "keep rates within .02; <= 0.6x backward passes at equal error", "ok": bool(ok),
+        "claim": "keep rates within .02; <= 0.6x backward passes at no more error", "ok": bool(ok),
     }))  # fmt: skip
     return 0 if ok else 3
 

@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import venv
+from importlib import metadata
 from pathlib import Path
 
 from headway.core.errors import InputError
@@ -50,6 +51,14 @@ def pins(peer: str) -> Path:
         known = ", ".join(sorted(file.stem for file in PEERS.glob("*.txt")))
         raise InputError(f"there are no pins for the peer {peer!r}. Write {path} or choose one of: {known}.")
     return path
+
+
+def versions(peer: str) -> dict[str, str]:
+    """Return package -> pinned version of a peer's environment; those of this interpreter's packages for ""."""
+    if not peer:
+        return {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    lines = [line.split("==") for line in pins(peer).read_text().splitlines() if "==" in line]
+    return {name.partition("[")[0].strip(): version.strip() for name, version in lines}
 
 
 def fingerprint(wanted: Path) -> str:
