@@ -60,7 +60,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("one", "other"), CHANGES, ids=str)
+@pytest.mark.parametrize(("one", "other"), CHANGES, ids=range(len(CHANGES)))
 def test_what_differs_looks_different_at_any_depth(one, other):
     assert portrait(one) != portrait(other)
     assert portrait(Plain(inside=[Plain(held=one)])) != portrait(Plain(inside=[Plain(held=other)]))

@@ -63,6 +63,13 @@ def test_a_pass_may_go_on_from_where_the_last_one_stood():
     assert progress.history == []
 
 
+def test_nothing_to_read_is_an_epoch_that_is_over():
+    progress = Progress([])
+
+    assert (progress.base(), progress.remaining().tolist(), progress.state_dict()["epoch"]) == (None, [], 1)
+    Progress([]).load_state_dict(progress.state_dict())
+
+
 def test_a_state_takes_an_eighth_of_a_byte_per_item():
     progress = Progress(range(1_000_000))
     progress.took(np.random.default_rng(0).permutation(1_000_000)[:500_000])

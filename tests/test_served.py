@@ -467,6 +467,12 @@ def test_a_pipelines_ragged_examples_are_the_error_that_they_are_without_a_serve
             list(pipeline.batch(4).loader(**options))
 
 
+def test_a_batch_that_a_filter_took_whole_is_left_out_and_counted():
+    loader = Pipeline(SyntheticJpeg(5, 48, 32)).filter(lambda raw: False).batch(2).loader(server="auto")
+
+    assert (list(loader), loader.dropped, loader.state_dict()["epoch"]) == ([], 5, 1)
+
+
 @pytest.mark.parametrize("made", [0.1, (1, 2.0), {"a": 3}, "text"], ids=["number", "tuple", "dict", "text"])
 def test_a_pipeline_of_anything_gives_the_same_with_and_without_a_server(made):
     pipeline = Pipeline(SyntheticJpeg(4, 48, 32)).map(lambda raw: made).batch(4)
@@ -544,6 +550,19 @@ def test_ranks_without_a_name_in_common_are_told_to_give_one(monkeypatch):
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(InputError, match=r"DataServer\(job='NAME'\)"):
         iter(DataLoader(Rows(), rank=0, world_size=2, server="auto"))
+
+
+def test_ranks_of_a_torchrun_agree_on_a_name_and_the_next_run_has_another(monkeypatch):
+    monkeypatch.setattr(served, "_number", itertools.repeat(0))
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    names = {}
+    for run, rank in itertools.product("ab", (0, 1)):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"/tmp/torchelastic_{run}/none_x/attempt_0/{rank}/error.json")
+        names[run, rank] = served._job_name(None, 2)
+
+    assert names["a", 0] == names["a", 1] != names["b", 0] == names["b", 1]
 
 
 def test_nobody_at_a_path_is_one_clear_error(runtime):

@@ -19,6 +19,7 @@ import secrets
 import time
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,7 @@ from headway.data.runtime.keyed import WORD, Draws, generators_kept
 from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.preparers import base_of, identity, restored
 from headway.data.runtime.purity import picture
-from headway.data.runtime.views import InProcess, View
+from headway.data.runtime.views import Empty, InProcess, View
 from headway.data.runtime.walks import State, Taken
 from headway.data.server import DataServer
 
@@ -372,7 +373,9 @@ class Served(_BaseDataLoaderIter):
 
     def __next__(self) -> Any:
         try:
-            return super().__next__()
+            while (data := super().__next__()) is Empty.BATCH:
+                pass
+            return data
         except StopIteration:
             self.walk.finished = True
             raise
@@ -390,7 +393,7 @@ class Served(_BaseDataLoaderIter):
         memory = self._link.held.memory(filled)
         everybody, data = unpack(memory.data, marked=restored)
         items = self._took(filled, everybody.copy())
-        data = self._made(data, filled.collated)
+        data = Empty.BATCH if filled.num_missing == len(items) else self._made(data, filled.collated)
         ended = time.perf_counter_ns()
         account.loaded(
             ended - filled.fetch_ns - filled.prep_ns, ended, batch=self._num_yielded, items=len(items),
@@ -461,7 +464,10 @@ def _job_name(options: DataServer | None, world_size: int) -> str:
         raise InputError(
             f"a data server serves the ranks of one host; this job has {world_size} on several. Leave server= out."
         )
-    return f"{'.'.join(here)}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{number}"
+    # The next run has the same address and id, but a folder of its own: .../attempt_0/RANK/error.json, or RUN/logs/...
+    run = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{'.'.join(here)}.{zlib.crc32(os.fsencode(run)):08x}.{attempt}.{number}"
 
 
 def _collates_by_default(loader: Any) -> bool:
