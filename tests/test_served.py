@@ -568,3 +568,18 @@ def test_ranks_of_a_torchrun_agree_on_a_name_and_the_next_run_has_another(monkey
 def test_nobody_at_a_path_is_one_clear_error(runtime):
     with pytest.raises(HeadwayError, match="nobody listens"):
         iter(DataLoader(Rows(), server=str(runtime.parent / "none")))
+
+
+def test_what_cache_and_order_did_is_told_at_the_end_of_a_pass_by_rank_0(monkeypatch):
+    told = []
+    monkeypatch.setattr(served.account, "counted", lambda name, **numbers: told.append((name, numbers)))
+    options = DataServer(order="opportunistic", cache_bytes=1 << 20, job="one")
+    loader = DataLoader(Rows(20), 5, shuffle=True, server=options)
+
+    for _ in range(2):
+        assert sorted(ids(loader)) == list(range(20))
+    assert [name for name, _ in told] == ["server", "order"] * 2
+    assert [numbers["items"] for _, numbers in told[1::2]] == [20, 20]
+    assert told[2][1]["hits_decoded"] == 20
+    assert len(list(DataLoader(Rows(20), 5, shuffle=True, server=options, rank=1, world_size=2))) == 2
+    assert len(told) == 4

@@ -108,6 +108,8 @@ class Over(msgspec.Struct, tag=True, frozen=True):
     begun: int
     counts: dict[str, int]
     """What the server has counted since it began, for all jobs."""
+    order: dict[str, int] = {}
+    """How many of the job's items so far came in place of its own next one, where the order does that."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

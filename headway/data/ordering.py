@@ -106,6 +106,13 @@ class Ordering:
         order = self._buffered.order
         return order.substituted_fraction(job) if isinstance(order, Opportunistic) and job in self._items else 0.0
 
+    def substitutions(self, job: str) -> dict[str, int]:
+        """Return the items that a job was given, and how many came in place of its own next one; {} elsewhere."""
+        order = self._buffered.order
+        if not isinstance(order, Opportunistic):
+            return {}
+        return {"substituted": order.num_substituted.get(job, 0), "items": order.num_given.get(job, 0)}
+
     def _made(self) -> JobOrder:
         """Return an empty order; each later one draws from a seed of its own."""
         seed = derived_seed(self._seed, "ordering", self.num_changes)

@@ -384,7 +384,8 @@ class Daemon:
             if found is None:
                 return
             if isinstance(found, Ended):
-                client.channel.send(Over(client.begun, self._counts()), timeout_s=SEND_S)
+                over = Over(client.begun, self._counts(), self._service.substitutions(job))
+                client.channel.send(over, timeout_s=SEND_S)
                 return
             self._send(client, found)
 

@@ -301,6 +301,11 @@ class Service:
                 "jobs": {name: self._facts(job) for name, job in self._jobs.items()},
             }
 
+    def substitutions(self, job: str) -> dict[str, int]:
+        """Return how the order of a job leans towards what is cached (`Ordering.substitutions`)."""
+        with self._lock:
+            return self._ordering.substitutions(job)
+
     # Below, the lock is held.
 
     def _job(self, name: str) -> Job:

@@ -188,7 +188,9 @@ class Link:
         """Servers that were lost."""
         self.user: weakref.ref[Served] | None = None
         self.held: _Held
-        self._counted: dict[str, int] = {}
+        self._counted: dict[str, dict[str, int]] = {}
+        self.threads = 1
+        """Threads of the server: it may make so many batches at once."""
         self._num_begun = 0
         self._connect()
 
@@ -232,10 +234,14 @@ class Link:
             if isinstance(message, Filled) and message.slot >= 0:
                 self.held.drop(message)
 
-    def count(self, counts: dict[str, int]) -> None:
-        """Note what the server did during a pass, for whomever."""
-        account.counted("server", **{name: value - self._counted.get(name, 0) for name, value in counts.items()})
-        self._counted = counts
+    def count(self, over: Over) -> None:
+        """Note what the server did during a pass, for whomever, and how this job's order leaned towards its cache."""
+        if self.rank:
+            return  # one rank tells: what ranks count is added up
+        for what, now in (("server", over.counts), ("order", over.order)):
+            before = self._counted.get(what, {})
+            account.counted(what, **{name: value - before.get(name, 0) for name, value in now.items()})
+            self._counted[what] = now
 
     def again(self, error: ChannelClosed, progress: Progress) -> None:
         """Begin anew with another server after one was lost. Raises `BackgroundError` where that is not ours to do."""
@@ -300,6 +306,7 @@ class Link:
 
     def _check(self, welcome: Welcome) -> None:
         """Say where the server that is there is not the one that was meant."""
+        self.threads = int(welcome.options.get("threads") or 1)
         account.told("server", {"path": str(self._path), "options": welcome.options, "notes": welcome.notes})
         if self.options is None or not self._chosen:
             return
@@ -385,7 +392,7 @@ class Served(_BaseDataLoaderIter):
             raise StopIteration
         filled = self._received()
         if isinstance(filled, Over):
-            self._link.count(filled.counts)
+            self._link.count(filled)
             raise StopIteration
         if filled.error is not None:
             self._took(filled, unpacked_items(filled.everybody or b""))
@@ -397,7 +404,7 @@ class Served(_BaseDataLoaderIter):
         ended = time.perf_counter_ns()
         account.loaded(
             ended - filled.fetch_ns - filled.prep_ns, ended, batch=self._num_yielded, items=len(items),
-            fetch_ns=filled.fetch_ns, prep_ns=filled.prep_ns, bytes=memory.nbytes,
+            fetch_ns=filled.fetch_ns, prep_ns=filled.prep_ns, bytes=memory.nbytes, workers=self._link.threads,
         )  # fmt: skip
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]  # nor for this

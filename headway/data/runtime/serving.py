@@ -223,20 +223,20 @@ def _serve(path: Path, dataset: Any, options: DataServer, tells: int) -> None:
             waits = False
             with contextlib.suppress(BrokenPipeError):  # it does not wait any more; the next one finds us
                 os.write(tells, what)
-            os.close(tells)
 
     def ready() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         tell(b"ready")
+        os.close(tells)
 
     # A server that hangs in its dataset must not stay for ever; its starter, which says so, goes first.
     signal.setitimer(signal.ITIMER_REAL, START_S + 1.0)
     try:
         run(path, dataset, options, ready)
     except BaseException as error:
-        tell(f"{type(error).__name__}: {error}".encode())
+        tell(f"{type(error).__name__}: {error}".encode())  # who waits goes on when we end: then the log is whole
         raise
-    with contextlib.suppress(BlockingIOError):  # somebody starts another one, whose log it is now
+    with contextlib.suppress(OSError):  # somebody starts another one, whose log it is now; or the folder is gone
         starting = _starting(path)
         lock = hold_lock(starting, wait=False)
         if not path.exists():
