@@ -159,3 +159,11 @@ def test_a_folder_without_images_is_one_line(tmp_path):
 
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"headway: {tmp_path} holds no file")
+
+
+def test_a_consumer_that_is_always_faster_than_the_producer_fills_no_socket():
+    way, batch = transport_costs.ByRing(), transport_costs.batches()[0]
+
+    for _ in range(400):
+        way.send(batch)
+        assert way.receive(len) == transport_costs.BATCH_BYTES

@@ -66,12 +66,18 @@ class ByRing:
     def __init__(self) -> None:
         self._ring = Ring(SLOTS, BATCH_BYTES)
         self._reader: RingReader | None = None
+        self._num_ahead = 0
         self._ends: tuple[Channel, Channel] = pair(types=Filled | Released)
 
     def send(self, batch: Bytes) -> None:
         """Wait for a free slot, fill it, say so."""
-        while (slot := self._ring.take()) is None:
-            self._ends[0].receive()  # a slot was released
+        if self._num_ahead == SLOTS:
+            self._ends[0].receive()  # every release is taken note of, or they would fill the socket
+            self._num_ahead -= 1
+        slot = self._ring.take()
+        if slot is None:
+            raise DamageError("a slot was said to be released and is not. Check this host's memory.")
+        self._num_ahead += 1
         np.copyto(np.frombuffer(self._ring.buffer(slot), np.uint8), batch.reshape(-1))
         self._ends[0].send(Filled(slot, self._ring.publish(slot, batch.nbytes)))
 
