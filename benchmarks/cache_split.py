@@ -3,7 +3,7 @@
 Claim: in 200 random configurations the linear program's value is at least that of every point of a 1 % grid, of the
 published objective (Seneca) and of the bottleneck model (-1e-9, relative). Peer: the grid, which is how the published
 code decides. Reported beside it: what the published split loses when the busiest resource sets the pace. Predicted
-throughput; what is measured needs the data server.
+throughput; `split_choice` measures it.
 """
 
 import json

@@ -2,10 +2,8 @@
 
 Claims: planned, the seven operators of SimCLR's pipeline behind the decoder (to_float, jitter, greyscale, blur,
 normalise, crop to 224, flip) take 1/1.7 of the CPU of the order as written, and 1/2.7 of a DataLoader with Pillow,
-float32 and two workers (E2); decode, random crop to 224 and flip take at most 0.40 of that common DataLoader, and 0.80
-of the same operators in two worker processes (L1). Equal pixels are asserted: bit by bit, but for the borders of a blur
-that is cropped first on its author's word, and Pillow's resize, which rounds otherwise (mean difference below two
-levels). CPU of all processes; rounds interleaved.
+float32 and two workers (E2). Equal pixels are asserted: bit by bit, but for the borders of a blur that is cropped first
+on its author's word. CPU of all processes; rounds interleaved.
 """
 
 import json
@@ -30,7 +28,6 @@ from headway.data.runtime.chain import Chain, generator
 BATCH, SIZE, IMAGES = 32, (224, 224), 96
 LENGTH = 288
 GREY = (0.45,), (0.23,)
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 
 
 class Repeated:
@@ -70,28 +67,6 @@ class WithPillow(torch.utils.data.Dataset):
         return torch.from_numpy(np.ascontiguousarray(value.transpose(2, 0, 1)))
 
 
-class CropWithPillow(WithPillow):
-    """The common dataset of the short pipeline: Pillow decodes, crops, resizes; then float32."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        image, seed = Image.open(io.BytesIO(self.chain.source.read(index))).convert("RGB"), seed_of(index)
-        top, left, high, wide = ops.random_window(
-            image.height, image.width, generator(seed, 2), scale=SCALE, ratio=RATIO
-        )
-        image = image.resize(SIZE[::-1], Image.Resampling.BILINEAR, box=(left, top, left + wide, top + high))
-        if generator(seed, 3).random() < 0.5:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(ops.to_float(np.asarray(image)).transpose(2, 0, 1).copy())
-
-
-class SameOps(WithPillow):
-    """headway's operators, an example at a time, for torch's worker processes."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        value = self.chain.run(index, seed_of(index))
-        return torch.from_numpy(np.ascontiguousarray(value.transpose(2, 0, 1)))
-
-
 def processes(dataset: torch.utils.data.Dataset) -> torch.utils.data.DataLoader:
     """Return torch's loader with two workers."""
     return torch.utils.data.DataLoader(dataset, BATCH, num_workers=2)
@@ -124,7 +99,7 @@ def ratios(figures: dict[str, list[float]], of: str, to: str) -> list[float]:
 
 
 def main() -> int:
-    """Measure both pipelines; print one JSON line."""
+    """Measure the pipeline; print one JSON line."""
     rounds, source = 9 if "--full" in sys.argv else 4, Repeated()
     seven = Pipeline(source).decode().to_float().jitter().greyscale().blur(commutes=True).normalise(*GREY)
     seven = seven.crop(*SIZE).flip().batch(BATCH)
@@ -138,35 +113,20 @@ def main() -> int:
     assert torch.equal(batches["written"], batches["pillow"]), "Pillow"
     inside = (..., slice(5, -5), slice(5, -5))
     assert torch.allclose(batches["planned"][inside], batches["written"][inside], atol=1e-5), "order"
-    three = Pipeline(source).decode().resized_crop(*SIZE, scale=SCALE, ratio=RATIO).flip().batch(BATCH)
-    chain = Chain(source, three.stages)
-    short, batches = measured({
-        "threads": lambda: three.loader(**threads),
-        "processes": lambda: processes(SameOps(chain)),
-        "pillow": lambda: processes(CropWithPillow(chain)),
-    }, rounds)  # fmt: skip
-    assert torch.equal(batches["threads"], batches["processes"]), "processes"
-    gap = (255 * batches["pillow"] - batches["threads"].float()).abs().mean()
-    assert gap < 2, f"Pillow's pixels differ by {gap:.2f} levels"
     found = {
         "written_over_planned": ratios(long, "written", "planned"),
         "pillow_over_planned": ratios(long, "pillow", "planned"),
-        "threads_over_pillow": ratios(short, "threads", "pillow"),
-        "threads_over_processes": ratios(short, "threads", "processes"),
     }
     middle = {name: statistics.median(values) for name, values in found.items()}
     ok = middle["written_over_planned"] >= 1.7 and middle["pillow_over_planned"] >= 2.7
-    ok = ok and middle["threads_over_pillow"] <= 0.40 and middle["threads_over_processes"] <= 0.80
     print(json.dumps({
         "bench": "image_pipeline", "images": LENGTH, "order": [seven.ops()[op].name for op in best.order],
-        "cpu_ms_per_image": {name: round(statistics.median(values), 3) for name, values in
-                             {**{f"seven {k}": v for k, v in long.items()},
-                              **{f"three {k}": v for k, v in short.items()}}.items()},
+        "cpu_ms_per_image": {name: round(statistics.median(values), 3) for name, values in long.items()},
         "ratio": {name: round(value, 3) for name, value in middle.items()},
         "ratio_range": {name: [round(values[0], 3), round(values[-1], 3)] for name, values in found.items()},
         "predicted_written_over_planned": round(best.baseline_s / best.cost_s, 2),
         "baseline": f"torch {torch.__version__} DataLoader, Pillow {Image.__version__}",
-        "claim": ">=1.7, >=2.7, <=0.40, <=0.80", "ok": bool(ok),
+        "claim": ">=1.7 of the written order, >=2.7 of the DataLoader", "ok": bool(ok),
     }))  # fmt: skip
     return 0 if ok else 3
 

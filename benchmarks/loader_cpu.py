@@ -22,12 +22,36 @@ import io
 
 import numpy as np
 import torch
-from image_pipeline import BATCH, LENGTH, RATIO, SCALE, SIZE, CropWithPillow, Repeated, SameOps, processes, seed_of
+from image_pipeline import BATCH, LENGTH, SIZE, Repeated, WithPillow, processes, seed_of
 from PIL import Image
 
 from headway.data import DataLoader, Pipeline
 from headway.data.runtime import ops
-from headway.data.runtime.chain import Chain
+from headway.data.runtime.chain import Chain, generator
+
+SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
+
+
+class CropWithPillow(WithPillow):
+    """The common dataset of the short pipeline: Pillow decodes, crops, resizes; then float32."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        image, seed = Image.open(io.BytesIO(self.chain.source.read(index))).convert("RGB"), seed_of(index)
+        top, left, high, wide = ops.random_window(
+            image.height, image.width, generator(seed, 2), scale=SCALE, ratio=RATIO
+        )
+        image = image.resize(SIZE[::-1], Image.Resampling.BILINEAR, box=(left, top, left + wide, top + high))
+        if generator(seed, 3).random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(ops.to_float(np.asarray(image)).transpose(2, 0, 1).copy())
+
+
+class SameOps(WithPillow):
+    """headway's operators, an example at a time, for torch's worker processes."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        value = self.chain.run(index, seed_of(index))
+        return torch.from_numpy(np.ascontiguousarray(value.transpose(2, 0, 1)))
 
 
 class Whole(SameOps):
