@@ -49,6 +49,14 @@ def test_the_planted_fault_is_the_first_cause(name):
     assert any(letter.isdigit() for letter in first.evidence)
 
 
+@pytest.mark.parametrize("name", ["input.fetch", "input.prep"])
+def test_a_job_whose_batches_a_data_server_makes_is_sent_to_the_server_not_to_worker_processes(name):
+    made = FAULTS[name].make()
+    made.meta["input"] = {"server": {"prepared_from_storage": 40}}
+
+    assert "threads or a cache in the data server" in find_causes(Ledger.of(made))[0].fix
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_seconds_lost_are_those_of_the_truth(name):
     """The cause's own time, and what other ranks waited because of it."""

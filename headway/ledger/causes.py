@@ -60,6 +60,8 @@ DOING: dict[str, str] = {
 TRY = "; try --set "
 """What stands between advice and the what-if edit that predicts it; dropped where nothing can be replayed."""
 
+MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
+
 
 class Forecast(Protocol):
     """What a predictor returns; `headway.sim` predictions have it."""
@@ -206,6 +208,11 @@ def _workers(ledger: Ledger) -> int | None:
     return None if value is None else int(value)
 
 
+def _is_served(ledger: Ledger) -> bool:
+    """Whether a data server made the batches: the loaders have no workers of their own then."""
+    return "server" in (ledger.meta.get("input") or {})
+
+
 def _ranks_per_host(ledger: Ledger) -> int:
     """Return the ranks of the fullest host; all of them where hosts are not known."""
     return max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
@@ -231,7 +238,9 @@ def _input_fetch(ledger: Ledger) -> list[Cause]:
         evidence += " (their loads were not recorded, so this may be preparation as well)"
     evidence += "".join(f"; {line}" for line in count_words(ledger.meta.get("input") or {}))
     workers = _workers(ledger)
-    if workers == 0:
+    if _is_served(ledger):
+        fix = MORE_AT_SERVER
+    elif workers == 0:
         fix = "read in worker processes: DataLoader(num_workers=4); try --set workers=4, or --set cache_fraction=1"
     else:
         tried = f"{TRY}workers={2 * (workers or 2)}, or --set cache_fraction=1"
@@ -249,7 +258,9 @@ def _input_prep(ledger: Ledger) -> list[Cause]:
     if queue > 0:
         evidence += f", {format_seconds(queue)} of it because their worker had no core"
     workers, cores = _workers(ledger), ledger.meta.get("cores")
-    if workers == 0:
+    if _is_served(ledger):
+        fix = MORE_AT_SERVER
+    elif workers == 0:
         fix = "prepare in worker processes: DataLoader(num_workers=2); try --set workers=2"
     elif queue > own / 2 or (cores and workers and workers * _ranks_per_host(ledger) >= int(cores)):
         fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"

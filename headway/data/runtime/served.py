@@ -306,7 +306,7 @@ class Link:
 
     def _check(self, welcome: Welcome) -> None:
         """Say where the server that is there is not the one that was meant."""
-        self.threads = int(welcome.options.get("threads") or 1)
+        self.threads = DataServer(threads=int(welcome.options.get("threads") or 0)).num_threads
         account.told("server", {"path": str(self._path), "options": welcome.options, "notes": welcome.notes})
         if self.options is None or not self._chosen:
             return
