@@ -236,9 +236,8 @@ class Link:
 
     def count(self, over: Over) -> None:
         """Note what the server did during a pass, for whomever, and how this job's order leaned towards its cache."""
-        if self.rank:
-            return  # one rank tells: what ranks count is added up
-        for what, now in (("server", over.counts), ("order", over.order)):
+        told = {"server": over.counts, "order": over.order}
+        for what, now in told.items() if self.rank == 0 else ():  # what ranks count is added up: one of them tells
             before = self._counted.get(what, {})
             account.counted(what, **{name: value - before.get(name, 0) for name, value in now.items()})
             self._counted[what] = now
