@@ -34,6 +34,7 @@ def asleep(tmp_path):
     file.write_text(ASLEEP.format(root=os.getcwd(), path=str(path)))
     process = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
     assert int(process.stdout.readline()) == SIGNAL
+    wait_for(lambda: state(process.pid) == "S")  # it sleeps; until then it is one line above
     yield process, path
     process.kill()
     process.communicate()
