@@ -100,9 +100,12 @@ class Packed:
 class Preparer:
     """One thread that makes the batches of leased splits, first leased first made. Safe for threads."""
 
-    def __init__(self, make: Make, *, on_change: Callable[[], object]) -> None:
-        """`on_change` is called, from the thread, after each batch."""
-        self._make, self._on_change = make, on_change
+    def __init__(self, make: Make, *, on_change: Callable[[], object], told_s: float = 0.0) -> None:
+        """`on_change` is called, from the thread, after each batch.
+
+        Before another split it waits up to `told_s` until `told` said what is finished.
+        """
+        self._make, self._on_change, self._told_s = make, on_change, told_s
         self._changed = threading.Condition()
         self._todo: deque[tuple[Split, int, int]] = deque()
         self._shelf: dict[tuple[Split, int], dict[int, Packed]] = {}
@@ -111,7 +114,7 @@ class Preparer:
         self._prepared, self._busy_s, self._closed = 0, 0.0, False
         self._begun_s: float | None = None
         self.finished: deque[tuple[Split, int]] = deque()
-        """Leases whose last batch is made, for whoever tells the master."""
+        """Leases whose last batch is made, for whoever tells the master (`told`)."""
         self._thread = threading.Thread(target=self._run, name="headway-preparer", daemon=True)
         self._thread.start()
 
@@ -147,6 +150,12 @@ class Preparer:
         """Return whether a batch is still to be made."""
         made_to = self._next.get((split, generation), split.end)
         return made_to <= batch < split.end
+
+    def told(self) -> None:
+        """Note that the master knows of the lease that was finished first."""
+        with self._changed:
+            self.finished.popleft()
+            self._changed.notify_all()
 
     def held(self) -> list[tuple[Split, int]]:
         """Return the leases of which something is left."""
@@ -184,6 +193,8 @@ class Preparer:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._todo or self._closed)
+                # Else a master would blame what ends this process in the next split on the ones before it.
+                self._changed.wait_for(lambda: not self.finished or self._closed, self._told_s)
                 if self._closed:
                     return
                 split, generation, first = self._todo.popleft()
@@ -232,7 +243,7 @@ class Serving:
         os.set_blocking(wake, False)
         self._listener, self._address = listen(address, token, Fetch)
         self._passes_fds = not self._address.startswith(SCHEME)
-        self._preparer = Preparer(make, on_change=lambda: _poke(wake))
+        self._preparer = Preparer(make, on_change=lambda: _poke(wake), told_s=SEND_S)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -353,7 +364,8 @@ class Serving:
             return
         try:
             while self._preparer.finished:
-                channel.send(Ready(*self._preparer.finished.popleft()), timeout_s=SEND_S)
+                channel.send(Ready(*self._preparer.finished[0]), timeout_s=SEND_S)
+                self._preparer.told()
             if self._asked != (room := self._preparer.has_room()):
                 channel.send(Want(room), timeout_s=SEND_S)
                 self._asked = room
