@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.sharing import followed, server
 from headway.data.server import DataServer
 from headway.runtime.remedy import Applied, Refused
+from tests.loaders_made import ByTurns, Squares, Stream
 from tests.remedy_context import TestContext, applied
 
 PARAMETERS = {"idle_s": 1.0}
@@ -20,27 +20,6 @@ PARAMETERS = {"idle_s": 1.0}
 def _runtime_folder(monkeypatch, tmp_path):
     """Servers of these tests live in a folder of their own, and end soon."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-
-
-class Squares(Dataset):
-    def __len__(self):
-        return 37
-
-    def __getitem__(self, index):
-        return torch.tensor([index, index**2])
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
-
-
-class ByTurns(Sampler):
-    def __iter__(self):
-        return iter(range(4))
-
-    def __len__(self):
-        return 4
 
 
 def numbers(loader, epochs):

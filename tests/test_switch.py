@@ -11,13 +11,14 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.switch import threads, unthreadable
 from headway.runtime.remedy import Applied, Refused
+from tests.loaders_made import ByTurns, Stream, epochs, plain
 from tests.paths import ROOT
 from tests.recorded import environment
 from tests.remedy_context import applied
@@ -67,41 +68,6 @@ class Noisy(Squares):
         return random.random()
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
-
-
-class ByTurns(Sampler):
-    def __iter__(self):
-        return iter(range(4))
-
-    def __len__(self):
-        return 4
-
-
-def plain(batch):
-    """Return a batch as plain numbers and texts."""
-    if isinstance(batch, torch.Tensor):
-        return batch.tolist()
-    if isinstance(batch, dict):
-        return {key: plain(value) for key, value in batch.items()}
-    return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch
-
-
-def epochs(make, num_epochs=3, stop_after=None):
-    """Read a loader for some epochs; return its batches and a random number drawn after each epoch."""
-    torch.manual_seed(5)
-    loader, seen = make(), []
-    for _ in range(num_epochs):
-        for number, batch in enumerate(loader):
-            seen.append(plain(batch))
-            if number == stop_after:
-                break
-        seen.append(torch.rand(1).item())
-    return seen
-
-
 MADE = {
     "shuffled": lambda: DataLoader(Squares(), 5, shuffle=True),
     "in order": lambda: DataLoader(Squares(), 5),
@@ -118,10 +84,10 @@ MADE = {
 @pytest.mark.parametrize("stop_after", [None, 2], ids=["whole", "early"])
 @pytest.mark.parametrize("name", MADE)
 def test_batches_and_later_random_numbers_are_the_same(name, stop_after):
-    expected = epochs(MADE[name], stop_after=stop_after)
+    expected, _ = epochs(MADE[name], stop_after=stop_after)
 
     with applied(threads, PARAMETERS) as context:
-        found = epochs(MADE[name], stop_after=stop_after)
+        found, _ = epochs(MADE[name], stop_after=stop_after)
 
     assert found == expected
     assert isinstance(context.outcomes[-1], Applied)
@@ -276,7 +242,7 @@ def test_an_unmodified_script_gets_bit_equal_losses_in_less_time(tmp_path):
 
 def test_tensors_are_left_to_torch():
     """Reading them takes so little that two threads mostly wait for each other, or is taken: either way it is exact."""
-    expected = epochs(lambda: DataLoader(TensorDataset(torch.arange(40)), 4, shuffle=True))
+    expected, _ = epochs(lambda: DataLoader(TensorDataset(torch.arange(40)), 4, shuffle=True))
 
     with applied(threads, PARAMETERS):
-        assert epochs(lambda: DataLoader(TensorDataset(torch.arange(40)), 4, shuffle=True)) == expected
+        assert epochs(lambda: DataLoader(TensorDataset(torch.arange(40)), 4, shuffle=True))[0] == expected

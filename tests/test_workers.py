@@ -8,26 +8,14 @@ import re
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from headway.data.runtime.workers import untunable, workers
 from headway.runtime.remedy import Applied, Refused
+from tests.loaders_made import ByTurns, Squares, Stream, epochs
 from tests.remedy_context import applied
 
 PARAMETERS = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
-
-
-class Squares(Dataset):
-    """A pure dataset."""
-
-    def __init__(self, size=37):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return torch.tensor([index, index**2])
 
 
 class Noisy(Squares):
@@ -40,38 +28,11 @@ class Augmented(Squares):
         return torch.tensor([float(index), float(torch.rand(1))])
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
-
-
-class OwnSampler(Sampler):
-    def __iter__(self):
-        return iter(range(4))
-
-    def __len__(self):
-        return 4
-
-
 class OwnLoader(DataLoader):
     """A subclass with a constructor of its own."""
 
     def __init__(self, size):
         super().__init__(Squares(size), batch_size=4, shuffle=True, drop_last=True)
-
-
-def epochs(make, num_epochs=3, stop_after=None):
-    """Read a loader for some epochs; return its batches and a random number drawn after each epoch."""
-    torch.manual_seed(5)
-    loader = make()
-    seen = []
-    for _ in range(num_epochs):
-        for number, batch in enumerate(loader):
-            seen.append(batch.tolist())
-            if number == stop_after:
-                break
-        seen.append(torch.rand(1).item())
-    return seen, loader
 
 
 @pytest.mark.parametrize(
@@ -116,7 +77,7 @@ def test_an_epoch_that_ends_early_does_not_shift_the_next():
     ("loader", "reason"),
     [
         (DataLoader(Stream()), "every worker would yield all of it"),
-        (DataLoader(Squares(), sampler=OwnSampler()), "read it ahead"),
+        (DataLoader(Squares(), sampler=ByTurns()), "read it ahead"),
         (DataLoader(Squares(), worker_init_fn=print), "worker_init_fn has never run"),
         (DataLoader(Noisy()), "draws random numbers"),
         (DataLoader(Squares(0)), "empty"),

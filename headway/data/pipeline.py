@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headway.core.errors import InputError
+from headway.core.host import host_cores
 from headway.data import optimize
 from headway.data.optimize import Op, Plan, Profile, Resources
 from headway.data.order import permute
@@ -79,11 +79,6 @@ def profile(pipeline: Timed, n: int = 256) -> Profile:
         examples_per_s=1 / total,
         read_s_per_byte=MEMORY_S_PER_BYTE,
     )
-
-
-def host_cores() -> int:
-    """Return the cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def plan(pipeline: Timed, profile: Profile, resources: Resources | None = None) -> Plan:

@@ -29,6 +29,7 @@ import msgspec
 from headway import __version__
 from headway.core.channel import Channel, Listener
 from headway.core.errors import InputError
+from headway.core.host import host_cores
 from headway.core.ring import Ring
 from headway.core.tables import pick
 from headway.core.wires import ChannelClosed
@@ -105,7 +106,7 @@ class DataServer:
     @property
     def num_threads(self) -> int:
         """Threads that prepare."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or host_cores()
 
     def service(self) -> ServiceOptions:
         """Return what the service is told."""

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.core.errors import InputError
+from headway.core.host import host_cores
 from headway.runtime import timers
 from headway.runtime.probes import now, write_json
 from headway.trace.vocabulary import SPANS
@@ -269,7 +270,7 @@ def run_facts(probes: Any, started_ns: tuple[int, int]) -> dict[str, Any]:
         "attempt": recorder.attempt, "host": os.uname().nodename, "script": [], "env": {}, "start_ns": start_ns,
         "end_ns": end_ns, "realtime_ns": realtime_ns, "nproc": 1,
         "world_size": int(os.environ.get("WORLD_SIZE") or 1), "device_type": "cpu",
-        "cores": len(os.sched_getaffinity(0)), "ranks": [row],
+        "cores": host_cores(), "ranks": [row],
         "exit": {"code": 0, "class": "ok", "first_rank": None, "traceback": ""}, "baseline": None, "plan": None,
         "applied": [], "bytes_per_step": None, "dropped": 0,
         "loaders": {str(group): facts for group, facts in probes.loaders.items()},

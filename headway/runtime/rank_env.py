@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.core.errors import InputError
+from headway.core.host import host_cores
 
 INJECT = Path(__file__).resolve().parent / "inject"
 """The folder that goes in front of PYTHONPATH: its sitecustomize starts the recording."""
@@ -202,7 +203,7 @@ def num_processes(text: str | int) -> int:
     devices = 0 if text == "cpu" else num_cuda_devices()
     if text == "gpu" and not devices:
         raise InputError("--nproc-per-node is 'gpu' but no CUDA device is visible. Pass a number, or 'cpu'.")
-    return devices or len(os.sched_getaffinity(0))
+    return devices or host_cores()
 
 
 def num_cuda_devices() -> int:

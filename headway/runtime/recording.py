@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway import __version__
 from headway.core.errors import InputError
+from headway.core.host import host_cores
 from headway.core.whole_file import whole_file
 from headway.runtime import redact
 from headway.runtime.host_memory import host_memory
@@ -222,7 +223,7 @@ class Recording:
             "nproc": self.nproc,
             "world_size": max(self.world_size, len({row["rank"] for row in rows})),
             "device_type": from_ranks.get("device_type", "cpu"),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": host_cores(),
             **self.memory,
             "memory": from_ranks.get("memory", {}),
             "ranks": rows,

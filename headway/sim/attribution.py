@@ -15,13 +15,13 @@ each from 0.
 from __future__ import annotations
 
 import itertools
-import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
+from headway.core.host import host_cores
 from headway.core.tables import pick
 from headway.sim.dag import Dag, kernels
 from headway.sim.replay import Span, checked_durations
@@ -101,7 +101,7 @@ def _fill(
             )
         )  # fmt: skip
 
-    threads = _usable_cores() if dag.n * width >= PARALLEL_FROM else 1
+    threads = host_cores() if dag.n * width >= PARALLEL_FROM else 1
     blocks = _blocks(np.diff(group_ptr), width, threads)
     if threads == 1 or len(blocks) == 1:
         crossing = max(map(work, blocks), default=-1)
@@ -113,11 +113,6 @@ def _fill(
             f"operation {crossing} of component {parts[crossing]} waits for another component; components must be "
             "independent. Give each its own lanes, or drop the edge between them."
         )
-
-
-def _usable_cores() -> int:
-    """Return the number of cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _blocks(sizes: NDArray[np.int64], width: int, threads: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:

@@ -9,7 +9,6 @@ measures inside its ranks. Times are seconds, sizes bytes.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import numpy as np
 
 from headway.catalog import MEASUREMENTS
 from headway.core.errors import BarMissedError, InputError
+from headway.core.host import host_cores
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import format_bytes
 from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
@@ -105,7 +105,7 @@ class Phase:
             "steps": len(self.step_s) - WARMUP_STEPS,
             "examples_per_s": examples / self.mean_s if examples else None,
             "read_bytes_per_s": used["read_bytes"] / seconds if seconds else None,
-            "cpu_fraction": used["cpu_s"] / seconds / len(os.sched_getaffinity(0)) if seconds else None,
+            "cpu_fraction": used["cpu_s"] / seconds / host_cores() if seconds else None,
             **{name: used.get(name) for name in ("rss_bytes", "shm_bytes", "page_cache_bytes")},
         }
 

@@ -183,21 +183,24 @@ def dial(address: str, token: str, timeout_s: float, types: Any) -> Channel:
     """Return a channel to whoever listens at `address`. Raises `ChannelClosed`, `InputError`."""
     if not address.startswith(SCHEME):
         return connect(address, timeout_s, types=types)
-    host, _, port = address.removeprefix(SCHEME).rpartition(":")
-    if not port.isdigit():
-        raise InputError(f"{address!r} is no address. Write tcp://host:port, or the path of a socket.")
-    return connect_tcp(host, int(port), token, timeout_s, types=types)
+    return connect_tcp(*_host_and_port(address), token, timeout_s, types=types)
 
 
 def listen(address: str, token: str, types: Any) -> tuple[Listener | TcpListener, str]:
     """Listen at `address` (port 0: any); returns the listener and the address that others dial."""
     if not address.startswith(SCHEME):
         return Listener(address, types=types), address
+    host, port = _host_and_port(address)
+    listener = TcpListener(host, port, token, types=types)
+    return listener, f"{SCHEME}{host}:{listener.port}"
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    """Return what is behind the scheme of `address`. Raises `InputError`."""
     host, _, port = address.removeprefix(SCHEME).rpartition(":")
     if not port.isdigit():
         raise InputError(f"{address!r} is no address. Write tcp://host:port, or the path of a socket.")
-    listener = TcpListener(host, int(port), token, types=types)
-    return listener, f"{SCHEME}{host}:{listener.port}"
+    return host, int(port)
 
 
 def hang_up(selector: selectors.BaseSelector, channel: Channel) -> None:

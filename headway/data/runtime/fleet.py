@@ -36,12 +36,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.core.channel import Channel, runtime_directory
 from headway.core.errors import InputError
+from headway.core.host import host_cores
 from headway.data.fleet.messages import Ask, FromMaster, dial
 from headway.data.fleet.reader import Delivered, Reader
 from headway.data.fleet.supervisor import Settings, forked, start
 from headway.data.fleet.worker import Make, Packed, serve
 from headway.data.packing import unpack
-from headway.data.pipeline import host_cores
 from headway.data.runtime import account
 from headway.data.runtime.account import Spent
 from headway.data.runtime.keyed import KeyedDataset, Keys

@@ -16,13 +16,12 @@ import torch
 import torch.utils.data
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
-    _MultiProcessingDataLoaderIter,
     _SingleProcessDataLoaderIter,
 )
 
 from headway.core.rng import derived_seed
 from headway.data.runtime.keyed import WORD
-from headway.data.runtime.views import View, let_go
+from headway.data.runtime.views import View, WorkerErrors
 from headway.data.runtime.walks import StreamWalk
 
 
@@ -108,7 +107,7 @@ class StreamInProcess(NotesState, _SingleProcessDataLoaderIter):
         super().__init__(view)
 
 
-class StreamInWorkers(NotesState, _MultiProcessingDataLoaderIter):
+class StreamInWorkers(NotesState, WorkerErrors):
     """Reads a copy of the dataset in each worker, in turn; the first turn is that of the state."""
 
     @property
@@ -124,11 +123,3 @@ class StreamInWorkers(NotesState, _MultiProcessingDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self.walk = loader._walk
         super()._reset(loader, first_iter)
-
-    def __next__(self) -> Any:
-        try:
-            return super().__next__()
-        except StopIteration:
-            raise
-        except Exception as error:
-            raise let_go(error) from None

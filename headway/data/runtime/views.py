@@ -121,8 +121,12 @@ class InProcess(Walked, _SingleProcessDataLoaderIter):
         return data
 
 
-class InWorkers(Walked, _MultiProcessingDataLoaderIter):
-    """Loads in worker processes; the walk counts what came out of them in order."""
+class WorkerErrors(_MultiProcessingDataLoaderIter):
+    """Raises a worker's error without torch's frames; its message has the worker's own traceback.
+
+    torch's frame that raises it also refers to it: such a cycle would be freed late, its queues first, and torch then
+    waits 5 s for each worker.
+    """
 
     def __next__(self) -> Any:
         try:
@@ -130,16 +134,15 @@ class InWorkers(Walked, _MultiProcessingDataLoaderIter):
         except StopIteration:
             raise
         except Exception as error:
-            raise let_go(error) from None
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+
+
+class InWorkers(Walked, WorkerErrors):
+    """Loads in worker processes; the walk counts what came out of them in order."""
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
         finally:
             self.walk.taken = self._rcvd_idx
-
-
-def let_go(error: Exception) -> Exception:
-    """Return a worker's error without this process's frames; its message has the worker's own traceback.
-
-    torch's frame that raises it also refers to it: such a cycle would be freed late, its queues first, and torch then
-    waits 5 s for each worker.
-    """
-    error.__context__ = None
-    return error.with_traceback(None)

@@ -1,0 +1,56 @@
+"""Small datasets and samplers for remedies of loaders, and what a loop over a loader sees."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+
+class Squares(Dataset):
+    """A pure dataset."""
+
+    def __init__(self, size=37):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return torch.tensor([index, index**2])
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class ByTurns(Sampler):
+    """A sampler of the script's own class."""
+
+    def __iter__(self):
+        return iter(range(4))
+
+    def __len__(self):
+        return 4
+
+
+def plain(batch):
+    """Return a batch as plain numbers and texts."""
+    if isinstance(batch, torch.Tensor):
+        return batch.tolist()
+    if isinstance(batch, dict):
+        return {key: plain(value) for key, value in batch.items()}
+    return [plain(part) for part in batch] if isinstance(batch, (list, tuple)) else batch
+
+
+def epochs(make, num_epochs=3, stop_after=None):
+    """Read a loader for some epochs; return its batches and a random number drawn after each epoch, and the loader."""
+    torch.manual_seed(5)
+    loader, seen = make(), []
+    for _ in range(num_epochs):
+        for number, batch in enumerate(loader):
+            seen.append(plain(batch))
+            if number == stop_after:
+                break
+        seen.append(torch.rand(1).item())
+    return seen, loader
