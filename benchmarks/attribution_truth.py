@@ -116,7 +116,7 @@ def main() -> int:
         "median_worst_points": round(statistics.median(worst), 3), "max_worst_points": round(max(worst), 3),
         "largest_named_first": sum(row["ours"] == row["largest_injected"] for row in rows),
         "peer": "traceml-ai 0.5.0 (verdict only)", "rows": rows, "claim": "every bucket within 2 points in every mix",
-        "ok": ok,
+        "met": ok,
     }))  # fmt: skip
     return 0 if ok else 3
 

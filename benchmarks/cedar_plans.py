@@ -95,9 +95,8 @@ def main() -> int:
     rows = {stats: case(stats, plan) for stats, plan in CASES.items()}
     ok = all(row["equal_cost"] and row["equal_slices"] for row in rows.values())
     peer = "published plans of cedar (VLDB 2025)"
-    print(
-        json.dumps({"bench": "cedar_plans", "plans": rows, "baseline": peer, "claim": "equal, costs to 1e-6", "ok": ok})
-    )
+    answer = {"bench": "cedar_plans", "plans": rows, "baseline": peer, "claim": "equal, costs to 1e-6", "met": ok}
+    print(json.dumps(answer))
     return 0 if ok else 3
 
 

@@ -96,7 +96,7 @@ def main() -> None:
         "pairs": len(each), "added_us": round(added_us, 1), "standard_error_us": round(error_us, 1),
         "added_us_quartiles": [round(value, 1) for value in statistics.quantiles(each, n=4)],
         "baseline": "the same job without headway", "claim": f"<={LIMIT_US} us with two standard errors",
-        "ok": added_us + 2 * error_us <= LIMIT_US,
+        "met": added_us + 2 * error_us <= LIMIT_US,
     }  # fmt: skip
     print(json.dumps(line))
 

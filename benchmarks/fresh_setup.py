@@ -80,7 +80,7 @@ def main() -> int:
         "bench": "fresh_setup", "setup_cpu_s": round(cpu_s, 1), "setup_wall_s": round(wall_s, 1),
         "beyond_torch_mb": round(size), "second_start_adds_s": round(extra, 3), "twin_exit": together,
         "help_cpu_beyond_interpreter_s": round(shown - bare, 3), "peer": "the bare interpreter, the installed command",
-        "claim": "<= 60 s, <= 450 MB, <= 0.5 s, <= 0.15 s", "ok": ok,
+        "claim": "<= 60 s, <= 450 MB, <= 0.5 s, <= 0.15 s", "met": ok,
     }))  # fmt: skip
     return 0 if ok else 3
 

@@ -165,7 +165,7 @@ def main() -> int:
         "peak_gib": peak_gib, "cpu_s": round(sum(row["cpu_s"] for row in ours.values()), 1),
         "events_per_cpu_s": round(ranks * EVENTS / rows["why plain"]["cpu_s"]), "written_cpu_s": round(written_s, 1),
         "rows": [{"command": name, **row} for name, row in rows.items()], "claim": "<=2 GiB",
-        "ok": peak_gib * 2**30 <= BAR_BYTES,
+        "met": peak_gib * 2**30 <= BAR_BYTES,
     }))  # fmt: skip
     return 0 if peak_gib * 2**30 <= BAR_BYTES else 3
 

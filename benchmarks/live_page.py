@@ -101,7 +101,7 @@ def main() -> int:
         "updates": browser.updates, "bytes_per_update": browser.bytes // max(browser.updates, 1),
         "ratio": round(statistics.median(ratios), 1), "ratio_range": [round(min(ratios), 1), round(max(ratios), 1)],
         "peer": "the whole run opened and booked for each update",
-        "claim": "<= 0.01 of a core", "ok": ok,
+        "claim": "<= 0.01 of a core", "met": ok,
     }))  # fmt: skip
     return 0 if ok else 3
 

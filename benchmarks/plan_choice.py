@@ -51,7 +51,7 @@ def main() -> int:
         "worst_ms": round(1000 * max(spent.values()), 3), "written_ms": round(1000 * spent[orders[0]], 3),
         "best": [pipeline.ops()[op].name for op in fastest], "ratio": round(ratio, 4),
         "prediction_error_median": round(errors[len(errors) // 2], 3),
-        "baseline": "every legal order, measured", "claim": "<=1.03", "ok": ratio <= 1.03,
+        "baseline": "every legal order, measured", "claim": "<=1.03", "met": ratio <= 1.03,
     }))  # fmt: skip
     return 0 if ratio <= 1.03 else 3
 

@@ -111,7 +111,7 @@ def main() -> None:
         "added_us_range": [round(least_us, 1), round(most_us, 1)], "peer": "traceml-ai 0.5.0",
         "peer_added_us": round(peer_us, 1), "ratio": round(added_us / peer_us, 3),
         "claim": f"<={LIMIT_US} us and <={LIMIT_RATIO}",
-        "ok": added_us <= LIMIT_US and added_us / peer_us <= LIMIT_RATIO,
+        "met": added_us <= LIMIT_US and added_us / peer_us <= LIMIT_RATIO,
     }  # fmt: skip
     print(json.dumps(line))
 

@@ -9,8 +9,15 @@ import numpy as np
 from headway.data.batches import Ended, Spent
 from headway.data.jobs import Terms
 from headway.data.progress import Progress
+from headway.data.service import Service
+from headway.data.stock import ServiceOptions
 
 PRINT = "numbers"
+
+
+def served(size=40, forms=("decoded",), order="shared", seed=0, **more):
+    """A service over numbers."""
+    return Service(size, fingerprint=PRINT, forms=forms, seed=seed, options=ServiceOptions(order=order, **more))
 
 
 def payload(work):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from headway.core.errors import InputError
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
 from headway.verbs.data_serve import serve, status
 from tests.paths import ROOT
+from tests.served_made import end, has_ended, server_of
 
 MODULE = """
 import torch
@@ -75,6 +77,27 @@ def test_no_server_is_said_in_both_ways(folder, capsys):
     assert json.loads(told) == {"schema": "headway.data.status/1", "servers": []}
     with pytest.raises(InputError, match="headway data status"):
         status(folder / "none")
+
+
+def test_a_server_that_died_is_listed_as_dead_with_what_removes_its_leavings(folder, capsys):
+    list(DataLoader(importlib.import_module("served_module").rows, 4, server="auto"))
+    (path,) = (folder / "headway").glob("*.sock")
+    pid = server_of(path)
+    end(path, signal.SIGKILL)
+
+    assert status(json=True) == 0
+    (told,) = json.loads(capsys.readouterr().out)["servers"]
+    assert (told["path"], told["pid"], told["answers"], told["dead"]) == (str(path), None, False, True)
+    assert has_ended(pid)
+    assert status() == 0
+    said = capsys.readouterr().out
+    assert "its server died" in said
+    assert shlex.join(told["remove"]) in " ".join(said.split())
+    for left in told["remove"]:
+        Path(left).unlink()
+    assert not list((folder / "headway").iterdir())
+    assert status() == 0
+    assert capsys.readouterr().out == "no data server runs\n"
 
 
 @pytest.mark.parametrize(

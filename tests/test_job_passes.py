@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.jobs import Job, Pass, Terms
+from headway.data.jobs import Job, Known, Pass, Terms
 from headway.data.order import TAILS, Sequence
 
 
@@ -66,16 +66,31 @@ def test_passes_start_in_order_and_wait_for_histories_only():
     here.enter(1, 0, here.subset, [np.array([2, 3])])
     assert here.may_start() == 0
     assert [items.tolist() for items in here.openings[0].longest("a")] == [[2, 3]]
-    here.num_started = 1
+    here.openings[0].started = True
     assert here.may_start() == 1
 
 
-def test_a_rank_that_left_is_not_waited_for():
-    here = job()
-    here.enter(0, 0, here.subset, [])
+def test_a_rank_that_left_the_lost_server_is_not_waited_for_one_that_left_without_a_word_is():
+    here = job(world_size=3)
+    here.enter(0, 0, here.subset, [], known=Known([np.array([1, 2, 3])], gone=[2]))
     here.ranks[1].left = True
+    assert here.missing() == [1]
+    here.enter(1, 0, here.subset, [])
 
     assert here.may_start() == 0
+    assert here.ranks[2].left
+
+
+def test_a_pass_of_which_all_is_known_waits_for_nobody_and_who_is_ahead_comes_into_its_own():
+    here = job()
+    here.enter(1, 1, here.subset, [], index=1)
+    assert here.missing() == [0]
+    here.enter(0, 0, here.subset, [np.array([3, 1])], index=0, known=Known([np.array([0, 2])], complete=True))
+    assert here.may_start() == 0
+    here.openings[0].started = True
+
+    assert here.may_start() == 1
+    assert [items.tolist() for items in here.openings[0].longest("a")] == [[3, 1], [0, 2]]
 
 
 def test_passes_behind_all_ranks_are_dropped():

@@ -26,6 +26,7 @@ from headway.data.messages import (
     PROTOCOL,
     Ask,
     Begin,
+    Decided,
     Failed,
     Filled,
     Freed,
@@ -66,7 +67,7 @@ class Caller:
 
     def __init__(self, path, job="job", **terms):
         self.channel = connect(path, types=FROM_SERVER)
-        self.readers = {}
+        self.readers, self.decided = {}, {}
         self.rank, self.world_size = terms.get("rank", 0), terms.get("world_size", 1)
         told = {"rank": 0, "world_size": 1, "batch_size": 4, "shuffle": True, "tail": "short", "fingerprint": "squares"}
         self.channel.send(Join(protocol=PROTOCOL, job=job, **{**told, **terms}))
@@ -79,6 +80,9 @@ class Caller:
     def next(self, timeout_s=20.0):
         while True:
             message, fds = self.channel.receive(timeout_s)
+            if isinstance(message, Decided):
+                self.decided[message.begun] = message
+                continue
             if not isinstance(message, Rings):
                 return message
             self.readers[message.number] = RingReader(fds[0])

@@ -16,8 +16,8 @@ from headway.core.errors import HeadwayError
 from headway.data import DataServer
 from headway.data.runtime import serving
 from headway.runtime import bootstrap
-from tests.test_served import end, has_ended, server_of
-from tests.test_served import runtime as runtime
+from tests.served_made import end, has_ended, server_of
+from tests.served_made import runtime as runtime
 from tests.test_server import facts, until
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from headway.data.runtime.examples import equal
 from headway.data.runtime.workers import untunable, workers
 from headway.runtime.remedy import Applied, Refused
 from tests.loaders_made import ByTurns, Squares, Stream, epochs
@@ -60,6 +61,22 @@ def test_batches_and_later_random_numbers_are_the_same(make):
     assert isinstance(context.outcomes[-1], Applied)
 
 
+def test_an_epoch_goes_on_to_its_end_when_the_remedy_is_undone_in_it():
+    def make():
+        return DataLoader(Squares(), 5, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    with applied(workers, {**PARAMETERS, "prefetch_factor": 8}):
+        loader = make()
+        iterator = iter(loader)
+        seen = [next(iterator)]
+    seen += iterator
+    whole = sorted(row[0] for batch in loader for row in batch.tolist())
+    loader._iterator = None
+
+    assert equal(seen, list(make()))
+    assert whole == list(range(37))
+
+
 def test_an_epoch_that_ends_early_does_not_shift_the_next():
     def make():
         return DataLoader(Squares(), 5, shuffle=True)
@@ -71,6 +88,33 @@ def test_an_epoch_that_ends_early_does_not_shift_the_next():
         loader._iterator = None
 
     assert tuned == plain
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "stop_after"),
+    [
+        (37, {}, 6), (37, {}, None), (40, {}, 7), (40, {"num_workers": 1}, 5),
+        (37, {"num_workers": 1, "prefetch_factor": 5}, 0),
+    ],
+    ids=["before a short batch", "to the end", "at the end of even ones", "one worker", "a worker far ahead"],
+)  # fmt: skip
+def test_a_sampler_with_a_generator_of_its_own_draws_when_it_did_also_where_epochs_end_early(size, options, stop_after):
+    """Such a sampler draws once more at its end: read to its end too soon, the next epoch has another order."""
+    generators = []
+
+    def make():
+        generators.append(torch.Generator().manual_seed(3))
+        return DataLoader(Squares(size), 5, sampler=RandomSampler(Squares(size), generator=generators[-1]), **options)
+
+    plain, _ = epochs(make, stop_after=stop_after)
+    with applied(workers, PARAMETERS) as context:
+        tuned, loader = epochs(make, stop_after=stop_after)
+        loader._iterator = None
+
+    assert tuned == plain
+    assert torch.equal(*(generator.get_state() for generator in generators))
+    assert loader.num_workers == 2
+    assert isinstance(context.outcomes[-1], Applied)
 
 
 @pytest.mark.parametrize(

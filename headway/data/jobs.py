@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headway.core.errors import InputError
+from headway.core.errors import BackgroundError, InputError
 from headway.core.tables import pick
 from headway.data.batches import Ints, Pending
 from headway.data.order import TAILS
@@ -145,6 +145,21 @@ class Rank:
     """Whether it was told that its pass has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a rank knows of a pass from a server that is lost, over and above the batches that it had."""
+
+    decided: Sequence[Ints] = ()
+    """Global batches behind those that it had, in order."""
+    complete: bool = False
+    """Whether there are no more."""
+    gone: Sequence[int] = ()
+    """Ranks that had left, and need nothing any more."""
+
+
+NO_MORE = Known()
+
+
 @dataclass(slots=True, eq=False)
 class Opening:
     """A pass that ranks have begun."""
@@ -153,7 +168,13 @@ class Opening:
     left: NDArray[np.bool_]
     """[size] What was left of the epoch."""
     histories: dict[int, Sequence[Ints]] | None
-    """Rank -> global batches that it had from a server before this one; None: there was none, nobody is waited for."""
+    """Rank -> global batches that were decided by a server before this one, as it knows them; None: there was none,
+    nobody is waited for."""
+    since_ns: int = 0
+    """When the latest rank began it."""
+    complete: bool = False
+    """Whether a rank knows that there are no more."""
+    started: bool = False
 
     def longest(self, job: str) -> Sequence[Ints]:
         """Return what the foremost rank had. Raises `InputError` where another had something else."""
@@ -179,10 +200,14 @@ class Job:
         self.ranks = [Rank() for _ in range(terms.world_size)]
         self.passes: dict[int, Pass] = {}
         """Number of the pass -> the pass, as long as a rank may need it."""
-        self.openings: list[Opening] = []
-        """How each pass so far was begun."""
-        self.num_started = 0
-        """Passes that have started, which they do in order."""
+        self.openings: dict[int, Opening] = {}
+        """Number of the pass -> how it was begun."""
+        self._need_nothing: set[int] = set()
+        """Ranks that left the lost server."""
+        self.resumed = False
+        """Whether it goes on from a server that is lost."""
+        self.alone_since_ns: int | None = None
+        """Since when none of its ranks is here; None: some are."""
         self.num_alone = 0
         """Items that storage was read for, since it last caught up."""
         self.counts = JobCounts()
@@ -210,31 +235,78 @@ class Job:
         flags[array] = True
         return flags
 
-    def enter(self, number: int, epoch: int, left: NDArray[np.bool_], history: Sequence[Ints] | None) -> None:
-        """Let rank `number` into the next pass of its own. Raises `InputError` when it means another one."""
+    def enter(
+        self,
+        number: int,
+        epoch: int,
+        left: NDArray[np.bool_],
+        history: Sequence[Ints] | None,
+        *,
+        index: int | None = None,
+        known: Known = NO_MORE,
+        now_ns: int = 0,
+    ) -> None:
+        """Let rank `number` into pass `index` (default: its next). Raises `InputError` when it means another one."""
         rank = self.ranks[number]
-        if rank.num_begun == len(self.openings):
-            self.openings.append(Opening(epoch, left, None if history is None else {}))
-        opening = self.openings[rank.num_begun]
+        index = rank.num_begun if index is None else index
+        self.resumed = self.resumed or history is not None
+        fresh = Opening(epoch, left, {} if self.resumed else None)
+        opening = self.openings.get(index, fresh)
         same = epoch == opening.epoch and np.array_equal(opening.left, left)
-        if not same or (history and opening.histories is None):
+        if not same or index < rank.num_begun or (history and opening.histories is None):
             raise InputError(
                 f"rank {number} of job {self.name!r} begins epoch {epoch} elsewhere than the ranks before it (epoch "
                 f"{opening.epoch}). Load one state into all ranks."
             )
+        self.openings[index] = opening
         if opening.histories is not None:
-            opening.histories[number] = list(history or ())
-        rank.num_begun += 1
+            opening.histories[number] = [*(history or ()), *known.decided]
+        opening.since_ns, opening.complete = now_ns, opening.complete or known.complete
+        for other in known.gone:
+            if not self.rank(other).attached:
+                self.ranks[other].left = True
+                self._need_nothing.add(other)
+        rank.num_begun = index + 1
         rank.number, rank.over, rank.told = len(history or ()), False, False
 
     def may_start(self) -> int | None:
-        """Return the next pass that is to start: it was begun, waits for nobody, and the one before it has started."""
-        number = self.num_started
-        if number == len(self.openings):
-            return None
-        said = self.openings[number].histories
-        waits = said is not None and any(not rank.left and k not in said for k, rank in enumerate(self.ranks))
-        return None if waits else number
+        """Return the first pass that has not started, where it waits for nobody."""
+        number = self._first_waiting()
+        return None if number is None or self.missing() else number
+
+    def missing(self) -> list[int]:
+        """Return the ranks that the first pass that has not started waits for, because only they know what they had.
+
+        One that was here in an earlier pass has had nothing of this one; what one had that left a server is known.
+        """
+        number = self._first_waiting()
+        if number is None or self.openings[number].histories is None or self.openings[number].complete:
+            return []
+        return [k for k, rank in enumerate(self.ranks) if not rank.num_begun and k not in self._need_nothing]
+
+    def _first_waiting(self) -> int | None:
+        return min((number for number, opening in self.openings.items() if not opening.started), default=None)
+
+    def overdue(self, now_ns: int, grace_ns: int) -> list[int]:
+        """Return the ranks that its others, or nobody at all, have waited for in vain for `grace_ns`."""
+        waiting = self._first_waiting()
+        since = self.openings[waiting].since_ns if waiting is not None and self.missing() else self.alone_since_ns
+        if since is None or now_ns - since < grace_ns:
+            return []
+        return self.missing() or [k for k, rank in enumerate(self.ranks) if not rank.left]
+
+    def known(self, number: int) -> dict[int, tuple[int, Known]]:
+        """Return pass -> the next batch of rank `number` there, and what is decided from that on; from its own on."""
+        mine = self.ranks[number]
+        gone = [k for k, rank in enumerate(self.ranks) if rank.left]
+        found = {}
+        for index in sorted(index for index in self.passes if index >= mine.num_begun - 1):
+            walk, first = self.passes[index], mine.number if index == mine.num_begun - 1 else 0
+            ahead = [pending.everybody for pending in mine.ahead] if index == mine.num_begun - 1 else []
+            later = [walk.everybody(batch) for batch in range(first, walk.num_batches)]
+            decided = [*ahead, *(items for items in later if items is not None)]
+            found[index] = (first - len(ahead), Known(decided, walk.complete, gone))
+        return found
 
     @property
     def attached(self) -> bool:
@@ -247,8 +319,17 @@ class Job:
         A rank that left needs nothing any more; one that has not come yet needs everything.
         """
         here = [rank for rank in self.ranks if not rank.left]
-        first = min((rank.num_begun for rank in here), default=len(self.openings) + 1) - 1
+        first = min((rank.num_begun for rank in here), default=max(self.openings, default=0) + 2) - 1
         dropped = [self.passes.pop(number) for number in list(self.passes) if number < first]
         if first in self.passes:
             self.passes[first].forget(min(rank.number for rank in here if rank.num_begun - 1 == first))
         return dropped
+
+
+def not_come(job: str, missing: Sequence[int], grace_s: float) -> BackgroundError:
+    """Return what to tell the ranks that wait for those that did not come."""
+    ranks = ", ".join(map(str, missing))
+    return BackgroundError(
+        f"job {job!r} lost a data server and waits for rank {ranks}: what it had is known to nobody else, and it has "
+        f"not come for {grace_s:g} s (grace_s). Start the job again from its last state."
+    )

@@ -5,7 +5,7 @@ tells where each batch lies. All arrays of items are little-endian int64 as
 bytes. Numbers are those of `headway.data.service`.
 
     client: Join, then any of Begin and Freed; or Ask
-    server: Welcome, then Rings, Filled and Over; Told for Ask; Failed where a request was wrong
+    server: Welcome, then Rings, Filled, Decided and Over; Told for Ask; Failed where a request was wrong
 
 >>> unpacked_items(packed_items([3, 1])).tolist()
 [3, 1]
@@ -19,7 +19,10 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-PROTOCOL = 1
+from headway.core.errors import InputError
+from headway.data.jobs import Known
+
+PROTOCOL = 2
 """Of these messages; both ends must speak the same one."""
 
 
@@ -43,6 +46,39 @@ class Join(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Slots that the client may hold, besides those that are ahead."""
 
 
+class Decided(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What a rank needs to go on exactly without this server, and without ranks that need nothing of a pass any more.
+
+    One that has had its last batch, or left, takes what it had along: should the server be lost then, the others know.
+
+    >>> told = Decided(begun=1, number=2, batches=[b"g2", b"g3"], complete=True, gone=[0])
+    >>> told.behind(3).batches, told.behind(3).number
+    ([b'g3'], 3)
+    """
+
+    begun: int
+    """Number of the pass, as the `Begin` of the rank that is told has it, or will have it."""
+    number: int
+    """Global batch at which `batches` begins."""
+    batches: list[bytes]
+    """Global batches that are decided: items of all ranks."""
+    complete: bool
+    """Whether there are no more."""
+    gone: list[int]
+    """Ranks that have left."""
+
+    @classmethod
+    def of(cls, begun: int, number: int, known: Known) -> Decided:
+        """Return what is `known` as a message."""
+        batches = [packed_items(items) for items in known.decided]
+        return cls(begun=begun, number=number, batches=batches, complete=known.complete, gone=list(known.gone))
+
+    def behind(self, number: int) -> Decided:
+        """Return the same for a rank that has had the global batches before `number`."""
+        later = self.batches[max(number - self.number, 0) :]
+        return msgspec.structs.replace(self, number=max(number, self.number), batches=later)
+
+
 class Begin(msgspec.Struct, tag=True, frozen=True):
     """The rank begins a pass."""
 
@@ -53,6 +89,21 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     """What the pass sets out to give; None: all items of the job."""
     history: list[bytes] | None = None
     """Global batches of it that the loop took from a server that is lost; None: there was none."""
+    index: int | None = None
+    """Passes that this rank began before it, on any server; None: as many as on this one."""
+    decided: Decided | None = None
+    """What the lost server told of the pass, behind `history`."""
+
+    def known(self) -> Known:
+        """Return what is known beyond the history. Raises `InputError` where there is a gap between them."""
+        if self.decided is None:
+            return Known()
+        if self.decided.number != len(self.history or ()):
+            raise InputError(
+                f"what was decided begins at batch {self.decided.number}. Send what is behind the history."
+            )
+        batches = [unpacked_items(raw) for raw in self.decided.batches]
+        return Known(batches, self.decided.complete, self.decided.gone)
 
 
 class Freed(msgspec.Struct, tag=True, frozen=True):
@@ -127,7 +178,7 @@ class Told(msgspec.Struct, tag=True, frozen=True):
 
 
 FROM_CLIENT = Join | Begin | Freed | Ask
-FROM_SERVER = Welcome | Rings | Filled | Over | Failed | Told
+FROM_SERVER = Welcome | Rings | Filled | Decided | Over | Failed | Told
 
 
 def packed_items(items: ArrayLike | range) -> bytes:

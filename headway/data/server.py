@@ -28,19 +28,20 @@ import msgspec
 
 from headway import __version__
 from headway.core.channel import Channel, Listener
-from headway.core.errors import InputError
+from headway.core.errors import HeadwayError, InputError
 from headway.core.host import host_cores
 from headway.core.ring import Ring
 from headway.core.tables import pick
 from headway.core.wires import ChannelClosed
 from headway.data.batches import Batch, Ended, Ints, Payload, Spent
 from headway.data.flights import Work
-from headway.data.jobs import Terms
+from headway.data.jobs import Terms, not_come
 from headway.data.messages import (
     FROM_CLIENT,
     PROTOCOL,
     Ask,
     Begin,
+    Decided,
     Failed,
     Filled,
     Freed,
@@ -91,6 +92,9 @@ class DataServer:
     """Batches made ahead per rank."""
     idle_s: float = 60.0
     """The server ends after so long without clients."""
+    grace_s: float = 600.0
+    """How long a rank is waited for that others need after a server was lost, or whose job has nobody else left; by
+    default as long as torch's collectives wait, for a rank may have other work."""
     job: str | None = None
     """Name of the job, for ranks that are started without torchrun: the same on all of them."""
     path: str | None = None
@@ -112,7 +116,7 @@ class DataServer:
         """Return what the service is told."""
         return ServiceOptions(
             order=self.order, cache_bytes=self.cache_bytes, split=self.split, window=self.window,
-            num_threads=self.num_threads,
+            num_threads=self.num_threads, grace_s=self.grace_s,
         )  # fmt: skip
 
     def shared(self) -> dict[str, Any]:
@@ -214,6 +218,7 @@ class Daemon:
             while not self._stopped.is_set() and not self._is_idle():
                 for key, _ in self._selector.select(1.0):
                     key.data()
+                self._give_up()
                 self._deliver()
         finally:
             self._close()
@@ -272,9 +277,7 @@ class Daemon:
         except ChannelClosed as error:
             self._drop(client, log=str(error))
         except InputError as error:
-            with contextlib.suppress(ChannelClosed, TimeoutError):
-                client.channel.send(Failed(type(error).__name__, str(error)), timeout_s=SEND_S)
-            self._drop(client, log=str(error))
+            self._refuse(client, error)
 
     def _answer(self, client: Client, message: msgspec.Struct) -> None:
         """Do what a message asks. Raises `InputError` where it cannot be done."""
@@ -289,7 +292,9 @@ class Daemon:
             self._service.begin(
                 client.join.job, client.join.rank, epoch=message.epoch, remaining=unpacked_or_none(message.remaining),
                 history=None if message.history is None else [unpacked_items(raw) for raw in message.history],
+                index=message.index, known=message.known(),
             )  # fmt: skip
+            self._tell(client)
         elif isinstance(message, Freed):
             client.tidy()
 
@@ -302,6 +307,7 @@ class Daemon:
         terms = Terms(join.batch_size, join.world_size, join.shuffle, join.tail)
         if self._service.is_outlived(join.job, join.rank, terms):
             self._service.leave(join.job)  # its other ranks never came: this is the next run of that name
+        self._service.check_on_time(join.job, join.rank)
         is_first = join.job not in self._service.jobs
         if is_first:
             self._service.join(join.job, fingerprint=join.fingerprint, terms=terms, items=unpacked_or_none(join.items))
@@ -344,8 +350,38 @@ class Daemon:
             ring.close()
         if client.join is not None:
             del self._ranks[client.join.job, client.join.rank]
-            self._service.detach(client.join.job, client.join.rank)
+            if client.join.job in self._service.jobs:  # it may have been given up
+                self._service.detach(client.join.job, client.join.rank)
             LOG.info("rank %d of job %s left: %s", client.join.rank, client.join.job, reason or log)
+            self._tell_others(client.join)
+
+    def _refuse(self, client: Client, error: HeadwayError) -> None:
+        """Tell a client why, and let it go."""
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            client.channel.send(Failed(type(error).__name__, str(error)), timeout_s=SEND_S)
+        self._drop(client, log=str(error))
+
+    def _give_up(self) -> None:
+        """Let the jobs go whose missing ranks do not come, and tell the ranks that wait for them."""
+        for job, missing in self._service.overdue().items():
+            self._service.give_up(job, missing)
+            for client in [client for (name, _), client in self._ranks.items() if name == job]:
+                self._refuse(client, not_come(job, missing, self._options.grace_s))
+            LOG.warning("job %s was given up: rank %s did not come", job, missing)
+
+    def _tell_others(self, join: Join) -> None:
+        """Tell the ranks of a job what they need to go on without one that has left, or has had its last batch."""
+        for client in [client for (job, rank), client in self._ranks.items() if job == join.job and rank != join.rank]:
+            self._tell(client)
+
+    def _tell(self, client: Client) -> None:
+        """Tell a rank what it needs should this server be lost; before who has had its last batch hears of that."""
+        assert client.join is not None
+        try:
+            for ahead, number, known in self._service.known(client.join.job, client.join.rank):
+                client.channel.send(Decided.of(client.begun + ahead, number, known), timeout_s=SEND_S)
+        except (ChannelClosed, TimeoutError) as error:
+            self._drop(client, log=str(error))
 
     # Batches.
 
@@ -375,9 +411,7 @@ class Daemon:
                 except (ChannelClosed, TimeoutError) as error:
                     self._drop(client, log=str(error))
                 except InputError as error:
-                    with contextlib.suppress(ChannelClosed, TimeoutError):
-                        client.channel.send(Failed(type(error).__name__, str(error)), timeout_s=SEND_S)
-                    self._drop(client, log=str(error))
+                    self._refuse(client, error)
 
     def _serve(self, client: Client, job: str, rank: int) -> None:
         while client.has_room():
@@ -385,6 +419,8 @@ class Daemon:
             if found is None:
                 return
             if isinstance(found, Ended):
+                assert client.join is not None
+                self._tell_others(client.join)
                 over = Over(client.begun, self._counts(), self._service.substitutions(job))
                 client.channel.send(over, timeout_s=SEND_S)
                 return

@@ -44,12 +44,15 @@ from headway.data.audit import AuditSum
 from headway.data.batches import Batch, Ended, Ints, Payload, Pending, Place, Spent
 from headway.data.flights import Flight, Work
 from headway.data.job_order import DataShareError, item_flags
-from headway.data.jobs import Job, Pass, Rank, Terms
+from headway.data.jobs import NO_MORE, Job, Known, Pass, Rank, Terms
 from headway.data.ordering import Ordering
 from headway.data.partition import Split
 from headway.data.stock import ServiceOptions, Stock
 
 NOTHING = Spent()
+
+MOST_GIVEN_UP = 1000
+"""Names of jobs that are remembered when they were given up."""
 
 KEEP_UP_BATCHES, KEEP_UP_PART = 4, 64
 """A job that has read so many batches, and the 64th part of what it needs, from storage by itself may catch up."""
@@ -89,6 +92,8 @@ class Service:
             self.options.order, size=size, seed=seed, cache=self._stock.cache, nearby=self._stock.flights
         )
         self._jobs: dict[str, Job] = {}
+        self._given_up: dict[str, list[int]] = {}
+        """Job that was given up -> ranks that had not come."""
         self._rounds = 0.0
         """How often every job has taken a batch, on average: by this clock batches fall due."""
         self._closed = False
@@ -134,17 +139,18 @@ class Service:
             if found.attached or found.left:
                 what = "has left" if found.left else "is here already"
                 raise InputError(f"rank {rank} of job {job!r} {what}. Start the job again under another name.")
-            found.attached = True
+            found.attached, self._job(job).alone_since_ns = True, None
 
     def detach(self, job: str, rank: int) -> None:
         """Let a rank go, with its batches in the making; the last of its world takes the job along.
 
-        A rank that has not come yet is waited for: it gets its part of what the others had.
+        A rank that has not come yet is waited for (`overdue`): it gets its part of what the others had.
         """
         with self._lock:
             found = self._job(job)
             self._cancel(found.rank(rank))
             found.ranks[rank].attached, found.ranks[rank].left = False, True
+            found.alone_since_ns = None if found.attached else self._clock()
             if all(other.left for other in found.ranks):
                 self.leave(job)
                 return
@@ -176,6 +182,34 @@ class Service:
                 return False
             return found.terms != terms or found.rank(rank).left
 
+    def overdue(self) -> dict[str, list[int]]:
+        """Return job -> ranks that have not come for `grace_s`, where others cannot go on without them, or are gone."""
+        with self._lock:
+            now_ns, grace_ns = self._clock(), int(self.options.grace_s * 1e9)
+            late = {name: job.overdue(now_ns, grace_ns) for name, job in self._jobs.items()}
+            return {name: ranks for name, ranks in late.items() if ranks}
+
+    def give_up(self, job: str, missing: list[int]) -> None:
+        """Let a job go whose ranks `missing` did not come; `check_on_time` says so to those that come after all."""
+        with self._lock:
+            self._given_up[job] = missing
+            for oldest in list(self._given_up)[:-MOST_GIVEN_UP]:
+                del self._given_up[oldest]
+            if job in self._jobs:
+                self.leave(job)
+
+    def check_on_time(self, job: str, rank: int) -> None:
+        """Raise `InputError`, once, when a job was given up because this rank did not come: others have had batches.
+
+        Any other rank is the first of the next job of that name.
+        """
+        with self._lock:
+            if job not in self._jobs and rank in self._given_up.pop(job, []):
+                raise InputError(
+                    f"rank {rank} of job {job!r} came more than {self.options.grace_s:g} s (grace_s) after the others: "
+                    "the job was given up. Start all its ranks again, together."
+                )
+
     @property
     def jobs(self) -> list[str]:
         """Names of the jobs that are here."""
@@ -192,6 +226,8 @@ class Service:
         epoch: int,
         remaining: ArrayLike | None = None,
         history: Sequence[Ints] | None = None,
+        index: int | None = None,
+        known: Known = NO_MORE,
     ) -> None:
         """Let a rank begin a pass: `epoch`, of which `remaining` is left (default: everything).
 
@@ -200,7 +236,9 @@ class Service:
         server was lost, each rank passes what its pass began with and, as
         `history`, the global batches (`Batch.everybody`) that it took since:
         the pass then waits for all ranks, and goes on behind the foremost, the others first get
-        their parts of what it had (`headway.data.progress` keeps both).
+        their parts of what it had (`headway.data.progress` keeps both). What
+        the lost server had told (`known`) makes it wait for fewer; `index` is
+        the pass, where the rank comes with another than the first.
         Raises `InputError` when ranks disagree.
         """
         with self._lock:
@@ -209,10 +247,25 @@ class Service:
             if not mine.attached:
                 raise InputError(f"rank {rank} of job {job!r} begins a pass, but is not here. Call attach first.")
             left = found.subset if remaining is None else found.part(remaining)
-            found.enter(rank, epoch, left, history)
+            found.enter(rank, epoch, left, history, index=index, known=known, now_ns=self._clock())
             self._cancel(mine)
             self._start(found)
             self._make_all(found)
+
+    def known(self, job: str, rank: int) -> list[tuple[int, int, Known]]:
+        """Return what a rank needs to go on exactly if this server is lost, where others left or have had their last.
+
+        For each pass, from its own on: how many passes ahead that is, the next
+        batch of the rank there, and what is decided from that one on.
+        """
+        with self._lock:
+            found = self._jobs.get(job)
+            if found is None:
+                return []
+            mine = found.rank(rank)
+            if not mine.num_begun or not any(r.left or r.told for r in found.ranks if r is not mine):
+                return []
+            return [(index - mine.num_begun + 1, *told) for index, told in found.known(rank).items()]
 
     def ready(self) -> list[tuple[str, int]]:
         """Return the (job, rank) for which `take` has a batch, or an end that was not told yet."""
@@ -329,7 +382,9 @@ class Service:
             job.passes[number] = walk = Pass(
                 opening.epoch, job.terms, self._draws(job, opening.epoch, left), history, left
             )
-            job.num_started += 1
+            opening.started = True
+            if opening.complete:
+                walk.decide_all()
             self._stock.cache.expect(np.flatnonzero(walk.needs))
 
     def _draws(self, job: Job, epoch: int, left: NDArray[np.bool_]) -> Callable[[], int | None]:

@@ -55,6 +55,8 @@ class ServiceOptions:
     """Batches made ahead per rank."""
     num_threads: int = 1
     """Threads that prepare: what CPU rates are scaled by."""
+    grace_s: float = 600.0
+    """How long a rank that does not come is waited for, where others cannot go on, or are gone."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` on numbers that cannot be."""
@@ -63,6 +65,8 @@ class ServiceOptions:
                 f"window is {self.window}, num_threads {self.num_threads}, cache_bytes {self.cache_bytes}; "
                 "pass 1 or more of the first two, 0 or more bytes."
             )
+        if not self.grace_s > 0:
+            raise InputError(f"grace_s is {self.grace_s}; pass the seconds that a rank which does not come gets.")
         if isinstance(self.split, str) and self.split != "auto":
             raise InputError(f"split is {self.split!r}; give 3 fractions, or 'auto'.")
 

@@ -6,6 +6,7 @@ import importlib
 import logging
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,7 +76,7 @@ def serve(
 
 
 def status(path: Path | None = None, /, *, json: bool = False) -> int:
-    """Say how the data servers of this user are: jobs, hits, bytes.
+    """Say how the data servers of this user are: jobs, hits, bytes; and which ones died and left their sockets.
 
     Example: `headway data status`
 
@@ -113,19 +114,22 @@ def _imported(target: str) -> Any:
 
 
 def _asked(path: Path, *, must: bool) -> dict[str, Any] | None:
-    """Return what the server at `path` says of itself; None when none is there and none need be."""
+    """Return what the server at `path` says of itself, or that it died; None when it ended and need not be there."""
     try:
         channel = connect(path, 0.0, types=FROM_SERVER)
         channel.send(Ask())
         told, _ = channel.receive(ANSWER_S)
         channel.close()
     except TimeoutError:
-        return {"path": str(path), "pid": channel.peer.pid, "answers": False}
+        return {"path": str(path), "pid": channel.peer.pid, "answers": False, "dead": False}
     except ChannelClosed as error:
         if must:
             raise InputError(f"{error} See the servers that run: headway data status.") from error
-        return None
-    return {**told.facts, "answers": True} if isinstance(told, Told) else None
+        if not path.exists():  # it was just ending
+            return None
+        left = [each for each in (path, Path(f"{path}.lock"), path.with_suffix(".log")) if each.exists()]
+        return {"path": str(path), "pid": None, "answers": False, "dead": True, "remove": [str(each) for each in left]}
+    return {**told.facts, "answers": True, "dead": False} if isinstance(told, Told) else None
 
 
 def _screen(servers: list[dict[str, Any]], screen: ScreenOptions) -> str:
@@ -139,6 +143,12 @@ def _screen(servers: list[dict[str, Any]], screen: ScreenOptions) -> str:
 
 def _server(facts: Mapping[str, Any]) -> list[Any]:
     """Return the lines of one server."""
+    if facts["dead"]:
+        return [
+            Text(f"  {facts['path']}", style="bold"),
+            Text("  its server died; the next one for this dataset takes its place. To remove what it left:"),
+            Text(f"    rm {shlex.join(facts['remove'])}"),
+        ]
     head = Text(f"  {facts['path']}  (process {facts['pid']})", style="bold")
     if not facts["answers"]:
         return [head, Text("  does not answer")]

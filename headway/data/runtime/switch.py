@@ -25,7 +25,7 @@ from headway.data.runtime.purity import picture
 from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Pool, Task, lock_wait_fraction
 from headway.data.runtime.trial import EXAMPLES, Batches, in_child, unfit
 from headway.data.runtime.views import View
-from headway.data.runtime.workers import MOST_LOADERS, bound_to_the_loop
+from headway.data.runtime.workers import MOST_LOADERS, bound_to_the_loop, num_free
 from headway.runtime.remedy import Applied, Context, Refused
 
 
@@ -51,9 +51,7 @@ class ScriptWalk:
         self._indices, self._batched, self.num_batches = loader._index_sampler, loader._auto_collation, len(loader)
         self.taken, self.finished = 0, False
         self._window = loader.num_workers * (loader.prefetch_factor or 2)
-        # A sampler may draw once more at its end, which it meets with the last batch, or the one after that.
-        tells = getattr(loader.sampler, "generator", None) is not None
-        self._free = self.num_batches - 1 if tells else self.num_batches + 1
+        self._free = num_free(loader)
 
     def keys(self) -> Iterator[Keys]:
         """Return an iterator over the indices of the batches; it may say that it is at its end and go on later."""

@@ -9,11 +9,12 @@ reason is named.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.multiprocessing
@@ -60,6 +61,7 @@ def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     context.patch(f"{module}:DataLoader.__iter__", tuner.around_iter)
     context.patch(f"{module}:_MultiProcessingDataLoaderIter._reset", tuner.around_reset)
     context.patch(f"{module}:_MultiProcessingDataLoaderIter._next_data", tuner.around_next)
+    context.undos.append(tuner.release)
     return Applied("data.workers", dict(parameters))
 
 
@@ -104,6 +106,44 @@ def bound_to_the_loop(loader: DataLoader[Any]) -> str | None:
 def _draws_all_along(sampler: RandomSampler) -> bool:
     """Whether the sampler goes on drawing after its first index."""
     return sampler.replacement or sampler.num_samples > len(sampler.data_source)
+
+
+def num_free(loader: DataLoader[Any]) -> int:
+    """Return for how many batches the sampler may be asked at any time; for the rest, not before torch would ask.
+
+    A sampler may draw once more at its end, which it meets with the last batch, or the one after that: where it draws
+    from a generator of the script's own, and the loop breaks off before, nobody else may have it draw.
+    """
+    tells = getattr(loader.sampler, "generator", None) is not None
+    return len(loader) - 1 if tells else len(loader) + 1
+
+
+class Bounded:
+    """The index sampler of a loader, which is asked for its last batch when the loader as it was made would ask."""
+
+    def __init__(self, loader: DataLoader[Any], window: int) -> None:
+        """Read `loader`, whose own workers (none: 0) would have `window` batches under way."""
+        self._sampler, self._window, self.free = loader._index_sampler, window, num_free(loader)
+        """Batches that it may be asked for at any time."""
+        self._indices: Iterator[Any] = iter(())
+        self._asked = self.begun = 0
+        """Batches that it was asked for; batches that the loop has asked for."""
+        self.owes = False
+        """Whether a worker got none because it was too early."""
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Bounded:
+        self._indices, self._asked, self.begun, self.owes = iter(self._sampler), 0, 0, False
+        return self
+
+    def __next__(self) -> Any:
+        self.owes = self._asked >= max(self.free, self.begun + self._window)
+        if self.owes:
+            raise StopIteration
+        self._asked += 1
+        return next(self._indices)
 
 
 class Draws:
@@ -203,6 +243,8 @@ class LoaderTuner:
     """Loaders decided on so far."""
     tunings: WeakKeyDictionary[DataLoader[Any], _Tuning | None] = field(default_factory=WeakKeyDictionary)
     """Loader -> its tuning, None when it is left alone."""
+    iterators: WeakSet[Any] = field(default_factory=WeakSet)
+    """Iterators whose samplers are bounded."""
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader.__iter__`: set the loader up before its iterator is made."""
@@ -233,6 +275,9 @@ class LoaderTuner:
                 iterator._base_seed = int(drawn.item())
             if tuning is not None:
                 iterator._headway_tuning = tuning
+                made_workers, made_prefetch, _ = tuning.as_made
+                iterator._index_sampler = Bounded(loader, made_workers * (made_prefetch or 2))
+                self.iterators.add(iterator)
             original(iterator, loader, first_iter)
 
         return _reset
@@ -249,6 +294,10 @@ class LoaderTuner:
             single = iterator.__dict__.get("_headway_single")
             if single is not None:
                 return single._next_data()
+            if tuning is not None:
+                iterator._index_sampler.begun += 1
+                if iterator._index_sampler.owes:
+                    iterator._try_put_index()
             try:
                 batch = original(iterator)
             except StopIteration:
@@ -261,6 +310,13 @@ class LoaderTuner:
             return batch
 
         return _next_data
+
+    def release(self) -> None:
+        """Let iterators that go on when the remedy is undone read their samplers as torch does."""
+        for iterator in list(self.iterators):
+            iterator._index_sampler.free = sys.maxsize
+            if iterator._index_sampler.owes and not iterator._shutdown:
+                iterator._try_put_index()
 
     def _before_iterator(self, loader: DataLoader[Any]) -> _Tuning | None:
         """Decide on a loader the first time, re-tune it the next times; return its tuning, None = it is left alone.

@@ -1,0 +1,83 @@
+"""A dataset for data servers of the tests, a runtime folder of their own, and how such servers are found and ended."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from headway.core.channel import connect
+from headway.core.errors import HeadwayError
+from headway.data.messages import FROM_SERVER
+from tests.test_server import until
+
+
+class Rows(Dataset):
+    """Item -> tensors, numbers, texts, nested; reads are noted in a file, so that any process's count."""
+
+    def __init__(self, size=40, note=None, nap_s=0.0):
+        self.size, self.note, self.nap_s = size, note, nap_s
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, k):
+        if self.note is not None:
+            with open(self.note, "a") as file:
+                file.write(f"{k}\n")
+        time.sleep(self.nap_s)
+        return {"x": torch.full((2, 3), k), "y": [k / 2, (np.float32(k), f"n{k}")], "id": k}
+
+
+@pytest.fixture(autouse=True)
+def runtime(monkeypatch):
+    """A runtime folder of the test's own (short: a socket's path is), whose servers end with it."""
+    folder = Path(tempfile.mkdtemp())
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    yield folder / "headway"
+    for path in (folder / "headway").glob("*.sock"):
+        end(path)
+    shutil.rmtree(folder)
+
+
+def server_of(path):
+    channel = connect(path, 0.0, types=FROM_SERVER)
+    channel.close()
+    return channel.peer.pid
+
+
+def end(path, number=signal.SIGTERM):
+    """End the server at `path` and wait until it is gone."""
+    try:
+        pid = server_of(path)
+    except HeadwayError:
+        return
+    os.kill(pid, number)
+    until(lambda: has_ended(pid))
+
+
+def has_ended(pid):
+    """Whether a process is gone with all its threads, or waits for its parent (init) to take note."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
+    except OSError:
+        return True
+
+
+def only(folder):
+    """The one server that runs."""
+    (path,) = folder.glob("*.sock")
+    return path
+
+
+def ids(batches):
+    return [item for batch in batches for item in batch["id"].tolist()]

@@ -1,0 +1,161 @@
+"""A served loader outlives its server: killed, or with a rank that is done or gone; by hand, it ends with one error."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from headway.core.errors import BackgroundError
+from headway.data import DataLoader, DataServer
+from headway.data.runtime import links
+from tests.paths import ROOT
+from tests.served_made import Rows, end, ids, only
+from tests.served_made import runtime as runtime
+from tests.test_server import facts, until
+
+
+def test_it_outlives_its_server_killed_in_mid_epoch_up_to_three_times(runtime):
+    loader = DataLoader(Rows(nap_s=0.002), batch_size=2, shuffle=True, server="auto")
+    taken, kills = [], 0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for batch in loader:
+            taken += batch["id"].tolist()
+            if len(taken) in (6, 18, 30):
+                end(only(runtime), signal.SIGKILL)
+                kills += 1
+
+    assert sorted(taken) == list(range(40))
+    assert kills == 3
+    behind = [int(re.search(r"behind the (\d+) batches .* none is lost", str(one.message))[1]) for one in told]
+    # What had come before the kill is taken first: up to the slots that there are.
+    assert all(killed <= at <= killed + 8 for at, killed in zip(behind, (3, 9, 15), strict=True))
+    assert loader._links[0].restarts == 3
+    iterator = iter(loader)
+    next(iterator)
+    end(only(runtime), signal.SIGKILL)
+    with pytest.raises(BackgroundError, match=r"was lost 4 times.*state_dict"):
+        list(iterator)
+
+
+def test_two_jobs_and_the_ranks_of_one_outlive_the_same_server(runtime, monkeypatch):
+    """Whoever notices first starts another, the others find it; each rank tells what it had."""
+    monkeypatch.setattr(links, "_number", itertools.repeat(0))
+    data, taken, begun = Rows(60, nap_s=0.001), {}, threading.Barrier(4, timeout=60)
+
+    def train(name, **options):
+        loader = DataLoader(data, batch_size=3, shuffle=True, server=DataServer(job=name[0]), **options)
+        taken[name] = []
+        for number, batch in enumerate(loader):
+            taken[name] += batch["id"].tolist()
+            if number == 4:
+                begun.wait()
+                begun.wait()
+
+    names = {"a": {}, "b0": {"rank": 0, "world_size": 2}, "b1": {"rank": 1, "world_size": 2}}
+    threads = [threading.Thread(target=train, args=(name,), kwargs=options) for name, options in names.items()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the restarts
+        for thread in threads:
+            thread.start()
+        begun.wait()
+        end(only(runtime), signal.SIGKILL)
+        begun.wait()
+        for thread in threads:
+            thread.join(60)
+
+    assert sorted(taken["a"]) == sorted(taken["b0"] + taken["b1"]) == list(range(60))
+
+
+def two_ranks(monkeypatch, world_size=2, **options):
+    """Loaders of the first two ranks of a job, in one process."""
+    monkeypatch.setattr(links, "_number", itertools.repeat(0))
+    options = {"batch_size": 3, "shuffle": True, "world_size": world_size, "server": DataServer(job="one", **options)}
+    return [DataLoader(Rows(60), rank=rank, **options) for rank in (0, 1)]
+
+
+def test_a_rank_in_mid_epoch_goes_on_exactly_behind_a_lost_server_when_another_was_done_and_gone(runtime, monkeypatch):
+    first, second = two_ranks(monkeypatch)
+    iterator = iter(second)
+    taken = ids(next(iterator) for _ in range(3)) + ids(first)
+    del first
+    gc.collect()
+    until(lambda: facts(only(runtime))["clients"] == 1)
+    end(only(runtime), signal.SIGKILL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the restart
+        taken += ids(iterator)
+
+    assert sorted(taken) == list(range(60))
+
+
+def test_a_rank_that_was_done_goes_into_its_next_epoch_behind_a_lost_server_and_the_other_follows(runtime, monkeypatch):
+    first, second = two_ranks(monkeypatch)
+    iterator, later = iter(second), []
+    taken = ids(next(iterator) for _ in range(3)) + ids(first)
+    end(only(runtime), signal.SIGKILL)
+    ahead = threading.Thread(target=lambda: later.extend(ids(first)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the restarts
+        ahead.start()
+        taken += ids(iterator)
+        mine = ids(second)
+        ahead.join(30)
+
+    assert sorted(taken) == sorted(later + mine) == list(range(60))
+
+
+def test_what_a_server_that_lives_told_of_a_rank_that_went_lets_nobody_wait_for_one_that_never_came(monkeypatch):
+    first, second = two_ranks(monkeypatch, world_size=3, grace_s=0.3)
+    iterator = iter(second)
+    had = len(ids([next(iterator)]))
+    sizes = [len(ids(first)) for _ in range(2)]
+    del first
+    gc.collect()
+    sizes += [had + len(ids(iterator)), len(ids(second)), len(ids(second))]
+
+    assert [size in (20, 21) for size in sizes] == [True] * 5
+
+
+def test_a_rank_that_went_with_the_server_is_named_after_the_grace_and_the_other_jobs_go_on(runtime, monkeypatch):
+    first, second = two_ranks(monkeypatch, grace_s=0.3)
+    third = DataLoader(Rows(60), 4, server=DataServer(grace_s=0.3))
+    iterators = [iter(loader) for loader in (first, second, third)]
+    taken = [ids([next(iterator)]) for iterator in iterators]
+    end(only(runtime), signal.SIGKILL)
+    del first, iterators[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(BackgroundError, match=r"job 'one.0' .* waits for rank 0: .* has not come for 0.3 s"):
+            list(iterators[0])
+        taken[2] += ids(iterators[1])
+
+    assert sorted(taken[2]) == list(range(60))
+    assert "one.0" not in facts(only(runtime))["jobs"]
+
+
+def test_a_server_started_by_hand_ends_its_clients_with_one_clear_error(runtime, tmp_path):
+    command = [sys.executable, "-m", "headway.cli", "data", "serve", "tests.served_made:Rows", "--socket"]
+    path = Path(tempfile.mkdtemp()) / "s"
+    served = subprocess.Popen([*command, str(path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert served.stdout.readline().decode().strip() == str(path)
+    loader = DataLoader(Rows(), batch_size=2, server=str(path))
+    iterator = iter(loader)
+    next(iterator)
+    served.kill()
+    served.communicate()
+
+    with pytest.raises(BackgroundError, match="Start it again; state_dict"):
+        list(iterator)
+    shutil.rmtree(path.parent)
