@@ -36,6 +36,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.core.errors import FormatError, HeadwayError, InputError
+from headway.core.store_user import USER, claim
 from headway.data.source import IMAGE_SUFFIXES, NOTHING, digest_of, labels_of, tar_members
 
 T = TypeVar("T")
@@ -196,13 +197,8 @@ class Bucket:
         """Return this process's client. Raises `InputError` where a fork has broken obstore."""
         from obstore.store import from_url
 
-        if _user[0] not in (0, os.getpid()):
-            raise InputError(
-                f"process {_user[0]} had read from an object store before it forked this one, whose reads would never "
-                "end. Pass multiprocessing_context='forkserver' to the loader, use threads, or read nothing before."
-            )
+        claim(_user)
         if self._client is None:
-            _user[0] = os.getpid()
             self._client = self._tried(self.url, lambda: from_url(self.url, **self._options))
         return self._client
 
@@ -239,8 +235,8 @@ class _Ranges(io.RawIOBase):
         return size
 
 
-_user = [0]
-"""The process that used obstore first, of those whose memory this is a copy of; 0: none yet."""
+_user = USER
+"""See `core.store_user`."""
 
 
 def apart(work: Callable[[], T], kind: Any) -> T:

@@ -1,0 +1,323 @@
+"""The one act that makes a checkpoint visible, and what there is to restore from.
+
+A draft becomes a checkpoint by one rename of its folder, after everything in
+it is durable and known to be whole: each rank's manifest stands, the pieces
+tile every tensor, all ranks agree on dtypes, shapes and replicas. Whatever
+fails before the rename leaves a draft, which nobody lists, and the older
+checkpoints as they were. A step that is there already is never written into.
+
+>>> import tempfile
+>>> from headway.storage.draft import finish_rank, open_draft
+>>> from headway.storage.manifest import RankManifest
+>>> root = tempfile.mkdtemp()
+>>> draft = open_draft(root, 7, "a", rank=0)
+>>> finish_rank(draft, RankManifest(7, "a", 0, 1, None), None)
+>>> committed(root)
+[]
+>>> commit(draft, world_size=1).step, newest(root).path.name
+(7, 'step-7')
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import DamageError, FormatError, InputError
+from headway.storage.boxes import Box, cover_fault
+from headway.storage.dcp_format import metadata_bytes
+from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
+from headway.storage.durable import sync_folder, write_durably
+from headway.storage.manifest import (
+    COMMIT,
+    COPIES,
+    DIGESTS_FILE,
+    MANIFEST,
+    METADATA,
+    TWIN,
+    CommitRecord,
+    FileEntry,
+    Piece,
+    RankManifest,
+    encode,
+    rank_folder,
+    read_record,
+    root_of,
+    small_entry,
+)
+from headway.storage.store import LocalStore, Store
+
+STEP = re.compile(r"step-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Committed:
+    """A checkpoint that can be restored from."""
+
+    step: int
+    """Its step."""
+
+    path: Path
+    """Its folder."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it was committed here, and so has digests; else it is a stock DCP checkpoint."""
+        return is_own(self.path)
+
+
+class StepTakenError(InputError):
+    """Another writer has committed this step; what it wrote stands."""
+
+
+def is_own(path: Path) -> bool:
+    """Say whether a folder is, or was, a checkpoint of ours: it has a commit record, or what a rank's agent left."""
+    places = (COMMIT, f"rank-*/{MANIFEST}", f"rank-*/{COPIES}/{COMMIT}")
+    return any(next(path.glob(place), None) for place in places)
+
+
+def committed(root: str | Path) -> list[Committed]:
+    """Return the checkpoints under `root`, oldest step first: every `step-<n>` that holds a `.metadata`, or is ours.
+
+    One of ours is listed also when it has lost its `.metadata` and commit record: other ranks may have copies. Drafts,
+    and checkpoints that are being removed, have other names and are not listed. A root that does not exist has none.
+    Raises `InputError` for a root that is a file.
+    """
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return []
+    except NotADirectoryError:
+        raise InputError(f"{root} is a file; checkpoints lie in a folder. Pass that folder.") from None
+    found = [Committed(int(match[1]), Path(root) / name) for name in names if (match := STEP.fullmatch(name))]
+    return sorted(entry for entry in found if (entry.path / METADATA).exists() or entry.ours)
+
+
+def newest(root: str | Path) -> Committed | None:
+    """Return the checkpoint of the highest step, or None."""
+    return max(committed(root), default=None)
+
+
+def commit(
+    draft: Draft,
+    *,
+    world_size: int,
+    redundancy: str = "none",
+    replace: bool = False,
+    deadline_s: float = 600.0,
+    extra: Mapping[str, Any] | None = None,
+) -> CommitRecord:
+    """Wait until all ranks are done, check that the whole is whole, and make the draft a checkpoint.
+
+    Order: `.metadata`, `commit.json`, the draft's folder, the rename, the root's folder; each durable before the
+    next. With `replace` a checkpoint of the same step (of an attempt that was given up) changes places with the
+    draft in one act, and is then removed. Asked again for what this attempt has committed, it returns that record.
+
+    Raises
+    ------
+    StepTakenError
+        The step stands already, and `replace` is off.
+    HeadwayError
+        Ranks are missing after `deadline_s`.
+    InputError
+        The manifests do not make up a whole state: the tensor and the element, or the ranks, are named.
+    DamageError
+        A file is not as long as its manifest says.
+    """
+    done = _done_before(draft)
+    if done is not None:
+        return done
+    if draft.target.exists() and not replace:
+        raise StepTakenError(_taken(draft))
+    manifests = wait_for_ranks(draft, world_size, deadline_s=deadline_s)
+    store = LocalStore(draft.path)
+    record, metadata = record_of(
+        store, manifests, draft.step, draft.attempt, world_size=world_size, redundancy=redundancy, extra=extra
+    )
+    write_durably(draft.path / METADATA, [metadata])
+    for name in (COMMIT + TWIN, COMMIT):
+        write_durably(draft.path / name, [encode(record)])
+    for note in draft.path.glob(".owner-*.json"):
+        note.unlink(missing_ok=True)
+    sync_folder(draft.path)
+    publish(draft, replace=replace)
+    return record
+
+
+def record_of(
+    store: Store,
+    manifests: Sequence[RankManifest],
+    step: int,
+    attempt: str,
+    *,
+    world_size: int,
+    redundancy: str = "none",
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[CommitRecord, bytes]:
+    """Return the commit record of what ranks wrote into a store, and the `.metadata` that belongs to it.
+
+    Writes nothing. Whoever commits puts `.metadata` into the store, then the record, then makes that visible: a
+    folder by a rename (`commit`), a bucket by a `put_if_absent`. Raises as `commit` does when the whole is not whole.
+    """
+    sizes = store.list()
+    check_whole(manifests, step, attempt, world_size, sizes)
+    metadata, digest = metadata_bytes(manifests), manifests[0].digest
+    files = (*_files(store, manifests), small_entry(METADATA, metadata, rank=None, kind="metadata", digest=digest))
+    record = CommitRecord(
+        step=step, attempt=attempt, world_size=world_size, created_unix_s=time.time(), files=files,
+        root=root_of(files, digest=digest), redundancy=redundancy, digest=digest, extra=dict(extra or {}),
+    )  # fmt: skip
+    return record, metadata
+
+
+def _done_before(draft: Draft) -> CommitRecord | None:
+    """Return the record of this very attempt's commit, where it was cut short after the rename."""
+    try:
+        record = read_record(draft.target / COMMIT, CommitRecord)
+    except (FileNotFoundError, NotADirectoryError, FormatError, DamageError):
+        return None
+    if (record.step, record.attempt) != (draft.step, draft.attempt):
+        return None
+    sync_folder(draft.root)
+    return record
+
+
+def publish(draft: Draft, *, replace: bool = False) -> None:
+    """Rename a whole draft to its checkpoint; make that durable. See `commit`."""
+    try:
+        os.rename(draft.path, draft.target)
+    except OSError as cause:
+        if cause.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not replace:
+            raise StepTakenError(_taken(draft)) from None
+        _exchange(draft.path, draft.target)
+        sync_folder(draft.root)
+        shutil.rmtree(draft.path, ignore_errors=True)
+    sync_folder(draft.root)
+
+
+def _taken(draft: Draft) -> str:
+    return (
+        f"{draft.target} is committed already; a checkpoint is never written over. Remove it first, or save another "
+        "step."
+    )
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Let two folders change places in one act (renameat2); where the system cannot, move the old one aside first."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if renameat2 is not None and renameat2(here, os.fsencode(first), here, os.fsencode(second), swap) == 0:
+        return
+    aside = second.with_name(f".{second.name}.{uuid.uuid4().hex[:12]}.trash")
+    os.rename(second, aside)
+    os.rename(first, second)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _files(store: Store, manifests: Iterable[RankManifest]) -> Iterable[FileEntry]:
+    """Return the entries of what the ranks wrote."""
+    for manifest in manifests:
+        folder = rank_folder(manifest.rank)
+        for name, kind in ((DIGESTS_FILE, "digests"), (MANIFEST, "manifest")):
+            if manifest.image is not None or kind == "manifest":
+                data = bytes(store.read(f"{folder}/{name}"))
+                yield small_entry(f"{folder}/{name}", data, rank=manifest.rank, kind=kind, digest=manifest.digest)
+        if manifest.image is not None:
+            yield manifest.image
+
+
+def check_whole(
+    manifests: Sequence[RankManifest], step: int, attempt: str, world_size: int, sizes: Mapping[str, int]
+) -> None:
+    """Raise unless the manifests are of this save and make up a whole state; see `commit`.
+
+    `sizes` are the files that were written: name -> bytes.
+    """
+    for manifest in manifests:
+        told = (manifest.step, manifest.attempt, manifest.world_size)
+        if told != (step, attempt, world_size):
+            raise InputError(
+                f"rank {manifest.rank} wrote for step, attempt and world size {told}; the commit is for "
+                f"{(step, attempt, world_size)}. Start all ranks with the same world size and attempt."
+            )
+        image = manifest.image
+        if image is not None and sizes.get(image.name) != image.num_bytes:
+            raise DamageError(
+                f"{image.name} of step {step} has {sizes.get(image.name, 'no')} bytes; its manifest says "
+                f"{image.num_bytes}. Save again."
+            )
+    if len({manifest.digest for manifest in manifests}) > 1:
+        raise InputError("the ranks hash with different digests. Start all ranks with the same digest.")
+    _check_tensors(manifests)
+    _check_replicas(manifests)
+
+
+def _check_tensors(manifests: Sequence[RankManifest]) -> None:
+    """Raise unless the pieces of every tensor agree on dtype and shape, and tile it."""
+    pieces: dict[str, list[tuple[int, Piece]]] = {}
+    for manifest in manifests:
+        for piece in manifest.pieces:
+            pieces.setdefault(piece.fqn, []).append((manifest.rank, piece))
+    for fqn, found in pieces.items():
+        facts = {(piece.dtype, piece.shape): rank for rank, piece in reversed(found)}
+        if len(facts) > 1:
+            told = "; ".join(f"rank {rank}: {dtype} {list(shape)}" for (dtype, shape), rank in facts.items())
+            raise InputError(f"ranks differ on the tensor {fqn!r}: {told}. Save the same tensor on all ranks.")
+        fault = cover_fault(found[0][1].shape, [Box(piece.offsets, piece.lengths) for _, piece in found])
+        if fault is not None:
+            who = "".join(f"; box {index} is rank {found[index][0]}'s" for index in fault.indices[:4])
+            raise InputError(
+                f"the pieces of the tensor {fqn!r} are not the whole of it: {fault}{who}. Check which ranks hold it: "
+                "what every rank has whole is replicated, anything else needs its place (DTensor, FlatShard)."
+            )
+
+
+def _check_replicas(manifests: Sequence[RankManifest]) -> None:
+    """Raise unless all ranks that tell the digest of a replicated tensor tell the same."""
+    told: dict[str, dict[str, int]] = {}
+    for manifest in reversed(manifests):
+        for fqn, digest in manifest.replicas.items():
+            told.setdefault(fqn, {})[digest] = manifest.rank
+    differ = {fqn: sorted(ranks.values()) for fqn, ranks in told.items() if len(ranks) > 1}
+    if differ:
+        fqn, ranks = next(iter(differ.items()))
+        more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
+        raise InputError(
+            f"the tensor {fqn!r}{more} was taken to be equal on all ranks, but ranks {ranks[0]} and {ranks[1]} hold "
+            "different values. Pass replicated=None to store each rank's own, or make them equal first."
+        )
+
+
+def remove(checkpoint: Committed) -> None:
+    """Remove a checkpoint: it vanishes in one act, its files afterwards."""
+    aside = checkpoint.path.with_name(f".{checkpoint.path.name}.{uuid.uuid4().hex[:12]}.trash")
+    os.rename(checkpoint.path, aside)
+    sync_folder(aside.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def recover(root: str | Path, *, keep: Draft | None = None) -> list[Path]:
+    """Remove what dead writers left under `root`: drafts and half-removed checkpoints; return what was removed.
+
+    A draft whose process lives (also one of an older attempt, which may still finish) stays, and so does `keep`.
+    """
+    removed = []
+    for path in sorted(Path(root).glob(".step-*")):
+        match = LEFTOVER.fullmatch(path.name)
+        if match is None or (keep is not None and path == keep.path):
+            continue
+        if match[3] == "trash" or is_stale(path):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path)
+    return removed

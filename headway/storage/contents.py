@@ -1,0 +1,250 @@
+"""What a checkpoint holds, whoever wrote it: its tensors, in which boxes, where; its other values; and the bits.
+
+Use it to show or compare checkpoints: ours and stock DCP's by folder,
+torch.save and safetensors files by file. Nothing is loaded by torch; the
+bits of a box come as a numpy array of bytes. Offsets and lengths of boxes
+are elements, those in files bytes.
+
+>>> empty = Contents(LocalStore("."), "dcp", {}, {})
+>>> empty.num_bytes
+0
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import FormatError, InputError
+from headway.storage.boxes import Box, whole
+from headway.storage.commit import committed, is_own
+from headway.storage.dcp_format import Record, read_metadata
+from headway.storage.dtypes import ITEM_BYTES
+from headway.storage.foreign_checks import HEAD_BYTES, PICKLED
+from headway.storage.manifest import METADATA, CommitRecord, RankManifest, merged_objects
+from headway.storage.object_commit import checkpoint_at
+from headway.storage.objects import url_of
+from headway.storage.records import Saved, Stored, is_legacy, read_legacy, read_saved
+from headway.storage.safetensors_format import is_safetensors, read_header
+from headway.storage.sidecars import commit_record, manifests_of, rebuild
+from headway.storage.store import LocalStore, Store
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """One stored box of a tensor."""
+
+    box: Box
+    """Which elements."""
+
+    file: str
+    """Path inside the checkpoint."""
+
+    record_offset: int
+    """Where the record, or the run of elements, begins."""
+
+    record_bytes: int
+    """Its length."""
+
+    layout: Stored | None = None
+    """How the elements lie in a storage of a file that holds many tensors; None: the record is a file of its own,
+    or the run is the elements."""
+
+    is_plain: bool = False
+    """The run is the elements, row-major."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a checkpoint."""
+
+    dtype: str
+    """Name in torch."""
+
+    shape: tuple[int, ...]
+    """[d] Shape of the whole."""
+
+    boxes: tuple[StoredBox, ...]
+    """Where its elements are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one checkpoint holds."""
+
+    store: Store
+    """Where its files are."""
+
+    format: str
+    """`headway`, `dcp`, `torch.save` or `safetensors`."""
+
+    tensors: dict[str, Tensor]
+    """Name -> tensor."""
+
+    objects: dict[str, Record]
+    """Name -> where the pickled value is. Of a value that ranks have their own of, the others' are `name@rank<r>`."""
+
+    record: CommitRecord | None = None
+    """The commit record of a checkpoint of ours."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements of all tensors."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def read(self, file: str, start: int, stop: int) -> memoryview:
+        """Return bytes of one of its files; raise `FormatError` when the file is gone."""
+        try:
+            return memoryview(self.store.read(file, start, stop))
+        except FileNotFoundError:
+            raise FormatError(f"{self.store.place} has lost {file}. See what is left: headway ckpt verify") from None
+
+
+def contents(path: str | Path) -> Contents:
+    """Return what is in a checkpoint, or in the newest one in a folder of `step-<n>`.
+
+    A folder of safetensors files, or of torch.save files, counts as one checkpoint. Raises `InputError` when there is
+    none, `FormatError` when it is damaged too much to tell.
+    """
+    url = url_of(path)
+    if url is not None:
+        return contents_of(checkpoint_at(url))
+    path = Path(path)
+    if path.is_file():
+        return _of_file(path)
+    if (path / METADATA).exists() or is_own(path):
+        return contents_of(LocalStore(path))
+    steps = committed(path)
+    if steps:
+        return contents(steps[-1].path)
+    for endings in (".safetensors", PICKLED):
+        files = sorted(file for file in path.glob("*") if file.name.endswith(endings) and file.is_file())
+        if files:
+            return _joined(path, [_of_file(file) for file in files])
+    raise InputError(f"{path} holds no checkpoint. Name the folder of one, or a torch.save or safetensors file.")
+
+
+def _joined(path: Path, parts: list[Contents]) -> Contents:
+    """Return the contents of the files of a folder as those of one checkpoint."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        twice = next((fqn for fqn in part.tensors if fqn in tensors), None)
+        if twice is not None:
+            raise InputError(f"two files of {path} hold a tensor {twice!r}: it is several checkpoints. Name one file.")
+        tensors |= part.tensors
+    return Contents(LocalStore(path), parts[0].format, tensors, {})
+
+
+def contents_of(store: Store) -> Contents:
+    """Return what is in the checkpoint, ours or a stock DCP one, that a store is rooted at; see `contents`."""
+    record = commit_record(store)
+    data = _metadata(store, record)
+    metadata = read_metadata(data, f"{store.place}/{METADATA}")
+    objects = dict(metadata.objects)
+    if record is not None:
+        objects = _own_objects(list(manifests_of(store, record).values())) or objects
+    tensors = {
+        fqn: Tensor(
+            tensor.dtype,
+            tensor.shape,
+            tuple(
+                StoredBox(Box(chunk.offsets, chunk.lengths), chunk.file, chunk.record_offset, chunk.record_bytes)
+                for chunk in tensor.chunks
+            ),
+        )
+        for fqn, tensor in metadata.tensors.items()
+    }
+    return Contents(store, "dcp" if record is None else "headway", tensors, objects, record)
+
+
+def _metadata(store: Store, record: CommitRecord | None) -> bytes:
+    """Return the bytes of `.metadata`; of a checkpoint of ours as they were committed, from wherever that is known."""
+    committed_bytes = None if record is None else rebuild(store, record, METADATA)
+    if committed_bytes is not None:
+        return committed_bytes
+    try:
+        return bytes(store.read(METADATA))
+    except FileNotFoundError:
+        raise FormatError(f"{store.place} has lost its {METADATA}. Check what is left: headway ckpt verify") from None
+
+
+def _own_objects(manifests: list[RankManifest]) -> dict[str, Record]:
+    return {
+        fqn if rank in (None, 0) else f"{fqn}@rank{rank}": Record(entry.file, entry.record_offset, entry.record_bytes)
+        for fqn, entries in merged_objects(manifests).items()
+        for rank, entry in entries.items()
+    }
+
+
+def _of_file(path: Path) -> Contents:
+    store, name = LocalStore(path.parent), path.name
+    data = store.read(name)
+    size = memoryview(data).nbytes
+    if is_safetensors(data, size):
+        header = read_header(memoryview(data)[: max(HEAD_BYTES, _header_bytes(data))], size, str(path))
+        tensors = {
+            fqn: Tensor(
+                told.dtype, told.shape, (StoredBox(whole(told.shape), name, told.offset, told.num_bytes, None, True),)
+            )
+            for fqn, told in header.tensors.items()
+        }
+        return Contents(store, "safetensors", tensors, {})
+    saved = read_legacy(data, str(path)) if is_legacy(data) else read_saved(data, str(path))
+    found = {stored.fqn or "tensor": _tensor_of(saved, stored, name) for stored in saved.tensors}
+    return Contents(store, "torch.save", found, {})
+
+
+def _header_bytes(data: Buffer) -> int:
+    return 8 + int.from_bytes(bytes(memoryview(data)[:8]), "little")
+
+
+def _tensor_of(saved: Saved, stored: Stored, name: str) -> Tensor:
+    start, size = saved.storages.get(stored.storage, (0, 0))
+    return Tensor(stored.dtype, stored.shape, (StoredBox(whole(stored.shape), name, start, size, stored),))
+
+
+def bits(held: Contents, tensor: Tensor, stored: StoredBox) -> NDArray[np.uint8]:
+    """Return the elements of a stored box as bytes: uint8 `[*lengths, item bytes]`, a view where that can be.
+
+    Raises `FormatError` when the record does not hold what the metadata says.
+    """
+    item = ITEM_BYTES[tensor.dtype]
+    stop = stored.record_offset + stored.record_bytes
+    data = np.frombuffer(held.read(stored.file, stored.record_offset, stop), np.uint8)
+    layout, run = stored.layout, data
+    if layout is None and not stored.is_plain:
+        saved = read_saved(data.data, stored.file)
+        if [(one.dtype, one.shape) for one in saved.tensors] != [(tensor.dtype, stored.box.lengths)]:
+            raise FormatError(f"{stored.file} does not hold what {METADATA} says. Check it: headway ckpt verify")
+        layout = saved.tensors[0]
+        start, size = saved.storages[layout.storage]
+        run = data[start : start + size]
+    shape = (*stored.box.lengths, item)
+    if layout is None:
+        return np.reshape(run, shape)
+    strides = (*(stride * item for stride in layout.strides), 1)
+    first = layout.storage_offset * item
+    last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
+    if last >= max(run.size, 1):
+        raise FormatError(f"{stored.file} holds too few bytes for {list(shape[:-1])}. Check it: headway ckpt verify")
+    return np.lib.stride_tricks.as_strided(run[first:], shape, strides, writeable=False)
+
+
+def boxes_of(held: Contents) -> Iterator[tuple[str, Tensor, StoredBox]]:
+    """Yield every stored box of every tensor."""
+    for fqn, tensor in held.tensors.items():
+        yield from ((fqn, tensor, stored) for stored in tensor.boxes)

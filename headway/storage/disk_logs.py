@@ -1,0 +1,199 @@
+"""Failure logs of real disks: totals per model at some dates, and lifetimes of single drives.
+
+`read_totals` reads a CSV with a row per model and columns model, size,
+n_unique (disks ever seen), drive_days, failed, all cumulative; two dates give
+a window of failures (`windows`). `read_lifetimes` reads a CSV with a row per
+drive and columns model, capacity_bytes, min_date, max_date, first_fail. Both
+are forms in which Backblaze's public records are passed on.
+
+>>> before = {"st4": Totals("st4", 4e12, 3e3, 1e5, 10.0)}
+>>> after = {"st4": Totals("st4", 4e12, 3e3, 3.7e5, 25.0)}
+>>> windows(before, after)
+[Window(model='st4', capacity_bytes=4000000000000.0, days=90.0, disk_days=270000.0, failures=15.0)]
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import FormatError, InputError
+from headway.core.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """One model of disk up to some date."""
+
+    model: str
+    """Make and model, in small letters."""
+
+    capacity_bytes: float
+    """Of one disk."""
+
+    num_disks: float
+    """Disks ever seen."""
+
+    disk_days: float
+    """Days that they have lived, summed."""
+
+    failures: float
+    """Of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One model of disk between two dates."""
+
+    model: str
+    """Make and model, in small letters."""
+
+    capacity_bytes: float
+    """Of one disk."""
+
+    days: float
+    """Between the dates."""
+
+    disk_days: float
+    """Lived between them."""
+
+    failures: float
+    """Between them."""
+
+    @property
+    def num_disks(self) -> float:
+        """Disks in service, on average."""
+        return self.disk_days / self.days
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetimes:
+    """Drives of one log, `n` of them; days count from the first date in it."""
+
+    models: tuple[str, ...]
+    """Models that occur."""
+
+    capacity_bytes: tuple[float, ...]
+    """Of one disk of each model."""
+
+    model: NDArray[np.int64]
+    """[n] Index into `models`."""
+
+    first: NDArray[np.int64]
+    """[n] Day each was first seen."""
+
+    last: NDArray[np.int64]
+    """[n] Day each was last seen."""
+
+    failed: NDArray[np.bool_]
+    """[n] Whether it failed on its last day."""
+
+    @property
+    def num_days(self) -> int:
+        """Days that the log covers."""
+        return int(self.last.max()) + 1
+
+
+def read_totals(path: str | Path) -> dict[str, Totals]:
+    """Read model -> totals; rows of one model (its name written in several ways) are added up.
+
+    Raises `InputError` when the file cannot be read, `FormatError` naming line and column otherwise.
+    """
+    found: dict[str, Totals] = {}
+    for line, row in _rows(path, ("model", "size", "n_unique", "drive_days", "failed")):
+        name = " ".join(row["model"].lower().split())
+        disks, days, failures = (_number(path, line, row, key) for key in ("n_unique", "drive_days", "failed"))
+        if failures > disks:
+            raise FormatError(f"{path}, line {line}: {failures:g} failures of {disks:g} disks. Correct that row.")
+        known = found.get(name, Totals(name, float(parse_bytes(row["size"])), 0, 0, 0))
+        found[name] = Totals(
+            name, known.capacity_bytes, known.num_disks + disks, known.disk_days + days, known.failures + failures
+        )
+    return found
+
+
+def windows(before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_disks: int = 1000) -> list[Window]:
+    """Return what happened to each model between two dates; models that are new count from nothing.
+
+    The days between are those that the steadiest model of at least
+    `least_disks` disks has lived: no disk lives more. Raises `InputError`
+    when a total falls (the dates are the wrong way round) or nothing is left.
+    """
+    lived = {}
+    for name, total in after.items():
+        past = before.get(name, Totals(name, total.capacity_bytes, 0, 0, 0))
+        days, failures = total.disk_days - past.disk_days, total.failures - past.failures
+        if days < 0 or failures < 0:
+            raise InputError(
+                f"{name}: {days:g} disk-days and {failures:g} failures between two dates; totals only rise. "
+                "Give the older log first."
+            )
+        lived[name] = (total, days, failures)
+    known = [days / total.num_disks for name, (total, days, _) in lived.items() if total.num_disks >= least_disks
+             and name in before]  # fmt: skip
+    if not known or max(known) <= 0:
+        raise InputError(f"no model of {least_disks} disks lived between the two logs; give logs of different dates.")
+    return [
+        Window(name, total.capacity_bytes, max(known), days, failures)
+        for name, (total, days, failures) in lived.items()
+        if days > 0
+    ]
+
+
+def read_lifetimes(path: str | Path) -> Lifetimes:
+    """Read a log of single drives.
+
+    Raises `InputError` when the file cannot be read, `FormatError` naming the
+    line when dates are not dates, or a drive was last seen before it was first seen.
+    """
+    rows = []
+    names: dict[str, float] = {}
+    for line, row in _rows(path, ("model", "capacity_bytes", "min_date", "max_date", "first_fail")):
+        try:
+            first, last = (date.fromisoformat(row[key]).toordinal() for key in ("min_date", "max_date"))
+        except ValueError as cause:
+            raise FormatError(f"{path}, line {line}: {cause}. Write dates as 2013-12-31.") from cause
+        if last < first:
+            raise FormatError(f"{path}, line {line}: last seen {row['max_date']}, first seen later. Correct that row.")
+        names.setdefault(row["model"], _number(path, line, row, "capacity_bytes"))
+        rows.append((list(names).index(row["model"]), first, last, bool(row["first_fail"].strip())))
+    if not rows:
+        raise FormatError(f"{path} holds no drive. Give a log with a row per drive.")
+    model, first_day, last_day, failed = (np.array(column) for column in zip(*rows, strict=True))
+    begin = int(first_day.min())
+    return Lifetimes(tuple(names), tuple(names.values()), model, first_day - begin, last_day - begin, failed)
+
+
+def _rows(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (line, row) of a CSV that has these columns."""
+    try:
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            missing = [name for name in columns if name not in (reader.fieldnames or ())]
+            if missing:
+                raise FormatError(f"{path} has no column {', '.join(missing)}. Give a CSV with {', '.join(columns)}.")
+            for row in reader:
+                if any(row[name] is None for name in columns):
+                    raise FormatError(f"{path}, line {reader.line_num}: too few columns. Correct that row.")
+                yield reader.line_num, row
+    except OSError as cause:
+        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a CSV file.") from cause
+    except UnicodeDecodeError as cause:
+        raise FormatError(f"{path} is not text in UTF-8. Give a CSV file.") from cause
+
+
+def _number(path: str | Path, line: int, row: Mapping[str, str], key: str) -> float:
+    """Return a number >= 0 of a row."""
+    try:
+        value = float(row[key])
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise FormatError(f"{path}, line {line}: {key} is {row[key]!r}. Write a number >= 0.")
+    return value

@@ -1,0 +1,44 @@
+"""What checking a checkpoint found so far: places of damage, bytes checked, bytes that cannot be.
+
+>>> findings = Findings()
+>>> for start in (0, 4096, 12288):
+...     findings.add("a.distcp", "w", start, "block", 4096)
+>>> [(damage.offset_bytes, damage.num_bytes) for damage in findings.damaged]
+[(0, 8192), (12288, 4096)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headway.core.pace import Pace
+from headway.storage.damage import Damage
+
+
+@dataclass(slots=True)
+class Findings:
+    """What checking a checkpoint found so far."""
+
+    pace: Pace = field(default_factory=Pace)
+    """Holds the reading back to a rate."""
+
+    damaged: list[Damage] = field(default_factory=list)
+    """Places that differ, in the order of their files; neighbours of one kind are one."""
+
+    checked_bytes: int = 0
+    """Bytes that were held to a checksum, or to a rule that a flipped bit breaks."""
+
+    unchecked_bytes: int = 0
+    """Bytes for which there is no checksum."""
+
+    notes: list[str] = field(default_factory=list)
+    """What a person should know, and what is no damage."""
+
+    def add(self, file: str, tensor: str | None, offset_bytes: int, what: str, num_bytes: int = 0) -> None:
+        """Note a damaged place; one that goes on where the last one of its kind ended makes that one longer."""
+        last = self.damaged[-1] if self.damaged else None
+        goes_on = last is not None and last.num_bytes > 0 and last.offset_bytes + last.num_bytes == offset_bytes
+        if last is not None and goes_on and (last.file, last.tensor, last.what) == (file, tensor, what):
+            self.damaged[-1] = Damage(file, tensor, last.offset_bytes, what, last.num_bytes + num_bytes)
+        else:
+            self.damaged.append(Damage(file, tensor, offset_bytes, what, num_bytes))

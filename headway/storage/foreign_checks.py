@@ -1,0 +1,232 @@
+"""Whether a checkpoint that somebody else wrote is whole: stock DCP, torch.save, safetensors.
+
+Torch writes a CRC-32 into every record and never looks at it; here it is
+looked at, and so is every byte of the container around it (`zip_format`).
+What the metadata says is held to what the records say: dtypes, shapes, and
+that the stored boxes tile every tensor. safetensors, and torch.save before
+1.6, have no checksum: their structure is checked, their elements are
+reported as unchecked. Nothing is unpickled but by `safe_pickle`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from headway.core.errors import FormatError
+from headway.storage.boxes import Box, cover_fault
+from headway.storage.dcp_format import Chunk, DcpMetadata, Record, read_metadata
+from headway.storage.findings import Findings
+from headway.storage.manifest import METADATA
+from headway.storage.records import Saved, is_legacy, read_legacy, read_saved
+from headway.storage.safetensors_format import is_safetensors, read_header
+from headway.storage.store import Store
+from headway.storage.zip_format import entries, faults, has_checksums, is_zip
+
+TORCH_ENTRIES = {"data.pkl", "byteorder", ".format_version"}
+"""Names by which a zip archive is known as torch.save's, also where a flipped bit has spoiled one of them."""
+
+HEAD_BYTES = 1 << 20
+"""What is read of a safetensors file at first; longer headers are read again."""
+
+OF_ONE_RANK = re.compile(r"__\d+\.metadata")
+"""What metadata is called where ranks saved without talking to each other (`use_collectives=False`)."""
+
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+"""What files that torch.save wrote are called."""
+
+
+def check_dcp(store: Store, findings: Findings, *, deep: bool = True) -> None:
+    """Check a stock DCP checkpoint; without `deep` the payloads' CRCs are left out."""
+    sizes = store.list()
+    names = [METADATA] if METADATA in sizes else [name for name in sizes if OF_ONE_RANK.fullmatch(name)]
+    if not names:
+        findings.add(METADATA, None, 0, "missing")
+        findings.notes.append(f"without {METADATA} nobody knows what is in the other files: was the save cut short?")
+        return
+    told = [_read_metadata(store, name, findings) for name in names]
+    found = [metadata for metadata in told if metadata is not None]
+    for metadata in found:
+        for fqn, record in sorted(metadata.records(), key=lambda pair: (pair[1].file, pair[1].record_offset)):
+            _check_record(store, metadata, fqn, record, sizes.get(record.file), findings, deep=deep)
+    if len(found) == len(names):
+        _note_unclaimed(found, {name: size for name, size in sizes.items() if name not in names}, findings)
+
+
+def _read_metadata(store: Store, name: str, findings: Findings) -> DcpMetadata | None:
+    """Read one metadata file, and hold what it says to itself."""
+    data = bytes(store.read(name))
+    findings.checked_bytes += len(data)
+    try:
+        metadata = read_metadata(data, name)
+    except FormatError as cause:
+        findings.add(name, None, 0, "pickle", len(data))
+        findings.notes.append(str(cause))
+        return None
+    strange = [fqn for fqn, path in metadata.paths.items() if ".".join(map(str, path)) != fqn]
+    if 2 * len(strange) < len(metadata.paths):  # a planner that names in its own way differs everywhere
+        for fqn in strange:
+            findings.add(name, fqn, 0, "name", len(data))
+    for fqn, tensor in metadata.tensors.items() if name == METADATA else ():
+        fault = cover_fault(tensor.shape, [Box(chunk.offsets, chunk.lengths) for chunk in tensor.chunks])
+        if fault is not None:
+            findings.add(name, fqn, 0, "boxes", len(data))
+            findings.notes.append(f"the stored boxes of {fqn!r} are not the whole of it: {fault}")
+    return metadata
+
+
+def _check_record(
+    store: Store,
+    metadata: DcpMetadata,
+    fqn: str,
+    record: Record,
+    size: int | None,
+    findings: Findings,
+    *,
+    deep: bool,
+) -> None:
+    """Check one record: that it is there, its archive, and that it is the tensor that the metadata says."""
+    start, stop = record.record_offset, record.record_offset + record.record_bytes
+    if size is None or size < stop:
+        what = "missing" if size is None else "truncated"
+        findings.add(record.file, fqn, start, what, record.record_bytes)
+        return
+    if record.transforms:
+        findings.unchecked_bytes += record.record_bytes
+        return
+    findings.pace.wait(record.record_bytes)
+    data = store.read(record.file, start, stop)
+    findings.checked_bytes += record.record_bytes
+    found = list(faults(data, payloads=deep))
+    for fault in found:
+        findings.add(record.file, fqn, start + fault.offset, fault.what, fault.num_bytes)
+    if found or not isinstance(record, Chunk):
+        return
+    if not has_checksums(entries(data, record.file)):
+        findings.unchecked_bytes += record.record_bytes
+    try:
+        stored = read_saved(data, record.file).tensors
+        facts = [(tensor.dtype, tensor.shape) for tensor in stored]
+    except FormatError as cause:
+        findings.add(record.file, fqn, start, "pickle", record.record_bytes)
+        findings.notes.append(str(cause))
+        return
+    # a tensor that is a class of its own holds others, which may be anything
+    if len(facts) == 1 and facts != [(metadata.tensors[fqn].dtype, record.lengths)]:
+        findings.add(record.file, fqn, start, "facts", record.record_bytes)
+        told = f"{metadata.tensors[fqn].dtype} {list(record.lengths)}"
+        findings.notes.append(f"{fqn!r} is {told} in {METADATA}, but its record holds {facts}")
+
+
+def _note_unclaimed(found: Sequence[DcpMetadata], sizes: Mapping[str, int], findings: Findings) -> None:
+    """Note files and ends of files that no record claims."""
+    claimed: dict[str, int] = {}
+    for _, record in (pair for metadata in found for pair in metadata.records()):
+        claimed[record.file] = max(claimed.get(record.file, 0), record.record_offset + record.record_bytes)
+    for name, stop in sorted(claimed.items()):
+        if sizes.get(name, 0) > stop:
+            findings.notes.append(f"{name} has {sizes[name] - stop} bytes behind its last record")
+    extra = sorted(set(sizes) - set(claimed))
+    if extra:
+        more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
+        findings.notes.append(f"not part of the checkpoint: {', '.join(extra[:3])}{more}")
+
+
+def check_file(store: Store, name: str, size: int, findings: Findings, *, deep: bool = True) -> str | None:
+    """Check one file of `size` bytes by what it is; return its format, or None where it is no checkpoint's."""
+    head = store.read(name, 0, HEAD_BYTES)
+    tail = bytes(memoryview(store.read(name, max(0, size - 22), size))[:4])
+    if is_zip(head) or tail == b"PK\x05\x06":
+        return _check_zip(store, name, size, findings, deep=deep)
+    if is_legacy(head):
+        return _check_legacy(store, name, size, findings)
+    if is_safetensors(head, size) or name.endswith(".safetensors"):
+        return _check_safetensors(store, name, size, findings)
+    if name.endswith(PICKLED):
+        findings.add(name, None, 0, "header", size)
+        findings.notes.append(f"{name} is no file that torch.save wrote: it begins as none does")
+        return "torch.save"
+    return None
+
+
+def _check_zip(store: Store, name: str, size: int, findings: Findings, *, deep: bool) -> str | None:
+    """Check a torch.save zip; None where it is another program's."""
+    findings.pace.wait(size)
+    data = store.read(name)
+    try:
+        listed = entries(data, name)
+    except FormatError:
+        listed = []
+    told = {entry.name.rsplit("/", 1)[-1] for entry in listed}
+    if listed and not told & TORCH_ENTRIES and not name.endswith(PICKLED):
+        findings.notes.append(f"{name} is a zip archive, but not torch.save's: it holds no data.pkl")
+        return None
+    saved: Saved | None = None
+    found = list(faults(data, payloads=deep))
+    try:
+        saved = read_saved(data, name, listed) if listed else None
+    except FormatError as cause:
+        findings.notes.append(str(cause))
+        if not found:
+            findings.add(name, None, 0, "pickle", size)
+    if not has_checksums(listed):
+        findings.unchecked_bytes += size
+    findings.checked_bytes += size
+    for fault in found:
+        key = (fault.entry or "").rpartition("/data/")[2]
+        findings.add(name, saved.names_of(key) if saved else None, fault.offset, fault.what, fault.num_bytes)
+    return "torch.save"
+
+
+def _check_legacy(store: Store, name: str, size: int, findings: Findings) -> str:
+    data = store.read(name)
+    try:
+        saved = read_legacy(data, name)
+        elements = sum(length for _, length in saved.storages.values())
+        findings.unchecked_bytes += elements
+        findings.checked_bytes += size - elements
+        findings.notes.append(f"{name}: torch.save wrote no checksum before 1.6; {elements} bytes are unchecked")
+    except FormatError as cause:
+        findings.add(name, None, 0, "truncated", size)
+        findings.notes.append(str(cause))
+    return "torch.save, before 1.6"
+
+
+def _check_safetensors(store: Store, name: str, size: int, findings: Findings) -> str:
+    head = store.read(name, 0, HEAD_BYTES)
+    if size >= 8:
+        head = store.read(name, 0, max(HEAD_BYTES, 8 + int.from_bytes(bytes(memoryview(head)[:8]), "little")))
+    try:
+        header = read_header(head, size, name)
+        findings.checked_bytes += header.data_offset
+        findings.unchecked_bytes += size - header.data_offset
+        findings.notes.append(
+            f"{name}: safetensors has no checksum; the {size - header.data_offset} bytes of its elements are unchecked"
+        )
+    except FormatError as cause:
+        findings.add(name, None, 0, "header", size)
+        findings.notes.append(str(cause))
+    return "safetensors"
+
+
+def check_folder(store: Store, sizes: Mapping[str, int], findings: Findings, *, deep: bool = True) -> str | None:
+    """Check the torch.save and safetensors files of a folder, and that it has what an index names.
+
+    `sizes` are the files that lie in it: name -> bytes. Returns the formats, or None where there is no such file.
+    """
+    names = [name for name in sizes if name.endswith((*PICKLED, ".safetensors"))]
+    formats = {check_file(store, name, sizes[name], findings, deep=deep) for name in names} - {None}
+    for index in [name for name in sizes if name.endswith(".index.json")]:
+        try:
+            told = msgspec.json.decode(bytes(store.read(index)))["weight_map"]
+            files = {str(file) for file in told.values()}
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as cause:
+            findings.add(index, None, 0, "index")
+            findings.notes.append(f"{index} cannot be read: {cause}")
+            continue
+        for file in sorted(files - set(sizes)):
+            for fqn in [fqn for fqn, where in told.items() if where == file]:
+                findings.add(file, fqn, 0, "missing")
+    return " and ".join(sorted(str(kind) for kind in formats)) or None

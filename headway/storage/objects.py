@@ -1,0 +1,229 @@
+"""A bucket as a store: S3 and what speaks its protocol, Google, Azure, through obstore.
+
+`ObjectStore` is `store.Store` on the objects below a URL. A large object goes
+up in parts, several at once, and exists when the last one is there; what
+fails on the way is tried again by obstore. Nothing is relied on but S3's own
+promises: an object is whole or not there, a put with `If-None-Match` is done
+by one writer only, a read after a write sees it. Needs the extra `s3`.
+
+    open_store("s3://bucket/run1")            # credentials, region and endpoint from the environment (AWS_...)
+    ObjectStore("s3://bucket/run1", endpoint="http://minio:9000", client_options={"allow_http": True})
+
+obstore's threads do not survive a fork: a process that has used a store must
+not be forked for one that uses stores too. Sizes are bytes.
+
+>>> import tempfile
+>>> store = ObjectStore(f"file://{tempfile.mkdtemp()}")
+>>> store.put("a/b.bin", [b"12", b"34"])
+>>> store.put_if_absent("a/b.bin", b"56"), bytes(store.read("a/b.bin", 1, 3)), store.list("a")
+(False, b'23', {'a/b.bin': 4})
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from headway.core.errors import HeadwayError, InputError
+from headway.core.store_user import claim
+from headway.core.units import MIB
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+T = TypeVar("T")
+
+PART_BYTES = 8 * MIB
+"""What goes up at a time; a larger object goes in parts of this size (S3 wants at least 5 MiB)."""
+
+PARTS_AT_ONCE = 8
+"""Parts that are under way together."""
+
+URL = re.compile(r"(s3|s3a|gs|az|azure|abfs|abfss|https?|file):/+(.+)", re.DOTALL)
+"""What names a bucket; one slash is left of it where it went through a path."""
+
+
+def url_of(place: str | Path) -> str | None:
+    """Return the URL that a place is, or None where it is a folder.
+
+    >>> url_of(Path("s3://bucket/run1")), url_of("checkpoints/run1")
+    ('s3://bucket/run1', None)
+    """
+    match = URL.fullmatch(str(place))
+    if match is None:
+        if "://" in str(place):
+            raise InputError(f"{place} is no URL of a store that is known. Use s3://, gs://, az:// or a folder.")
+        return None
+    return f"{match[1]}://{'/' if match[1] == 'file' else ''}{match[2].rstrip('/')}"
+
+
+def open_store(url: str) -> ObjectStore:
+    """Return the store below a URL; the environment says how it is reached."""
+    return ObjectStore(url)
+
+
+class ObjectStore:
+    """Objects below a URL, by name; see `store.Store` for what the methods promise.
+
+    `InputError` says what a user can mend (no such bucket, no access), `HeadwayError` that the network failed.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        """Connect to nothing yet; `options` are those of `obstore.store.from_url`.
+
+        Raises `InputError` without the extra `s3`, for a URL that is none, and in a process forked from one that has
+        used a store.
+        """
+        try:
+            import obstore
+            from obstore.store import from_url
+        except ImportError as error:
+            raise InputError("object stores need the extra `s3`. Install it: pip install 'headway[s3]'.") from error
+        claim()
+        self._url, self._options = url.rstrip("/"), options
+        self._obstore = obstore
+        self._client: Any = self._tried(self._url, lambda: from_url(self._url, **options))
+
+    @property
+    def place(self) -> str:
+        """The URL."""
+        return self._url
+
+    def under(self, prefix: str) -> ObjectStore:
+        """Return the store of what lies under the folder `prefix`."""
+        return ObjectStore(f"{self._url}/{prefix}", **self._options)
+
+    def put(self, name: str, parts: Iterable[Buffer]) -> None:
+        """See `Store.put`: readers see the object once all of it is there."""
+        pieces = _pieces(parts)
+        first = next(pieces, b"")
+        second = next(pieces, None)
+        if second is None:
+            self._tried(name, lambda: self._obstore.put(self._client, name, first, use_multipart=False))
+            return
+        chained = (piece for group in ((first, second), pieces) for piece in group)
+        self._tried(
+            name,
+            lambda: self._obstore.put(
+                self._client, name, chained, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE
+            ),
+        )
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """See `Store.put_if_absent`. A put whose answer was lost and that was tried again is known by its bytes."""
+        return self._put_if(name, data, "create")
+
+    def put_if_same(self, name: str, data: bytes, tag: str) -> bool:
+        """Write `data` in the place of the object that has this `tag`; say whether that one was there still."""
+        return self._put_if(name, data, {"e_tag": tag})
+
+    def tag(self, name: str) -> str:
+        """Return what changes with the content of an object. Raises `FileNotFoundError`."""
+        return str(self._tried(name, lambda: self._obstore.head(self._client, name))["e_tag"])
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
+        """See `Store.read`: one request, of that range only."""
+        get = self._obstore
+        if stop is not None and stop <= start:
+            return b""
+        try:
+            if stop is not None:
+                found: Buffer = self._tried(name, lambda: get.get_range(self._client, name, start=start, end=stop))
+                return found
+            options = {"range": {"offset": start}} if start else None
+            whole: Buffer = self._tried(name, lambda: get.get(self._client, name, options=options).bytes())
+            return whole
+        except _PastEndError:
+            return b""
+
+    def list(self, prefix: str = "") -> dict[str, int]:
+        """See `Store.list`."""
+        return {entry["path"]: int(entry["size"]) for entry in self._entries(prefix)}
+
+    def folders(self) -> tuple[str, ...]:
+        """Return the names of the folders at the top, sorted."""
+        found = self._tried(self._url, lambda: self._obstore.list_with_delimiter(self._client))
+        return tuple(sorted(str(name).rstrip("/") for name in found["common_prefixes"]))
+
+    def changed_unix_s(self, prefix: str) -> float | None:
+        """Return when the newest object under a folder was written; None where there is none."""
+        return max((entry["last_modified"].timestamp() for entry in self._entries(prefix)), default=None)
+
+    def remove(self, prefix: str) -> None:
+        """See `Store.remove`. Not one act: remove first what others go by."""
+        names = [*self.list(prefix)]
+        with suppress(FileNotFoundError):  # somebody else was first
+            if names:
+                self._tried(prefix, lambda: self._obstore.delete(self._client, names))
+        with suppress(FileNotFoundError):
+            if prefix:
+                self._tried(prefix, lambda: self._obstore.delete(self._client, prefix))
+
+    def _entries(self, prefix: str) -> tuple[Any, ...]:
+        """Return what is known of the objects under a folder, sorted by name."""
+        listed = self._tried(
+            self._url,
+            lambda: [entry for page in self._obstore.list(self._client, prefix or None) for entry in page],
+        )
+        return tuple(sorted(listed, key=lambda entry: str(entry["path"])))
+
+    def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
+        """Write an object on a condition; say whether it is there now as asked."""
+        from obstore.exceptions import AlreadyExistsError, PreconditionError
+
+        try:
+            self._tried(name, lambda: self._obstore.put(self._client, name, data, mode=mode, use_multipart=False))
+        except (AlreadyExistsError, PreconditionError):
+            return bytes(self.read(name)) == data
+        return True
+
+    def _tried(self, name: str, request: Callable[[], T]) -> T:
+        """Return what a request gives; what obstore raises becomes our error that names the object."""
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        try:
+            return request()
+        except (AlreadyExistsError, PreconditionError):
+            raise
+        except (BaseError, OSError, ValueError) as error:
+            place = name if name.startswith(self._url) else f"{self._url}/{name}"
+            raise _told(place, error) from error
+
+
+class _PastEndError(HeadwayError):
+    """A range begins behind the end of its object."""
+
+
+def _told(place: str, error: Exception) -> Exception:
+    """Return our error for one of obstore."""
+    text = str(error)
+    if "NoSuchBucket" in text:
+        return InputError(f"{place}: there is no such bucket. Create it, or check the URL, region and endpoint.")
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"{place} is not there")
+    if "InvalidRange" in text or "416 " in text:
+        return _PastEndError(f"{place} ends before the range that was asked for. Ask for less.")
+    denied = ("AccessDenied", "403 Forbidden", "401 Unauth", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+    if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError") or any(w in text for w in denied):
+        return InputError(f"access to {place} is denied. Pass credentials that may list, read and write it.")
+    first = text.partition("\n")[0]
+    return HeadwayError(f"{place} cannot be reached: {first}. Check the network and the endpoint, then try again.")
+
+
+def _pieces(parts: Iterable[Buffer]) -> Iterator[bytes]:
+    """Yield the same bytes in pieces of `PART_BYTES`, the last one shorter."""
+    open_piece = bytearray()
+    for part in parts:
+        view = memoryview(part).cast("B")
+        while len(view):
+            room = PART_BYTES - len(open_piece)
+            open_piece += view[:room]
+            view = view[room:]
+            if len(open_piece) == PART_BYTES:
+                yield bytes(open_piece)
+                open_piece.clear()
+    if open_piece:
+        yield bytes(open_piece)

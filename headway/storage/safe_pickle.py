@@ -1,0 +1,388 @@
+"""Pickles of checkpoints, read and written without torch and without running anything.
+
+A pickle may name any function and have it called. Here a name never becomes
+the thing it names: every allowed global turns into a fresh, inert class
+(`StandIn`), whose call keeps its arguments and whose state is kept as data;
+a few plain containers of the standard library are themselves. A global that
+is not allowed is an error that names it. The other way round, `dumps` writes
+plain values, and calls and instances of named classes, as protocol 4; so
+DCP's `.metadata` can be written where there is no torch.
+
+>>> data = dumps(Call(Global("torch", "Size"), ((2, 3),)))
+>>> loads(data, "a.pkl").path, loads(data, "a.pkl").args
+('torch.Size', ((2, 3),))
+>>> loads(dumps(Call(Global("os", "system"), ("true",))), "a.pkl")
+Traceback (most recent call last):
+headway.core.errors.FormatError: a.pkl calls os.system, which no checkpoint needs: it may be an attack. Load it only \
+with torch, and only if you trust its writer.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+import re
+import struct
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from headway.core.errors import FormatError, InputError
+
+REAL: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): defaultdict,
+    **{(module, name): kind for module in ("builtins", "__builtin__") for name, kind in {
+        "set": set, "frozenset": frozenset, "complex": complex, "slice": slice, "range": range, "list": list,
+        "dict": dict, "tuple": tuple, "object": object, "int": int, "float": float, "bool": bool,
+    }.items()},
+}  # fmt: skip
+"""Globals that are what they say: containers and numbers, whose making can do no harm."""
+
+ALLOWED: dict[str, frozenset[str]] = {
+    "torch": frozenset({
+        "Size", "device", "dtype", "Tensor", "BoolStorage", "ByteStorage", "CharStorage", "ShortStorage", "IntStorage",
+        "LongStorage", "HalfStorage", "BFloat16Storage", "FloatStorage", "DoubleStorage", "ComplexFloatStorage",
+        "ComplexDoubleStorage", "QInt8Storage", "QUInt8Storage", "QInt32Storage", "float64", "float32", "float16",
+        "bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu",
+        "float4_e2m1fn_x2", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+        "complex32", "complex64", "complex128", "qint8", "quint8", "qint32", "strided", "per_tensor_affine",
+        "per_channel_affine", "sparse_coo", "sparse_csr", "contiguous_format", "preserve_format", "channels_last",
+    }),
+    "torch.storage": frozenset({"UntypedStorage", "TypedStorage", "_load_from_bytes"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "torch.nn.parameter": frozenset({"Parameter", "Buffer", "UninitializedParameter"}),
+    "torch.utils._device": frozenset(),
+    "torch._C": frozenset({"DisableTorchFunctionSubclass"}),
+    "torch._tensor": frozenset({"_rebuild_from_type_v2"}),
+    "torch._utils": frozenset({
+        "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter",
+        "_rebuild_parameter_with_state", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor",
+        "_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_device_tensor_from_numpy",
+        "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_wrapper_subclass",
+    }),
+    "torch.distributed.checkpoint.metadata": frozenset({
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
+        "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    }),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
+    "torch.distributed.checkpoint._fsspec_filesystem": frozenset({"_StorageInfo"}),
+    "torch.distributed.checkpoint.planner_helpers": frozenset(),
+    "torch.distributed._shard.sharded_tensor.metadata": frozenset({"MEM_FORMAT_ENCODING", "TensorProperties"}),
+    "torch.distributed.tensor": frozenset({"DTensor"}),
+    "torch.distributed.tensor._dtensor_spec": frozenset({"DTensorSpec", "TensorMeta"}),
+    "torch.distributed.tensor.placement_types": frozenset({"Shard", "Replicate", "Partial", "_StridedShard"}),
+    "torch.distributed.device_mesh": frozenset({"DeviceMesh"}),
+    "pathlib": frozenset({"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}),
+    "pathlib._local": frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}),
+    "numpy": frozenset({"dtype", "ndarray"}),
+    "numpy.core.multiarray": frozenset({"_reconstruct", "scalar"}),
+    "numpy._core.multiarray": frozenset({"_reconstruct", "scalar"}),
+    "numpy._core.numeric": frozenset({"_frombuffer"}),
+    "_codecs": frozenset({"encode"}),
+    "datetime": frozenset({"datetime", "date", "time", "timedelta", "timezone"}),
+    "argparse": frozenset({"Namespace"}),
+    "copyreg": frozenset({"_reconstructor"}),
+}  # fmt: skip
+"""Module -> names that a checkpoint may use; each becomes a `StandIn` of its own, nothing is imported."""
+
+
+class StandIn:
+    """What a pickle's global becomes: a call keeps its arguments, a state is kept, nothing runs.
+
+    The class stands for the global itself (`torch.float32`), an instance for a call of it or an object of it.
+    """
+
+    path = ""
+    """The global: `module.name`."""
+
+    args: tuple[Any, ...] = ()
+    """What it was called with."""
+
+    state: Any = None
+    """What the object's attributes were set to."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
+        """Keep the arguments."""
+        made = object.__new__(cls)
+        made.args = args
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: `__new__` has kept the arguments."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep an entry that the pickle adds to a subclass of dict."""
+        vars(self).setdefault("entries", []).append((key, value))
+
+    def append(self, value: Any) -> None:
+        """Keep an entry that the pickle adds to a subclass of list."""
+        vars(self).setdefault("entries", []).append(value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an attribute out of the state, where the state is a dict of attributes."""
+        return self.state.get(name, default) if isinstance(self.state, dict) else default
+
+
+class _Reader(pickle.Unpickler):
+    """The standard unpickler, with every way from a name to a thing replaced."""
+
+    def __init__(self, file: io.BytesIO, name: str, lenient: bool, persistent: bool) -> None:
+        super().__init__(file, encoding="utf-8")
+        self._name, self._lenient, self._persistent = name, lenient, persistent
+        self._made: dict[tuple[str, str], type[StandIn]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the inert class that stands for a global."""
+        if (module, name) in REAL:
+            return REAL[module, name]
+        if not self._lenient and name not in ALLOWED.get(module, ()):
+            raise FormatError(
+                f"{self._name} calls {module}.{name}, which no checkpoint needs: it may be an attack. Load it only "
+                "with torch, and only if you trust its writer."
+            )
+        if (module, name) not in self._made:
+            self._made[module, name] = type("StandIn", (StandIn,), {"path": f"{module}.{name}"})
+        return self._made[module, name]
+
+    def persistent_load(self, key: Any) -> Any:
+        """Return the reference to a storage (a tuple), or to a module's class (before torch 1.6), as it stands."""
+        if not self._persistent:
+            raise FormatError(f"{self._name} refers to storages outside of it. Name a torch.save file to read those.")
+        return key[1] if isinstance(key, tuple) and key[:1] == ("module",) else key
+
+
+_OPERANDS = {op.code.encode("latin-1"): 0 if op.arg is None else op.arg.n for op in pickletools.opcodes}
+"""Opcode -> bytes of its operand; -1: a line or two; below: as many as the first 1, 4 or 8 of them say."""
+
+_LENGTH_BYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
+                 pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
+"""What stands for an operand's size in the standard table -> bytes of the length before it."""
+
+_FEW = re.compile(
+    b"(?:%s)*+"
+    % b"|".join(
+        b"[%s].{%d}"
+        % (b"".join(re.escape(code) for code, size in _OPERANDS.items() if size == n and code not in b".r"), n)
+        for n in (0, 1, 2, 4, 8)
+    ),
+    re.DOTALL,
+)
+"""A run of opcodes whose operands have a fixed size; without the end, and without what names a place in the memo."""
+
+
+def _check_sizes(file: io.BytesIO, name: str) -> None:
+    """Raise `FormatError` where the pickle that `file` stands at asks for more memory than such a file can fill.
+
+    The unpickler allocates what a length, or a number of an entry of the memo, says before it looks whether it can
+    be: one flipped bit asks for gigabytes. What is no pickle in other ways is left for it to say.
+    """
+    with file.getbuffer() as data:
+        at, size = file.tell(), len(data)
+        while at < size:
+            run = _FEW.match(data, at)
+            at = run.end() if run else at
+            code, told = bytes(data[at : at + 1]), 0
+            operand = _OPERANDS.get(code, 0)
+            if code == b"r":
+                told, at = int.from_bytes(data[at + 1 : at + 5], "little"), at + 5
+            elif operand in _LENGTH_BYTES:
+                begin = at + 1 + _LENGTH_BYTES[operand]
+                told = int.from_bytes(data[at + 1 : begin], "little")
+                at = begin + told
+            elif operand == pickletools.UP_TO_NEWLINE:
+                stop = at + 1
+                for _ in range(2 if code in (b"c", b"i") else 1):
+                    line = re.compile(b"[^\n]*+\n?").match(data, stop)
+                    stop = line.end() if line else size
+                told = int(data[at + 1 : stop]) if code == b"p" and bytes(data[at + 1 : stop]).strip().isdigit() else 0
+                at = stop
+            else:
+                return
+            if told > size:
+                raise FormatError(
+                    f"{name} is no whole pickle: it asks for room for {told}. Check it: headway ckpt verify"
+                )
+
+
+def load_from(file: io.BytesIO, name: str, *, lenient: bool = False, persistent: bool = False) -> Any:
+    """Read one pickle from where `file` stands; see `loads`. The file is left behind it."""
+    _check_sizes(file, name)
+    try:
+        return _Reader(file, name, lenient, persistent).load()
+    except FormatError:
+        raise
+    except Exception as cause:  # a damaged pickle may raise anything; all of it means the same
+        why = f"{type(cause).__name__}: {cause}"
+        raise FormatError(f"{name} is no whole pickle ({why}). Check it: headway ckpt verify") from cause
+
+
+def loads(data: bytes, name: str, *, lenient: bool = False, persistent: bool = False) -> Any:
+    """Return the value that a pickle holds, with a `StandIn` for every class and function that it names.
+
+    `name` is the file's, for messages. With `lenient` unknown globals become stand-ins too, as inert as the others
+    (a user's own classes in a torch.save file); `persistent` allows references to storages, which stay tuples.
+    Raises `FormatError` for a global that is not allowed and for bytes that are no whole pickle.
+    """
+    return load_from(io.BytesIO(data), name, lenient=lenient, persistent=persistent)
+
+
+def path_of(value: Any) -> str:
+    """Return which global a stand-in is, is an instance of, or was called from; "" for anything else.
+
+    >>> path_of(loads(dumps(Global("torch", "float32")), "a.pkl"))
+    'torch.float32'
+    """
+    kind = value if isinstance(value, type) else type(value)
+    return kind.path if issubclass(kind, StandIn) else ""
+
+
+class Global(NamedTuple):
+    """A class, function or constant, by its module and name."""
+
+    module: str
+    name: str
+
+
+class Call(NamedTuple):
+    """What a function returns when it is called."""
+
+    function: Global
+    args: tuple[Any, ...]
+
+
+class Instance(NamedTuple):
+    """An object of a class: made by `__new__` without arguments, then given a state."""
+
+    kind: Global
+    state: Any = None
+
+
+class Pairs(NamedTuple):
+    """A dict of which the keys are objects: written as a dict."""
+
+    entries: tuple[tuple[Any, Any], ...]
+
+
+def dumps(value: Any) -> bytes:
+    """Return a pickle (protocol 4) of plain values, `Global`s, `Call`s, `Instance`s and `Pairs`.
+
+    Plain: None, bool, int, float, str, bytes, tuple, list, dict. Raises `InputError` for anything else.
+    """
+    writer = _Writer()
+    writer.write(value)
+    return b"\x80\x04" + b"".join(writer.parts) + b"."
+
+
+class _Writer:
+    """Emits opcodes; strings, globals and calls are written once and recalled afterwards."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._memo: dict[Any, bytes] = {}
+
+    def write(self, value: Any) -> None:
+        emit = EMITTERS.get(type(value))
+        if emit is None:
+            raise InputError(f"a {type(value).__name__} cannot be pickled here: {value!r:.80}. Use plain values only.")
+        emit(self, value)
+
+    def recalled(self, key: Any) -> bool:
+        """Emit a recall of `key` where it has been written before."""
+        if key in self._memo:
+            self.parts.append(self._memo[key])
+            return True
+        return False
+
+    def remember(self, key: Any) -> None:
+        """Let the next `key` be a recall of what now stands on the stack."""
+        index = len(self._memo)
+        short = index < 256
+        # its number is implied: a flipped bit in one that is written could ask for gigabytes
+        self.parts.append(b"\x94")
+        self._memo[key] = b"h" + bytes([index]) if short else b"j" + struct.pack("<I", index)
+
+
+def _int(writer: _Writer, value: int) -> None:
+    if -(2**31) <= value < 2**31:
+        writer.parts.append(b"J" + struct.pack("<i", value))
+    else:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        writer.parts.append(b"\x8a" + bytes([len(data)]) + data)
+
+
+def _str(writer: _Writer, value: str) -> None:
+    if not writer.recalled(value):
+        data = value.encode("utf-8", "surrogatepass")
+        writer.parts.append(b"X" + struct.pack("<I", len(data)) + data)
+        writer.remember(value)
+
+
+def _bytes(writer: _Writer, value: bytes) -> None:
+    writer.parts.append(b"B" + struct.pack("<I", len(value)) + value)
+
+
+def _tuple(writer: _Writer, value: tuple[Any, ...]) -> None:
+    if len(value) > 3:
+        writer.parts.append(b"(")
+    for entry in value:
+        writer.write(entry)
+    writer.parts.append({0: b")", 1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(value), b"t"))
+
+
+def _list(writer: _Writer, value: list[Any]) -> None:
+    writer.parts.append(b"](")
+    for entry in value:
+        writer.write(entry)
+    writer.parts.append(b"e")
+
+
+def _pairs(writer: _Writer, entries: Iterable[tuple[Any, Any]]) -> None:
+    writer.parts.append(b"}(")
+    for key, entry in entries:
+        writer.write(key)
+        writer.write(entry)
+    writer.parts.append(b"u")
+
+
+def _global(writer: _Writer, value: Global) -> None:
+    if not writer.recalled(value):
+        writer.parts.append(f"c{value.module}\n{value.name}\n".encode())
+        writer.remember(value)
+
+
+def _call(writer: _Writer, value: Call) -> None:
+    _global(writer, value.function)
+    _tuple(writer, value.args)
+    writer.parts.append(b"R")
+
+
+def _instance(writer: _Writer, value: Instance) -> None:
+    _global(writer, value.kind)
+    writer.parts.append(b")\x81")
+    if value.state is not None:
+        writer.write(value.state)
+        writer.parts.append(b"b")
+
+
+EMITTERS: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): lambda writer, value: writer.parts.append(b"N"),
+    bool: lambda writer, value: writer.parts.append(b"\x88" if value else b"\x89"),
+    int: _int,
+    float: lambda writer, value: writer.parts.append(b"G" + struct.pack(">d", value)),
+    str: _str,
+    bytes: _bytes,
+    tuple: _tuple,
+    list: _list,
+    dict: lambda writer, value: _pairs(writer, value.items()),
+    Pairs: lambda writer, value: _pairs(writer, value.entries),
+    Global: _global,
+    Call: _call,
+    Instance: _instance,
+}
+"""Type -> how it is written."""

@@ -1,0 +1,174 @@
+"""Whether a checkpoint is what was written: ours, stock DCP's, torch.save's or safetensors'.
+
+Use it before trusting a checkpoint, and from time to time on those that are
+kept. It never imports torch and never unpickles but by `safe_pickle`, so it
+is safe on files of strangers. Ours is held to its digests, the others to
+the checksums that they carry, and to their structure; what has no checksum
+is reported as unchecked. Sizes and offsets are bytes.
+
+>>> import tempfile
+>>> verify(tempfile.mkdtemp()).status
+'not_a_checkpoint'
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.core.errors import InputError
+from headway.core.pace import Pace
+from headway.storage import parity
+from headway.storage.commit import committed, is_own
+from headway.storage.damage import Damage
+from headway.storage.draft import LEFTOVER
+from headway.storage.findings import Findings
+from headway.storage.foreign_checks import check_dcp, check_file, check_folder
+from headway.storage.manifest import COMMIT, COPIES, METADATA, CommitRecord
+from headway.storage.object_commit import checkpoint_at
+from headway.storage.objects import url_of
+from headway.storage.own_checks import check_own
+from headway.storage.sidecars import commit_record, rebuild
+from headway.storage.store import LocalStore, Store
+
+Status = Literal["good", "repairable", "lost", "not_a_checkpoint"]
+
+DCP_SUFFIX = ".distcp"
+"""What the files of a stock DCP checkpoint are called."""
+
+EXIT_CODES: dict[Status, int] = {"good": 0, "repairable": 3, "lost": 3, "not_a_checkpoint": 2}
+"""Status -> what `headway ckpt verify` exits with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `verify` found."""
+
+    path: str
+    """What was verified: the checkpoint itself, also where a folder of checkpoints was named."""
+
+    format: str
+    """`headway`, `dcp`, `torch.save`, `safetensors`; "" where it is no checkpoint."""
+
+    status: Status
+    """`good`; `repairable`: damaged, and what is needed to rebuild it is there; `lost`: damaged for good."""
+
+    damaged: tuple[Damage, ...] = ()
+    """Every place that differs from what was written."""
+
+    checked_bytes: int = 0
+    """Bytes that were held to a checksum or to the rules of the format."""
+
+    unchecked_bytes: int = 0
+    """Bytes that have no checksum."""
+
+    root: str | None = None
+    """Merkle root of a checkpoint of ours, as it was committed."""
+
+    notes: tuple[str, ...] = ()
+    """What a person should know, and what is no damage."""
+
+    @property
+    def exit_code(self) -> int:
+        """What the command exits with: 0 good, 3 damaged, 2 no checkpoint."""
+        return EXIT_CODES[self.status]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `headway ckpt verify --json` prints."""
+        return {
+            "schema": "headway.ckpt.verify/1",
+            "path": self.path,
+            "format": self.format,
+            "status": self.status,
+            "damaged": [damage.to_json() for damage in self.damaged],
+            "checked_bytes": self.checked_bytes,
+            "unchecked_bytes": self.unchecked_bytes,
+            "root": self.root,
+            "notes": list(self.notes),
+        }
+
+
+def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> Report:
+    """Check a checkpoint, or the newest one in a folder of `step-<n>`.
+
+    `path` is a folder (ours, stock DCP, or of torch.save or safetensors files), one such file, or a URL. Without `deep`
+    elements are not read: sizes, metadata and containers only. `bytes_per_s` bounds the rate of reading; 0 does not.
+    Raises `InputError` when there is nothing at `path`.
+    """
+    url = url_of(path)
+    if url is not None:
+        return verify_store(checkpoint_at(url), deep=deep, bytes_per_s=bytes_per_s)
+    path, findings = Path(path), Findings(Pace(bytes_per_s))
+    if not path.exists():
+        raise InputError(f"there is nothing at {path}. Name the folder of a checkpoint, or a file of one.")
+    if path.is_file():
+        if path.suffix == DCP_SUFFIX or path.name in (METADATA, COMMIT):
+            raise InputError(
+                f"{path} is a part of a distributed checkpoint. Name the folder that holds its {METADATA}."
+            )
+        kind = check_file(LocalStore(path.parent), path.name, path.stat().st_size, findings, deep=deep)
+        return _report(path, kind, findings)
+    if not path.is_dir():
+        raise InputError(f"{path} is neither a folder nor a file. Name the folder of a checkpoint, or a file of one.")
+    if LEFTOVER.fullmatch(path.name):
+        return _report(path, None, Findings(notes=["it is a save that was never committed"]))
+    if is_own(path) or (path / METADATA).exists() or next(path.glob(f"*{DCP_SUFFIX}"), None):
+        return _verify_stored(LocalStore(path), path, findings, deep=deep)
+    steps = committed(path)
+    if steps:
+        return verify(steps[-1].path, deep=deep, bytes_per_s=bytes_per_s)
+    sizes = {entry.name: entry.stat().st_size for entry in sorted(path.iterdir()) if entry.is_file()}
+    kind = check_folder(LocalStore(path), sizes, findings, deep=deep)
+    if any(LEFTOVER.fullmatch(entry.name) for entry in path.iterdir()):
+        findings.notes.append("there is only a save that was never committed")
+    return _report(path, kind, findings)
+
+
+def verify_store(store: Store, *, deep: bool = True, bytes_per_s: float = 0.0) -> Report:
+    """Check the checkpoint that a store is rooted at, wherever that is: see `verify`.
+
+    Parity lies in folders only, so what is damaged elsewhere is repairable by the rest of the checkpoint alone.
+    """
+    findings = Findings(Pace(bytes_per_s))
+    if METADATA in store.list() or commit_record(store) is not None:
+        return _verify_stored(store, None, findings, deep=deep)
+    kind = check_folder(store, store.list(), findings, deep=deep)
+    return _report(store.place, kind, findings)
+
+
+def _verify_stored(store: Store, path: Path | None, findings: Findings, *, deep: bool) -> Report:
+    """Check a checkpoint of ours, or a stock DCP one."""
+    if is_own(path) if path is not None else commit_record(store) is not None:
+        record = check_own(store, findings, deep=deep)
+        findings.damaged += parity.check(path) if path is not None and _has_redundancy(path) else []
+        status = _status(path, store, record, findings.damaged) if findings.damaged else "good"
+        return _report(store.place, "headway", findings, status, root=record.root if record else None)
+    check_dcp(store, findings, deep=deep)
+    return _report(store.place, "dcp", findings)
+
+
+def _has_redundancy(path: Path) -> bool:
+    return any(next(path.glob(place), None) for place in ("rank-*/parity*", f"rank-*/{COPIES}"))
+
+
+def _report(
+    place: str | Path, kind: str | None, findings: Findings, status: Status | None = None, *, root: str | None = None
+) -> Report:
+    """Make the report; what is damaged and has no parity is lost, unless `status` says otherwise."""
+    if kind is None:
+        status = "not_a_checkpoint"
+    return Report(
+        str(place), kind or "", status or ("lost" if findings.damaged else "good"), tuple(findings.damaged),
+        findings.checked_bytes, findings.unchecked_bytes, root, tuple(findings.notes),
+    )  # fmt: skip
+
+
+def _status(path: Path | None, store: Store, record: CommitRecord | None, damaged: list[Damage]) -> Status:
+    """Say whether a damaged checkpoint of ours can be rebuilt."""
+    if path is not None and _has_redundancy(path):
+        return "repairable" if parity.assess(path, damaged) == "repairable" else "lost"
+    if record is None:
+        return "lost"
+    names = {damage.file for damage in damaged if damage.what != "extra"}
+    return "repairable" if all(rebuild(store, record, name) is not None for name in names) else "lost"

@@ -1,0 +1,97 @@
+"""`headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from headway.core.errors import InputError
+from headway.core.units import format_bytes
+from headway.report.paper import ScreenOptions, draw, paragraph
+from headway.storage.commit import STEP, is_own
+from headway.storage.parity import state, warnings
+from headway.storage.repair import repair as repair_checkpoint
+from headway.verbs.output import emit
+
+LINES = 20
+"""Files and losses named on a screen; the JSON has all."""
+
+VERDICTS = {
+    "good": "Nothing is damaged; nothing was written.",
+    "repaired": "Every file is again, bit for bit, what was saved.",
+    "repairable": "Dry run: nothing was written. Run it again without --dry-run.",
+    "lost": "Parity does not give this back; nothing was written. Restore an older checkpoint: headway ckpt ls",
+}
+"""Status -> what the screen says last."""
+
+
+def repair(path: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
+    """Rebuild what is damaged of a checkpoint from parity and copies, bit for bit.
+
+    Every rebuilt file is held to the checksum of the commit before it takes
+    the damaged one's place; good files are not touched. A repair that is
+    interrupted can be run again. Parity that a rank has not made yet is
+    made. Exit code 0 when all is whole, 3 when something is lost: ranks,
+    tensors and rows are named, and nothing is written.
+
+    Example: `headway ckpt repair runs/llama/checkpoints/step-4000`
+
+    Parameters
+    ----------
+    path
+        A checkpoint; of the folder of a run, its newest one.
+    dry_run
+        Say what would be rebuilt, and write nothing; exit code 3 when there is anything.
+    json
+        Print one JSON object instead of text.
+    """
+    path = checkpoint_at(path)
+    done = repair_checkpoint(path, dry_run=dry_run)
+    kept = state(path)
+    answer = {
+        **done.to_json(), "redundancy": {"scheme": kept.scheme, "status": kept.status},
+        "warnings": [] if done.status == "lost" else warnings(path),
+    }  # fmt: skip
+    lost = [str(missing) for missing in done.missing]
+    emit(answer, lambda screen: _screen(answer, lost, screen), as_json=json)
+    return done.exit_code
+
+
+def checkpoint_at(path: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the newest one in it, also one whose commit record is lost.
+
+    Raises `InputError` for what is no folder.
+    """
+    if not path.is_dir():
+        raise InputError(
+            f"{path} is no folder. Name the folder of a checkpoint, or the one that holds a run's step-<n>."
+        )
+    steps = {
+        int(match[1]): step for step in path.glob("step-*") if (match := STEP.fullmatch(step.name)) and is_own(step)
+    }
+    return steps[max(steps)] if steps and not is_own(path) else path
+
+
+def _screen(answer: Mapping[str, Any], lost: list[str], screen: ScreenOptions) -> str:
+    """Return what was rebuilt or is lost, the warnings, the verdict."""
+    parts: list[Any] = []
+    files = answer["files"]
+    if files:
+        size = format_bytes(answer["rebuilt_bytes"])
+        verb = "rebuilt" if answer["status"] == "repaired" else "to rebuild"
+        parts.append(paragraph(f"{len(files)} files {verb}; {size} came from parity:"))
+        parts += [paragraph(name, indent=4) for name in files[:LINES]]
+    if lost:
+        ranks = ", ".join(str(rank) for rank in sorted({entry["rank"] for entry in answer["missing"]}))
+        parts.append(paragraph(f"lost of ranks {ranks}:", style="bold red"))
+        parts += [paragraph(line, indent=4) for line in lost[:LINES]]
+    more = max(len(files), len(lost)) - LINES
+    if more > 0:
+        parts.append(paragraph(f"... and {more} more; --json names all", style="dim"))
+    parts += [paragraph(f"warning: {text}", style="yellow") for text in answer["warnings"]]
+    kept = answer["redundancy"]
+    parts.append(paragraph(f"{answer['path']}: parity {kept['scheme']}, {kept['status']}", style="dim"))
+    return draw([*parts, Text(f"  {VERDICTS[answer['status']]}", style="bold")], **screen)
