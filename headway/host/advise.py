@@ -1,4 +1,4 @@
-"""What the host room would change: garbage collection, logging, checkpoints that stall, a rank that lags.
+"""What the host room would change: garbage collection, logging, a rank that lags.
 
 Only proposed where the recorded time pays for it: CPython makes old-generation
 collections rare by itself, so freezing wins nothing in most small jobs.
@@ -28,7 +28,6 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
     del ledger
     yield logging(program)
     yield collection(program)
-    yield checkpoint(program)
     if setup.world_size > 1:
         yield straggler(program)
 
@@ -70,24 +69,6 @@ def collection(program: Program) -> Proposal | Refusal:
         cost=f"garbage of up to {every} steps stays in memory",
         risk="memory grows between collections; applied with a guard on resident memory",
         reason=f"What one frozen collection costs is assumed. {prediction.note}".strip(),
-    )
-
-
-def checkpoint(program: Program) -> Proposal | Refusal:
-    """Predict what saving four times less often would win."""
-    prediction = program.predict(["checkpoint=0.25x"])
-    if prediction.speedup < MIN_SPEEDUP:
-        return _too_little("checkpoint.interval", "checkpoints", program.predict(["checkpoint=none"]))
-    return Proposal(
-        name="checkpoint.interval",
-        room="host",
-        edits=("checkpoint=0.25x",),
-        predicted_speedup=prediction.speedup,
-        interval=prediction.interval,
-        applies=False,
-        cost="none",
-        risk="a failure loses up to four times as many steps",
-        reason=f"Save four times less often. {prediction.note}".strip(),
     )
 
 

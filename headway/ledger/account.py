@@ -37,7 +37,7 @@ def no_steps() -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class SpanFacts:
-    """Totals of one recorded name on the training threads of all ranks."""
+    """Totals of one recorded name on the training threads of all ranks; of background work, on the saver's lane."""
 
     count: int
     """Rows."""

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from headway.core.integers import narrowed
 from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
-from headway.ledger.rows import NAME_ID, Life, Rows
+from headway.ledger.rows import NAME_ID
+from headway.ledger.saved import Saves
 from headway.ledger.timeline import OpenWaits, RankBook, Sheet
 from headway.trace.nesting import number_alike
 from headway.trace.sweep import Ints
@@ -151,8 +152,8 @@ class Booked:
     """Whether somebody saw its process end."""
     step_wall_ns: Ints
     """[k] Wall of each complete step."""
-    saved_step: int | None
-    """Complete steps before its last complete save."""
+    saves: Saves
+    """What it saved."""
     sheet: Sheet
     waits: OpenWaits
     """What is not booked yet; `row` counts the calls."""
@@ -175,17 +176,8 @@ class Booked:
         )
         few = OpenWaits(narrowed(place[waits.row]), waits.start_ns, waits.end_ns, narrowed(waits.column))
         book.sheet.pack()
-        walls, saved = narrowed(life.step_end - life.step_start), _saved_step(rows, life)
-        return cls(rows.rank, life.first_ns, life.last_ns, life.seen, walls, saved, book.sheet, few, calls)
-
-
-def _saved_step(rows: Rows, life: Life) -> int | None:
-    """Return the number of complete steps before a rank's last complete save."""
-    saves = rows.of("checkpoint.save")
-    saves = saves[rows.end_ns[saves] <= life.record_ns]
-    if not len(saves):
-        return None
-    return int(np.searchsorted(life.step_end, rows.start_ns[saves[-1]], side="right"))
+        walls, saves = narrowed(life.step_end - life.step_start), Saves.of(rows, life)
+        return cls(rows.rank, life.first_ns, life.last_ns, life.seen, walls, saves, book.sheet, few, calls)
 
 
 @dataclass(frozen=True, slots=True)

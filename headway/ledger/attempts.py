@@ -21,10 +21,14 @@ from headway.ledger.account import SpanFacts, no_steps
 from headway.ledger.arrivals import Booked, Lateness, settle
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.ledger.rows import NAME_ID, NAMES, Life, Rows, life_of, name_codes, rows_of, worker_codes
+from headway.ledger.saved import saved_steps
 from headway.ledger.timeline import Sheet, book_rank, trained_until
 from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
+from headway.trace.vocabulary import IN_BACKGROUND
+
+_BEHIND = [NAME_ID[name] for name in IN_BACKGROUND]
 
 USEFUL_CODES = [SUB_CODE[sub] for sub in SUBS if bucket_of_sub(sub) == "useful"]
 
@@ -85,7 +89,10 @@ class _Outline:
     """Last end of any row."""
 
     resumes: bool
-    """Whether it loaded state before its first step."""
+    """Whether it loaded or restored state before its first step."""
+
+    restored: int | None
+    """Checkpoint of headway's own that it restored then; None = none."""
 
 
 def book_run(
@@ -136,7 +143,7 @@ def _outlines(parts: Parts, clock_offset_ns: Mapping[int, int]) -> dict[int, _Ou
     """Return the outline of each rank >= 0, ranks in order."""
     found = {}
     for rank in parts.numbers:
-        part = parts.read({"rank": (rank, rank + 1)}, ("start_ns", "duration_ns", "name", "lane"))
+        part = parts.read({"rank": (rank, rank + 1)}, ("start_ns", "duration_ns", "name", "lane", "seq"))
         if rank < 0 or not len(part):
             continue
         start, main = part.events["start_ns"], worker_codes(part) == -1
@@ -144,10 +151,12 @@ def _outlines(parts: Parts, clock_offset_ns: Mapping[int, int]) -> dict[int, _Ou
         steps = start[name == NAME_ID["step"]]
         first = steps.min() if len(steps) else np.iinfo(np.int64).max
         shift = int(clock_offset_ns.get(rank, 0))
+        restores = np.flatnonzero((name == NAME_ID["checkpoint.restore"]) & (start <= first))
         found[rank] = _Outline(
             int(start.min()) + shift,
             int((start + part.events["duration_ns"]).max()) + shift,
-            bool((start[name == NAME_ID["checkpoint.load"]] <= first).any()),
+            len(restores) > 0 or bool((start[name == NAME_ID["checkpoint.load"]] <= first).any()),
+            int(part.events["seq"][restores[start[restores].argmax()]]) if len(restores) else None,
         )
     return found
 
@@ -165,8 +174,8 @@ def _wall(
 
 
 def _add_spans(spans: dict[str, SpanFacts], rows: Rows, life: Life) -> None:
-    """Add the totals of one rank's names on its training thread."""
-    main = (rows.worker == -1) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
+    """Add the totals of one rank's names on its training thread, and of what was done for it in the background."""
+    main = ((rows.worker == -1) | np.isin(rows.name, _BEHIND)) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
     main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, life))
     for code in np.unique(rows.name[main]).tolist():
         picked = main & (rows.name == code)
@@ -190,7 +199,9 @@ def _book_attempt(
     sheets = {book.rank: book.sheet for book in books}
     if following is not None:
         resumed = any(outline.resumes for outline in following.values())
-        kept = kept_steps([book.saved_step for book in books], num_steps=num_steps, resumed=resumed)
+        restored = min((one.restored for one in following.values() if one.restored is not None), default=None)
+        saved = saved_steps([book.saves for book in books], restored=restored)
+        kept = kept_steps(saved, num_steps=num_steps, resumed=resumed)
         for book in books:
             _to_rework(book.sheet, kept)
             _after_failure(book.sheet)
@@ -218,7 +229,7 @@ def _step_walls(books: Sequence[Booked]) -> Ints:
 def kept_steps(saved: Sequence[int | None], *, num_steps: int, resumed: bool) -> int:
     """Return how many steps of a failed attempt were kept: those before the last save that every saving rank made.
 
-    `saved` holds for each rank the step during which its last complete save was made, None = it saved nothing.
+    `saved` holds for each rank the steps before its last complete save, None = it saved nothing.
     Without a load before the next attempt's first step (`resumed` False) nothing was kept.
     """
     known = [step for step in saved if step is not None]

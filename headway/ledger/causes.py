@@ -401,13 +401,27 @@ def _host_launch(ledger: Ledger) -> list[Cause]:
 def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     """Saves that held up training, and the ranks that waited for them."""
     own, waited = ledger.ledger_ns["checkpoint"] / NS_PER_S, _blamed_s(ledger, "checkpoint")
-    span = _span(ledger, "checkpoint.save")
-    evidence = f"{span.count:,} saves stopped training for {_each(own, span.count)}"
-    parts = {"save": "writing", "persist": "fsync and flush", "commit": "rename"}
+    stock, copies = _span(ledger, "checkpoint.save"), _span(ledger, "checkpoint.snapshot")
+    count = stock.count + copies.count
+    evidence = f"{count:,} saves stopped training for {_each(own, count)}"
+    parts = {"save": "writing", "persist": "fsync and flush", "commit": "rename"} if stock.count else {}
+    parts |= {"snapshot": "copying", "wait": "waiting for a copy or an earlier save"} if copies.count else {}
     told = [f"{text} {format_seconds(_sub_s(ledger, f'checkpoint.{key}'))}" for key, text in parts.items()]
-    evidence += f" ({', '.join(told)})" + _also(waited)
+    evidence += f" ({', '.join(told)})" if told else ""
+    evidence += _in_background(ledger) + _also(waited)
     fix = "save less often, or copy to host memory and write in the background; try --set checkpoint=0.5x"
+    if copies.count and not stock.count:
+        fix = "let a budget set the interval: Checkpointer(policy=CheckpointPolicy()); try --set checkpoint=0.5x"
     return [Cause("checkpoint.stall", "training thread", own + waited, evidence, fix)]
+
+
+def _in_background(ledger: Ledger) -> str:
+    """Say what was done for the saves without holding training up."""
+    writes = _span(ledger, "checkpoint.persist")
+    if not writes.count:
+        return ""
+    seconds = writes.total_ns / NS_PER_S
+    return f"; {format_bytes(writes.total_bytes)} were written in the background, {_each(seconds, writes.count)}"
 
 
 def _startup_compile(ledger: Ledger) -> list[Cause]:

@@ -28,6 +28,7 @@ Records = NDArray[np.void]
 STEP, WAIT, SAVE, LOAD = (
     SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
 )
+SNAPSHOT, COMMIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "commit", "restore"))
 TRAINING = tuple(SPANS[name].code for name in ("input.iter", "input.next", "optimizer.step"))
 """Codes that begin step 0."""
 
@@ -37,6 +38,9 @@ RECENT = 1024
 
 STRAY_UPDATES = 32
 """Updates by others after which an optimizer that made none no longer ends the steps."""
+
+OPEN_COPIES = 64
+"""Copies that are remembered until their commit is seen."""
 
 OPEN_RECORDS = 1 << 16
 """Records (64 bytes each) held of a step that has not ended; of a rank that never updates older ones are given up."""
@@ -126,13 +130,19 @@ class LiveRank:
     """End of the newest complete step; 0 before the first."""
 
     saved: int = -1
-    """Complete steps before its last save; -1 without one."""
+    """Complete steps before its last save that is known to be complete; -1 without one."""
 
     loaded: bool = False
     """Whether it loaded state before its first step."""
 
     ended: bool = False
     """Whether its process has noted its end."""
+
+    _copied: dict[int, int] = field(default_factory=dict)
+    """Checkpoint of headway's own that is not known to be committed -> complete steps before its copy."""
+
+    _committed: list[int] = field(default_factory=list)
+    """Checkpoints whose commit was seen since the last window."""
 
     _lane: int = -1
     _lead: int = -1
@@ -155,6 +165,8 @@ class LiveRank:
                 self._lane = lane
                 self._held = [self._own(held) for held in self._held]
         records = self._own(records) if self._lane >= 0 else records
+        # Written down long after it began: its own time may lie in steps that are booked already.
+        self._committed += records["b"][records["code"] == COMMIT].tolist()
         self._held.append(records)
         ends = self._ends_of(records)
         if len(ends):
@@ -186,7 +198,8 @@ class LiveRank:
         if not found.any():
             return False
         self.first_ns = self.booked_ns = max(int(held["start_ns"][found].min()), self.from_ns)
-        self.loaded = bool(((held["code"] == LOAD) & (held["start_ns"] <= self.first_ns)).any())
+        loads = np.isin(held["code"], [LOAD, RESTORE])
+        self.loaded = bool((loads & (held["start_ns"] <= self.first_ns)).any())
         return True
 
     def window(self, horizon: int) -> Window | None:
@@ -206,12 +219,27 @@ class LiveRank:
             int(lengths[-1]),
             int(np.sort(lengths[-RECENT:])[(len(lengths[-RECENT:]) - 1) // 2]),
         )
-        saves = records[(records["code"] == SAVE) & ((records["start_ns"] >= low) | (first == 0))]
-        if len(saves):
-            self.saved = first + int(np.searchsorted(ends, int(saves["start_ns"][-1]), side="right"))
+        self._note_saves(records[(records["start_ns"] >= low) | (first == 0)], first, ends)
         self.booked_ns, self.booked_steps = high, first + count
         given_up = sum(self._given_up.pop(step) for step in list(self._given_up) if step < self.booked_steps)
         return Window(self.rank, first, low, ends, records, given_up)
+
+    def _note_saves(self, records: Records, first: int, ends: Ints) -> None:
+        """See what was saved in a window that begins with step `first` and whose steps end at `ends`."""
+        saves = records[records["code"] == SAVE]
+        if len(saves):
+            self.saved = first + int(np.searchsorted(ends, int(saves["start_ns"][-1]), side="right"))
+        updates, copies = records[records["code"] == STEP], records[records["code"] == SNAPSHOT]
+        for number, copied_ns in zip(copies["b"].tolist(), copies["start_ns"].tolist(), strict=True):
+            # A copy inside an update was made by a hook behind it: it holds what that update made.
+            around = updates["start_ns"] <= copied_ns
+            moment = max(copied_ns, int((updates["start_ns"] + updates["duration_ns"])[around].max(initial=0)))
+            self._copied[number] = first + int(np.searchsorted(ends, moment, side="right"))
+        for number in [*self._copied][:-OPEN_COPIES]:  # the rank that commits for all of them is another one
+            del self._copied[number]
+        for number in [number for number in self._committed if number in self._copied]:
+            self._committed.remove(number)
+            self.saved = max(self.saved, self._copied.pop(number))
 
     def steps_per_s(self, now_ns: int) -> float:
         """Return the rate over the last ten seconds of steps; a step that is overdue lowers it."""

@@ -219,10 +219,12 @@ def _place(pieces: Pieces, life: Life) -> tuple[Ints, Ints]:
 def checkpoint_gaps(rows: Rows) -> tuple[Ints, Ints]:
     """Find what lies between a save and the fsync, rename or close that follow it: writing that no probe saw.
 
-    A gap counts when nothing else that belongs to training (input, optimizer, communication) begins inside it.
+    A gap counts when nothing else that belongs to training (input, optimizer, communication, a save of headway's own)
+    begins inside it.
     """
     names = ("checkpoint.save", "checkpoint.sync", "checkpoint.rename")
-    other = ("input.next", "input.iter", "optimizer.step", "comm.wait", "comm.collective", "step")
+    training = ("input.next", "input.iter", "optimizer.step", "comm.wait", "comm.collective", "step")
+    other = (*training, "checkpoint.snapshot", "checkpoint.wait", "checkpoint.restore")
     picked = rows.of(*names, *other)
     state = np.isin(rows.name[picked], [NAME_ID[name] for name in names])
     follows = np.isin(rows.name[picked], [NAME_ID[name] for name in names[1:]])

@@ -32,7 +32,7 @@ from headway.runtime import process_probe
 from headway.runtime.recording import write_json
 from headway.trace.assemble import json_object
 from headway.trace.records import Page, RingHeader, RingReader
-from headway.trace.vocabulary import SPAN_OF_CODE, SPANS
+from headway.trace.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
 
 SCHEMA = "headway.hang-watch/1"
 
@@ -62,8 +62,8 @@ PHASES = ("setup", "input", "forward", "backward", "update", "checkpoint")
 """What a rank is doing, in the order of a step."""
 
 _STEP, _NEXT, _BACKWARD = (SPANS[name].code for name in ("optimizer.step", "input.next", "segment.backward"))
-_SAVE = SPANS["checkpoint.save"].code
-_MARKS = [SPANS[name].code for name in ("host.gc", "host.logging", "host.cpu", "region")]
+_SAVES = [SPANS[f"checkpoint.{name}"].code for name in ("save", "snapshot", "wait")]
+_MARKS = [SPANS[name].code for name in ("host.gc", "host.logging", "host.cpu", "region", *IN_BACKGROUND)]
 
 
 def limit_s(section: str, durations_s: Sequence[float], floors_s: Mapping[str, float] = FLOORS_S) -> float:
@@ -107,7 +107,7 @@ class Followed:
             self.durations_s["step"].extend((np.diff(moments) / 1e9).tolist())
             self.update_ns = int(moments[-1])
         own = records["lane"] == self.lane
-        saves = own & (records["code"] == _SAVE)
+        saves = own & np.isin(records["code"], _SAVES)
         self.durations_s["checkpoint"].extend((records["duration_ns"][saves] / 1e9).tolist())
         self.has_loader |= bool((own & (records["code"] == _NEXT)).any())
         if own.any():

@@ -107,13 +107,9 @@ PATCHES: dict[str, Patch] = {
     # State.
     "torch.save": Patch("torch.serialization:save", probe_state.save(1, "f"), copies=("torch",)),
     "torch.load": Patch("torch.serialization:load", probe_state.load, copies=("torch",)),
-    "dcp.save": Patch(
-        "torch.distributed.checkpoint.state_dict_saver:save", probe_state.save(9, "checkpoint_id"), copies=_DCP
-    ),
-    "dcp.async_save": Patch(
-        "torch.distributed.checkpoint.state_dict_saver:async_save", probe_state.save(9, "checkpoint_id"), copies=_DCP
-    ),
-    "dcp.load": Patch("torch.distributed.checkpoint.state_dict_loader:load", probe_state.load, copies=_DCP),
+    "dcp.save": Patch(_DCP[0] + ".state_dict_saver:save", probe_state.dcp_save, copies=_DCP),
+    "dcp.async_save": Patch(_DCP[0] + ".state_dict_saver:async_save", probe_state.dcp_save, copies=_DCP),
+    "dcp.load": Patch(_DCP[0] + ".state_dict_loader:load", probe_state.load, copies=_DCP),
     "safetensors.save_file": Patch("safetensors.torch:save_file", probe_state.save(1, "filename")),
     "safetensors.load_file": Patch("safetensors.torch:load_file", probe_state.load),
     "os.fsync": Patch("os:fsync", probe_state.fsync),

@@ -23,8 +23,10 @@ SAVE, LOAD = SPANS["checkpoint.save"].code, SPANS["checkpoint.load"].code
 SYNC, RENAME = SPANS["checkpoint.sync"].code, SPANS["checkpoint.rename"].code
 
 
-def save(path_argument: int, keyword: str) -> Callable[[Callable[..., Any], Probes], Callable[..., Any]]:
-    """Return a factory for functions that store something at a path or file object."""
+def save(
+    path_argument: int, keyword: str, *, dcp: bool = False
+) -> Callable[[Callable[..., Any], Probes], Callable[..., Any]]:
+    """Return a factory for functions that store something at a path or file object; `dcp` for those of DCP."""
 
     def wrapper(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         """Wrap a save."""
@@ -48,7 +50,7 @@ def save(path_argument: int, keyword: str) -> Callable[[Callable[..., Any], Prob
             try:
                 target = args[path_argument] if len(args) > path_argument else kwargs.get(keyword)
                 path, descriptor, size = describe(target)
-                emit(SAVE, start, end - start, size, saves.count)
+                emit(SAVE, start, end - start, size, saves.count, int(dcp))
                 saves.saved(path, descriptor, end_ns=end, steps=probes.steps[0])
             except Exception as cause:
                 probes.failed("checkpoint.save", cause)
@@ -57,6 +59,10 @@ def save(path_argument: int, keyword: str) -> Callable[[Callable[..., Any], Prob
         return saved
 
     return wrapper
+
+
+dcp_save = save(9, "checkpoint_id", dcp=True)
+"""The factory for DCP's saves, which take their path by keyword only."""
 
 
 def load(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:

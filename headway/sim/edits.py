@@ -270,7 +270,7 @@ EDITS: dict[str, EditRule] = {
     "input.prep": EditRule(_factor, _multiplies("prep"), "CPU part of loading: dataset and collate"),
     "input.transfer": EditRule(_factor, _multiplies("transfer"), "hand-off from the worker, copy to the device"),
     "comm": EditRule(_factor, _scales("comm.*"), "collectives after the last rank has arrived"),
-    "checkpoint": EditRule(_factor, _scales("checkpoint.*"), "saves, fsync, renames, loads"),
+    "checkpoint": EditRule(_factor, _scales("checkpoint.*"), "saves, copies, fsync, renames, loads, waits"),
     "host": EditRule(_factor, _scales("host.*"), "garbage collection, logging, compilation"),
     "host.gc": EditRule(_factor, _scales("host.gc"), "garbage collection"),
     "host.logging": EditRule(_factor, _scales("host.logging"), "handlers of the logging module"),

@@ -32,6 +32,7 @@ PRIORITY: dict[str, int] = {
     "input.transfer": 4, "input.iter": 4, "input.next": 4,
     "host.logging": 5,
     "checkpoint.load": 6, "checkpoint.save": 6, "checkpoint.sync": 6, "checkpoint.rename": 6,
+    "checkpoint.snapshot": 6, "checkpoint.wait": 6, "checkpoint.restore": 6,
     "host.gc": 7,
 }  # fmt: skip
 """Names of what the training thread does -> who owns an instant that several cover; the largest wins."""

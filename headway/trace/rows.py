@@ -20,10 +20,13 @@ from numpy.typing import NDArray
 from headway.trace.records import RingHeader
 from headway.trace.spool import Recorded
 from headway.trace.trace import COLUMNS
-from headway.trace.vocabulary import KIND, SPANS
+from headway.trace.vocabulary import IN_BACKGROUND, KIND, SPANS
 
 LOADER_LANE = "loader/"
 """Lanes of loader workers begin so; the worker's number follows."""
+
+SAVER_LANE = "saver"
+"""Lane of what is done for a rank's checkpoints in the background, whoever wrote it down."""
 
 _NUMBERS = ("a", "b", "c", "d")
 _BLANK = {
@@ -148,6 +151,11 @@ def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
             if column:
                 getattr(rows, column)[mask] = records[number][mask]
     _attach_parts(rows, records)
+    behind = np.isin(records["code"], [SPANS[name].code for name in IN_BACKGROUND])
+    if behind.any():
+        if SAVER_LANE not in lanes:
+            lanes.append(SAVER_LANE)
+        rows.lane[behind] = lanes.index(SAVER_LANE)
     if leads:
         # On a device the hooks of backward run in autograd's thread, while the training thread waits for it.
         rows.lane[records["code"] == SPANS["comm.wait"].code] = lanes.index("main")

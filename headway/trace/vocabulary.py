@@ -88,10 +88,24 @@ SPANS: dict[str, Span] = {
     "comm.recv": Span(43, "RECV", ("group", "seq", "bytes", "peer"), "blocking receive"),
     "comm.init": Span(44, "COLL", ("group",), "process group creation"),
     # State.
-    "checkpoint.save": Span(60, "CKPT", ("bytes", "seq"), "torch.save or a DCP save"),
+    "checkpoint.save": Span(60, "CKPT", ("bytes", "seq", "corr"),
+                            "torch.save or a DCP save; corr = 1 for DCP, 0 for a single file"),
     "checkpoint.sync": Span(61, "CKPT", ("bytes",), "fsync, and the flush and close around it"),
     "checkpoint.rename": Span(62, "CKPT", (), "rename or replace: the commit"),
     "checkpoint.load": Span(63, "CKPT", ("bytes",), "torch.load or a DCP load"),
+    # Headway's own saves. seq = number of the checkpoint (step-<n>). The first three hold the training thread up.
+    "checkpoint.snapshot": Span(64, "CKPT", ("bytes", "seq"), "the state is copied while training stands still"),
+    "checkpoint.wait": Span(65, "CKPT", ("bytes", "seq"),
+                            "wait for the end of a copy before the update, or for an earlier save before a new one"),
+    "checkpoint.restore": Span(66, "CKPT", ("bytes", "seq", "corr"),
+                               "a saved state is read back; bytes = read, corr = bytes that were checked"),
+    # In the background, on lane 'saver': written down when the saver reports; they never own the device.
+    "checkpoint.persist": Span(67, "CKPT", ("bytes", "seq"), "the copy is written to storage"),
+    "checkpoint.digest": Span(68, "CKPT", ("bytes", "seq"), "checksums of what was written"),
+    "checkpoint.commit": Span(69, "CKPT", ("bytes", "seq"), "from the last rank's file until the checkpoint is valid"),
+    "checkpoint.parity": Span(70, "CKPT", ("bytes", "seq"), "redundancy across ranks; bytes = of parity"),
+    "checkpoint.scrub": Span(71, "CKPT", ("bytes", "seq"), "stored bytes are checked against their checksums"),
+    "checkpoint.repair": Span(72, "CKPT", ("bytes", "seq"), "damaged bytes are rebuilt; bytes = rebuilt"),
     # The host.
     "host.gc": Span(80, "HOST", ("corr", "seq"), "garbage collection; corr = generation, seq = objects collected"),
     "host.logging": Span(81, "HOST", ("corr",), "handlers of the logging module; corr = level"),
@@ -100,6 +114,12 @@ SPANS: dict[str, Span] = {
     "host.cpu": Span(84, "MARK", ("corr",), "instant, now and then at a step: corr = CPU ns of the training thread"),
 }  # fmt: skip
 """Every name the recorder writes -> its code, kind and columns."""
+
+IN_BACKGROUND: tuple[str, ...] = (
+    "checkpoint.persist", "checkpoint.digest", "checkpoint.commit", "checkpoint.parity", "checkpoint.scrub",
+    "checkpoint.repair",
+)  # fmt: skip
+"""Names of what another process did for the rank: the training thread only writes it down, later."""
 
 COLLECTIVES: tuple[str, ...] = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast",
