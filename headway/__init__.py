@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
     from headway.core.errors import HeadwayError as HeadwayError
     from headway.ledger.ledger import Ledger as Ledger
     from headway.plan.planner import Plan as Plan
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PUBLIC: dict[str, str] = {
+    "Checkpointer": "headway.checkpoint.runtime.engine:Checkpointer",
     "Dag": "headway.sim.dag:Dag",
     "HeadwayError": "headway.core.errors:HeadwayError",
     "Ledger": "headway.ledger.ledger:Ledger",

@@ -4,8 +4,8 @@ Nothing is imported here: an entry is "module:function", resolved where it is
 used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
-['comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', 'data.server', \
-'data.threads', 'data.workers', 'host.gc', 'host.logging']
+['checkpoint.async', 'comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', \
+'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging']
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 ADVISERS: dict[str, str] = {
     "data": "headway.data.advise:propose",
     "comm": "headway.comm.advise:propose",
+    "checkpoint": "headway.checkpoint.advise:propose",
     "host": "headway.host.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
@@ -26,6 +27,7 @@ REMEDIES: dict[str, str] = {
     "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
     "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
     "comm.order": "headway.comm.runtime.fsdp:order",
+    "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
 }
@@ -43,6 +45,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "comm.gradient_view": {},
     "comm.static_graph": {},
     "comm.order": {"ahead": "size"},
+    "checkpoint.async": {"every_steps": "size"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
 }  # fmt: skip
@@ -71,6 +74,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "host.gc": ("host.gc",),
     "host.logging": ("host.logging",),
     "checkpoint.interval": ("checkpoint.stall",),
+    "checkpoint.async": ("checkpoint.stall",),
     "straggler.remove": ("straggler.rank",),
 }
 """Remedy -> the causes that it acts against."""

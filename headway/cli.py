@@ -39,6 +39,18 @@ VERBS: dict[str, tuple[str, str]] = {
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
     "trace align": ("headway.verbs.trace_align:align", "Put the clocks of all ranks on one: offset, drift, causality."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
+    "ckpt advise": ("headway.verbs.ckpt_advise:advise", "Say how often to save, and what a failure loses each way."),
+    "ckpt bench": ("headway.verbs.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
+    "ckpt diff": ("headway.verbs.ckpt:diff", "Compare two checkpoints bit by bit."),
+    "ckpt export": ("headway.verbs.ckpt_convert:export", "Write a checkpoint as safetensors or torch.save."),
+    "ckpt import": ("headway.verbs.ckpt_convert:import_", "Make a checkpoint of safetensors or torch.save files."),
+    "ckpt ls": ("headway.verbs.ckpt:ls", "List the checkpoints of a run: step, age, size, redundancy."),
+    "ckpt prune": ("headway.verbs.ckpt:prune", "Remove old checkpoints by a rule; a dry run without --yes."),
+    "ckpt repair": ("headway.verbs.ckpt_repair:repair", "Rebuild what is damaged from parity and copies."),
+    "ckpt reshard": ("headway.verbs.ckpt_convert:reshard", "Rewrite a checkpoint into the files of N ranks."),
+    "ckpt scrub": ("headway.verbs.ckpt:scrub_", "Verify all checkpoints of a run, at a bounded rate."),
+    "ckpt show": ("headway.verbs.ckpt:show", "Show the tensors of a checkpoint: dtype, shape, boxes, files."),
+    "ckpt verify": ("headway.verbs.ckpt:verify_", "Check that a checkpoint is intact; name the damaged tensors."),
     "data audit": ("headway.verbs.data_audit:audit", "Prove that each example was delivered once per epoch."),
     "data bench": ("headway.verbs.data_bench:bench", "Measure what loading and moving batches costs on this machine."),
     "data cluster": ("headway.verbs.data_cluster:cluster", "Write a table with the rows of each session side by side."),
@@ -48,6 +60,13 @@ VERBS: dict[str, tuple[str, str]] = {
     "data stalls": ("headway.verbs.data:stalls", "Split a run's input stalls into fetch, prep and transfer; what-if."),
     "data status": ("headway.verbs.data_serve:status", "Say how the data servers are: jobs, hits, bytes."),
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
+    "storage backends": ("headway.verbs.storage_region:backends", "Say which ways to find written pages work here."),
+    "storage fit": ("headway.verbs.storage:fit", "Learn failure rates from disk logs; name each model's scheme."),
+    "storage fleet": ("headway.verbs.storage:fleet", "Simulate redundancy that follows the failure rates of disks."),
+    "storage region": ("headway.verbs.storage_region:region", "Scrub the file of a protected region; repair it."),
+    "storage restripe": ("headway.verbs.storage_restripe:restripe", "Change the parity scheme of what is stored."),
+    "storage sim": ("headway.verbs.storage_sim:sim", "Simulate what intact non-volatile memory costs, by design."),
+    "storage table": ("headway.verbs.storage:table", "List schemes of redundancy: tolerated failure rate, space."),
 }
 """Verb -> ("module:function", one line for `--help`)."""
 
@@ -55,6 +74,8 @@ GROUPS: dict[str, str] = {
     "comm": "Communication between ranks.",
     "trace": "Read, convert and describe traces.",
     "data": "The input side of a run.",
+    "ckpt": "Checkpoints: list, verify, repair, convert.",
+    "storage": "Redundancy of what is stored.",
 }
 """First word of the two-word verbs -> its line in `--help`."""
 

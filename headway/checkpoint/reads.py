@@ -1,0 +1,276 @@
+"""Which bytes of which files to read for the boxes that are wanted, and where each goes: resharding while loading.
+
+Use it to load a checkpoint into any layout. Wanted boxes are intersected
+with the stored ones; each meeting becomes transfers, boxes whose elements
+lie close together in a file; transfers close to each other become one read.
+With `group` > 1, as many readers want the same boxes: every byte is read by
+one of them, each takes an even, contiguous share, and they exchange what they
+read (ByteCheckpoint's loading without redundancy). Offsets of files are
+bytes, those of boxes elements of the whole tensor.
+
+>>> stored = Piece("w", "float32", (4, 2), (0, 0), (4, 2), "rank-0/a", 0, 1024, 640, 32, 0)
+>>> plan = plan_reads([Shard("w", (4, 2), "float32", Box((1, 0), (2, 2)))], {"w": [stored]})
+>>> [(read.file, read.start, read.stop) for read in plan.reads], plan.read_bytes
+([('rank-0/a', 648, 664)], 16)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from headway.core.errors import InputError
+from headway.core.units import KIB, MIB
+from headway.storage.boxes import Box, BoxIndex, Shape, flat_to_boxes
+from headway.storage.manifest import Piece
+
+READ_BYTES = 4 * MIB
+"""Reads are no longer: they are spread over threads, and what one has read is still in cache when it is hashed."""
+
+GAP_BYTES = 64 * KIB
+"""Unwanted bytes that are read through rather than skipped: what another read would cost in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a tensor that somebody wants."""
+
+    fqn: str
+    """Name of the tensor."""
+
+    shape: Shape
+    """[d] Shape of the whole tensor."""
+
+    dtype: str
+    """Name of the element type in torch, without the module."""
+
+    box: Box
+    """The part that is wanted."""
+
+
+class Transfer(NamedTuple):
+    """Elements that go from one stored piece to one wanted shard."""
+
+    want: int
+    """Index of the shard."""
+
+    piece: Piece
+    """Where they are stored."""
+
+    box: Box
+    """Which elements, in the whole tensor."""
+
+    itemsize: int
+    """Bytes per element."""
+
+    strides: Shape
+    """[d] Bytes from an element to the next one along each dimension, in the file."""
+
+    start: int
+    """Where in the file the first element begins."""
+
+    stop: int
+    """Where in the file the last element ends."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements themselves."""
+        return self.box.num_elements * self.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether they lie in the file without gaps, in their own row-major order."""
+        return self.num_bytes == self.stop - self.start
+
+    def part(self, box: Box) -> Transfer:
+        """Return the same for a part of the box."""
+        return transfer(self.want, self.piece, box, self.itemsize, self.strides)
+
+
+class Read(NamedTuple):
+    """One range of bytes of one file, and what is in it."""
+
+    file: str
+    """Path inside the checkpoint."""
+
+    start: int
+    """First byte."""
+
+    stop: int
+    """One past the last."""
+
+    transfers: tuple[Transfer, ...]
+    """What is taken out, in order of its place in the file."""
+
+    reader: int = 0
+    """Who of the group reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Everything to read for some wanted shards."""
+
+    want: tuple[Shard, ...]
+    """The shards, as asked for."""
+
+    reads: tuple[Read, ...]
+    """In order of reader, file and place; those of one reader do not overlap, but for tied tensors."""
+
+    group: int = 1
+    """How many readers share the work."""
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that all readers read together."""
+        return sum(read.stop - read.start for read in self.reads)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes of the wanted elements, once."""
+        return sum(transfer.num_bytes for read in self.reads for transfer in read.transfers)
+
+    def of(self, reader: int) -> list[Read]:
+        """Return what one reader reads."""
+        return [read for read in self.reads if read.reader == reader]
+
+
+def plan_reads(
+    want: Sequence[Shard], have: Mapping[str, Sequence[Piece]], *, group: int = 1, gap_bytes: int = GAP_BYTES
+) -> ReadPlan:
+    """Return what to read for `want` from the pieces `have`: name of a tensor -> where its boxes are stored.
+
+    `gap_bytes` is larger where a read costs more (an object store). Raises `InputError` when a tensor is not stored,
+    has another shape or type, or when its pieces do not hold all that is wanted.
+    """
+    if group < 1:
+        raise InputError(f"group is {group}; at least one has to read. Pass the number of ranks that want the same.")
+    transfers: list[Transfer] = []
+    indices: dict[str, BoxIndex] = {}
+    for number, shard in enumerate(want):
+        pieces = have.get(shard.fqn, ())
+        check_alike(shard, pieces)
+        if shard.fqn not in indices:
+            indices[shard.fqn] = BoxIndex([Box(piece.offsets, piece.lengths) for piece in pieces])
+        found = indices[shard.fqn].overlapping(shard.box)
+        if sum(box.num_elements for _, box in found) < shard.box.num_elements:
+            raise InputError(
+                f"'{shard.fqn}' is wanted at {shard.box}, but its {len(pieces)} stored pieces hold only part of that. "
+                "Check the checkpoint: headway ckpt verify"
+            )
+        for index, box in found:
+            piece = pieces[index]
+            itemsize = piece.payload_bytes // math.prod(piece.lengths)
+            transfers.append(transfer(number, piece, box, itemsize, strides_of(piece.lengths, itemsize)))
+    transfers.sort(key=_place)
+    reads: list[Read] = []
+    for reader, share in enumerate(_shares(transfers, group)):
+        close = [part for wide in share for part in _close_parts(wide, gap_bytes)]
+        reads += _joined(sorted(close, key=_place), reader, gap_bytes)
+    return ReadPlan(tuple(want), tuple(reads), group)
+
+
+def transfer(want: int, piece: Piece, box: Box, itemsize: int, strides: Shape) -> Transfer:
+    """Return the transfer of `box`, with its place in the file."""
+    steps = zip(box.offsets, piece.offsets, strides, strict=True)
+    start = piece.payload_offset + sum((mine - theirs) * stride for mine, theirs, stride in steps)
+    return Transfer(want, piece, box, itemsize, strides, start, start + span_bytes(box.lengths, strides, itemsize))
+
+
+def _place(transfer: Transfer) -> tuple[str, int]:
+    return transfer.piece.file, transfer.start
+
+
+def check_alike(shard: Shard, pieces: Sequence[Piece]) -> None:
+    """Raise `InputError` unless a tensor is stored with the shape and the type in which it is wanted."""
+    if not pieces:
+        raise InputError(f"'{shard.fqn}' is not in the checkpoint. Name a tensor that is: headway ckpt show")
+    stored = pieces[0]
+    if (stored.shape, stored.dtype) != (shard.shape, shard.dtype):
+        raise InputError(
+            f"'{shard.fqn}' is stored as {stored.dtype} {list(stored.shape)}, but wanted as {shard.dtype} "
+            f"{list(shard.shape)}. Build the model as it was saved, or convert first: headway ckpt export"
+        )
+
+
+def strides_of(lengths: Sequence[int], itemsize: int) -> Shape:
+    """Return the strides, in bytes, of a row-major array.
+
+    >>> strides_of((3, 4, 5), 2)
+    (40, 10, 2)
+    """
+    strides = [itemsize]
+    for length in lengths[:0:-1]:
+        strides.append(strides[-1] * length)
+    return tuple(strides[::-1]) if lengths else ()
+
+
+def span_bytes(lengths: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the bytes from the first to the end of the last element of a box in an array of such strides."""
+    return sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + itemsize
+
+
+def _shares(transfers: list[Transfer], group: int) -> list[list[Transfer]]:
+    """Cut transfers, in order, into `group` runs of even bytes; one that lies across a cut is cut itself."""
+    if group == 1:
+        return [transfers]
+    total_bytes, done = sum(transfer.num_bytes for transfer in transfers), 0
+    shares: list[list[Transfer]] = [[] for _ in range(group)]
+    for transfer in transfers:
+        num_elements, taken = transfer.box.num_elements, 0
+        while taken < num_elements:
+            reader = min(done * group // total_bytes, group - 1)
+            room = -(-(total_bytes * (reader + 1) // group - done) // transfer.itemsize)
+            stop = num_elements if reader == group - 1 else min(num_elements, taken + max(room, 1))
+            parts = flat_to_boxes(transfer.box.lengths, taken, stop)
+            shares[reader] += [transfer.part(part.shifted(transfer.box.offsets)) for part in parts]
+            done += (stop - taken) * transfer.itemsize
+            taken = stop
+    return shares
+
+
+def _close_parts(wide: Transfer, gap_bytes: int) -> Iterator[Transfer]:
+    """Cut a transfer into parts of at most `READ_BYTES`, with no long gap between their elements in the file."""
+    if wide.stop - wide.start <= READ_BYTES and wide.is_contiguous:
+        yield wide
+    else:
+        yield from (wide.part(box) for box in _cut(wide.box, wide.strides, wide.itemsize, gap_bytes))
+
+
+def _cut(box: Box, strides: Shape, itemsize: int, gap_bytes: int) -> Iterator[Box]:
+    """Cut a box along its outermost dimension of more than one element, and its rows again where they are long."""
+    dim = next((dim for dim, length in enumerate(box.lengths) if length > 1), None)
+    if dim is None:
+        yield box
+        return
+    row = span_bytes(box.lengths[dim + 1 :], strides[dim + 1 :], itemsize)
+    # Outer gaps are at least as long as inner ones: where this one is read through, so are all within.
+    rows = 1 if strides[dim] - row > gap_bytes or row > READ_BYTES else (READ_BYTES - row) // strides[dim] + 1
+    for first in range(0, box.lengths[dim], rows):
+        count = min(rows, box.lengths[dim] - first)
+        part = Box(
+            (*box.offsets[:dim], box.offsets[dim] + first, *box.offsets[dim + 1 :]),
+            (*box.lengths[:dim], count, *box.lengths[dim + 1 :]),
+        )
+        if rows > 1:
+            yield part
+        else:
+            yield from _cut(part, strides, itemsize, gap_bytes)
+
+
+def _joined(parts: Sequence[Transfer], reader: int, gap_bytes: int) -> Iterator[Read]:
+    """Join parts that follow each other closely in one file, up to `READ_BYTES`."""
+    members: list[Transfer] = []
+    file, start, stop = "", 0, 0
+    for part in parts:
+        near = part.piece.file == file and part.start - stop <= gap_bytes
+        if members and not (near and max(stop, part.stop) - start <= READ_BYTES):
+            yield Read(file, start, stop, tuple(members), reader)
+            members = []
+        if not members:
+            file, start, stop = part.piece.file, part.start, part.stop
+        members.append(part)
+        stop = max(stop, part.stop)
+    if members:
+        yield Read(file, start, stop, tuple(members), reader)

@@ -1,0 +1,1 @@
+"""The parts of checkpointing that need torch."""

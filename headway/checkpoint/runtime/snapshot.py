@@ -1,0 +1,140 @@
+"""The copy of the state into an image: what a save costs the training thread.
+
+Tensors of the host are copied at once. Those of a CUDA device are copied on a
+stream beside the computation, and only two things wait for that, both on the
+device: the next work of any kind for tensors that a forward may change
+(buffers), and the next weight update for those that only an update changes.
+With mode "device" the copy goes to the device's own memory first, so that the
+update waits for that fast copy alone.
+
+>>> snapshot = Snapshot()
+>>> slot = torch.zeros(3)
+>>> snapshot.copy([(slot, torch.ones(3))], settled=lambda tensor: True)
+>>> slot.tolist(), snapshot.is_ready()
+([1.0, 1.0, 1.0], True)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from headway.checkpoint.costs import choose_snapshot
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A slot of an image, and the tensor that goes there."""
+
+DEVICE_BYTES_PER_S = 1e12
+"""What a device copies inside its own memory, assumed: reading and writing at 2 TB/s together."""
+
+
+_CUDA: Any = torch.cuda
+"""Streams and events, whose constructors torch does not type."""
+
+
+class Snapshot:
+    """One snapshot under way. `mode` is "host" or "device", for what lies on CUDA devices."""
+
+    def __init__(self, mode: str = "host", streams: dict[torch.device, Any] | None = None) -> None:
+        self._mode = mode
+        self._streams = {} if streams is None else streams
+        self._copies: list[_DeviceCopy] = []
+
+    def copy(self, pairs: Iterable[Pair], *, settled: Callable[[torch.Tensor], bool]) -> None:
+        """Begin to copy; `settled(tensor)` says whether nothing but a weight update changes a tensor.
+
+        What lies on the host is copied on return.
+        """
+        on_device: dict[torch.device, list[Pair]] = {}
+        for slot, source in pairs:
+            if source.is_cuda:
+                on_device.setdefault(source.device, []).append((slot, source))
+            else:
+                slot.copy_(source)
+        for device, some in on_device.items():
+            if device not in self._streams:
+                self._streams[device] = _CUDA.Stream(device)
+            self._copies.append(_begun(self._streams[device], some, settled, self._mode))
+
+    def fence(self) -> None:
+        """Make what is launched from now on wait, on the device, until the state may change."""
+        for copy in self._copies:
+            copy.met_s = copy.met_s or time.perf_counter()
+            torch.cuda.current_stream(copy.device).wait_event(copy.may_change)
+
+    def is_ready(self) -> bool:
+        """Whether the image is whole."""
+        return all(copy.done.query() for copy in self._copies)
+
+    def wait(self) -> None:
+        """Wait until the image is whole."""
+        for copy in self._copies:
+            copy.done.synchronize()
+
+    def better_mode(self) -> str:
+        """Return the mode that would have stalled training least, by CheckFreq's rule; the snapshot is done."""
+        modes = {copy.better_mode() for copy in self._copies}
+        return "device" if "device" in modes else "host"
+
+
+@dataclass(slots=True)
+class _DeviceCopy:
+    """What one device copies."""
+
+    device: torch.device
+    num_bytes: int
+    began: Any
+    """Event: the first copy."""
+    may_change: Any
+    """Event: the state has been read."""
+    done: Any
+    """Event: the image is whole."""
+    begun_s: float
+    met_s: float | None = None
+    """When the host came to the next weight update."""
+    clones: list[torch.Tensor] = field(default_factory=list)
+    """Copies in the device's memory, kept until the image is whole."""
+
+    def better_mode(self) -> str:
+        """Return "host" or "device"."""
+        host_s = self.began.elapsed_time(self.done) / 1e3
+        overlap_s = max((self.met_s or self.begun_s) - self.begun_s, 0.0)
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        device_s = self.num_bytes / DEVICE_BYTES_PER_S
+        return choose_snapshot(
+            device_s=device_s, host_s=host_s, overlap_s=overlap_s, state_bytes=self.num_bytes, free_bytes=free_bytes
+        ).device
+
+
+def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], bool], mode: str) -> _DeviceCopy:
+    """Queue the copies of one device: first what a forward may change, which later work waits for."""
+    device = pairs[0][1].device
+    now = torch.cuda.current_stream(device)
+    began, may_change, done = (_CUDA.Event(enable_timing=True) for _ in range(3))
+    later = [pair for pair in pairs if settled(pair[1])]
+    first = [pair for pair in pairs if not settled(pair[1])]
+    clones: list[torch.Tensor] = []
+    stream.wait_stream(now)
+    with torch.cuda.stream(stream):
+        began.record(stream)
+        for slot, source in first:
+            slot.copy_(source, non_blocking=True)
+    now.wait_stream(stream)
+    with torch.cuda.stream(stream):
+        if mode == "device":
+            clones = [source.clone() for _, source in later]
+            may_change.record(stream)
+            later = [(slot, clone) for (slot, _), clone in zip(later, clones, strict=True)]
+        for slot, source in later:
+            slot.copy_(source, non_blocking=True)
+        if mode != "device":
+            may_change.record(stream)
+        done.record(stream)
+    for _, source in pairs:
+        source.record_stream(stream)  # the allocator must not hand its memory on before it was read
+    num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
+    return _DeviceCopy(device, max(num_bytes, 1), began, may_change, done, time.perf_counter(), clones=clones)

@@ -1,0 +1,176 @@
+"""Remedy: the `dcp.save` of an unmodified script copies the state and goes on; a thread writes it, atomically.
+
+Needs `--allow result-equivalent`: no result changes, but a checkpoint is
+durable later than the call that made it returns. The next save, a load, the
+end of the process group and the end of the process wait for it; what went
+wrong is raised at the first of them (at the end of the process: printed). Taken are plain calls,
+`dcp.save(state, checkpoint_id=folder)`, of the training thread; calls with a
+writer, planner or group of their own, and saves into a folder that holds
+anything else than a checkpoint, are left to torch. Files are headway's: stock
+`dcp.load` reads them.
+
+>>> later = Later(lambda: {"planner_data": None})
+>>> later.keys()
+dict_keys(['planner_data'])
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from headway.checkpoint.runtime.calls import async_save, own_group
+from headway.checkpoint.runtime.plugins import HeadwayWriter, check_target
+from headway.checkpoint.runtime.stager import HeadwayStager
+from headway.core.errors import BackgroundError, InputError
+from headway.runtime import state_account
+from headway.runtime.remedy import Applied, Context, Refused
+
+NAME = "checkpoint.async"
+
+SAVES = ("torch.distributed.checkpoint.state_dict_saver:save", "torch.distributed.checkpoint:save")
+WAITS = (
+    "torch.distributed.checkpoint.state_dict_loader:load",
+    "torch.distributed.checkpoint:load",
+    "torch.distributed.distributed_c10d:destroy_process_group",
+    "torch.distributed:destroy_process_group",
+)
+"""What waits for a save that is under way; the interpreter waits for the thread before it ends."""
+
+
+def behind(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
+    """Install the remedy. Parameter every_steps, of the prediction, changes nothing: the script saves when it does."""
+    if context.allow != "result-equivalent":
+        return Refused(NAME, "a checkpoint becomes durable after the call that saves it: grant result-equivalent")
+    switch = Switch(context, parameters)
+    for target in SAVES:
+        context.patch(target, switch.around_save)
+    for target in WAITS:
+        context.patch(target, switch.around_wait)
+    atexit.register(switch.settle)  # nobody calls any more: what failed is printed
+    context.undos.append(lambda: atexit.unregister(switch.settle))
+    return Applied(NAME, switch.facts)
+
+
+class Later:
+    """What a save returns before it knows: each use of it waits."""
+
+    def __init__(self, result: Callable[[], Any]) -> None:
+        self._result = result
+
+    def __getattr__(self, name: str) -> Any:
+        """Wait, then answer as the result itself would."""
+        return getattr(self._result(), name)
+
+
+class Switch:
+    """The saves of one rank's script: at most one is under way."""
+
+    def __init__(self, context: Context, parameters: Mapping[str, Any]) -> None:
+        self.facts: dict[str, Any] = {**parameters, "num_saves": 0, "left_alone": []}
+        """What the report says."""
+        self._context = context
+        self._stager = HeadwayStager()
+        self._running: tuple[Any, Future[Any]] | None = None
+        self._inside = False
+
+    def around_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `dcp.save`."""
+
+        @functools.wraps(original)
+        def save(*args: Any, **options: Any) -> Any:
+            if self._inside or threading.current_thread() is not threading.main_thread():
+                return original(*args, **options)
+            begun_ns = time.perf_counter_ns()
+            self.settle()
+            reason = self._unfit(args, options)
+            if reason is None:
+                try:
+                    return self._save(args[0] if args else options["state_dict"], options["checkpoint_id"], begun_ns)
+                except InputError as cause:  # a state that cannot be staged: nothing has begun
+                    reason = str(cause)
+            self._leave(reason)
+            self._inside = True
+            try:
+                return original(*args, **options)
+            finally:
+                self._inside = False
+
+        return save
+
+    def around_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap what must not meet a save under way."""
+
+        @functools.wraps(original)
+        def waits(*args: Any, **options: Any) -> Any:
+            if not self._inside and threading.current_thread() is threading.main_thread():
+                self.settle()
+            return original(*args, **options)
+
+        return waits
+
+    def settle(self) -> None:
+        """Wait for the save that is under way. Raises `BackgroundError` when it failed."""
+        if self._running is None:
+            return
+        (place, future), self._running = self._running, None
+        error = future.exception()
+        if error is not None:
+            self._context.note(Applied(NAME, {**self.facts, "failed": f"{place}: {error}"}))
+            raise BackgroundError(
+                f"the checkpoint {place} was not written: {error}. Remove the cause; what stood there still does."
+            ) from error
+
+    def _unfit(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+        """Return why a call is left to torch; the same on all ranks."""
+        given = {name for name, value in options.items() if value is not None} - {"state_dict", "checkpoint_id"}
+        if len(args) > 1 or given:
+            return f"it is given {', '.join(sorted(given)) or 'more than a state'}"
+        place = options.get("checkpoint_id")
+        if place is None or not HeadwayWriter.validate_checkpoint_id(place):
+            return f"{place} is no folder"
+        group = own_group()
+        told: list[str | None] = [None]
+        if group is None or dist.get_rank() == 0:
+            try:
+                check_target(Path(os.path.abspath(place)))
+            except (InputError, OSError) as cause:
+                told = [str(cause)]
+        if group is not None:
+            dist.broadcast_object_list(told, src=0, group=group)
+        return told[0]
+
+    def _save(self, state: dict[str, Any], place: Any, begun_ns: int) -> Later:
+        """Copy the state and begin to write it."""
+        ready_ns = time.perf_counter_ns()
+        self._inside = True
+        try:
+            with state_account.inside("checkpoint.snapshot"):
+                future = async_save(state, checkpoint_id=place, stager=self._stager)
+        finally:
+            self._inside = False
+        self._running = (place, future)
+        self.facts["num_saves"] += 1
+        number = self.facts["num_saves"]
+        state_account.waited(begun_ns, ready_ns, step=number)
+        state_account.snapshotted(ready_ns, time.perf_counter_ns(), bytes=self._stager.num_bytes, step=number)
+        self._context.note(Applied(NAME, self.facts))
+        return Later(future.result)
+
+    def _leave(self, reason: str) -> None:
+        """Note why a call was left to torch."""
+        if reason not in self.facts["left_alone"]:
+            self.facts["left_alone"].append(reason)
+        if self.facts["num_saves"]:
+            self._context.note(Applied(NAME, self.facts))
+        else:
+            self._context.note(Refused(NAME, reason))

@@ -1,0 +1,102 @@
+"""What a save hands back: whether it is durable yet, and what became of it.
+
+>>> ticket = SaveTicket(40, listen=lambda timeout_s: None)
+>>> ticket.done()
+False
+>>> ticket.settle(Commit(40, "/ckpts/step-40", "d0be", 4096, 0.2))
+>>> ticket.result().path
+'/ckpts/step-40'
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headway.core.errors import BackgroundError
+
+LISTEN_S = 0.2
+"""Longest single wait for the agent while somebody waits for a save."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A checkpoint that is visible and durable."""
+
+    step: int
+    path: str
+    """Its folder."""
+    root: str
+    """Merkle root over its files, hex."""
+    num_bytes: int
+    """Of all its files."""
+    durable_s: float
+    """From the start of the save to the commit."""
+
+
+class SaveTicket:
+    """One save. It is over when the checkpoint is committed, or can never be."""
+
+    def __init__(self, step: int, *, listen: Callable[[float], None]) -> None:
+        """`listen(timeout_s)` hears what the agent has to say of any save."""
+        self.step = step
+        """Step that is saved."""
+        self.blocked_s = 0.0
+        """How long training stood still for it: waiting for earlier saves, and the copy."""
+        self.persist_s = 0.0
+        """How long this rank's part took to reach the disk; 0 until it has."""
+        self._listen = listen
+        self._commit: Commit | None = None
+        self._failure: str | None = None
+        self.is_told = False
+        """Whether the caller knows of the failure already."""
+
+    @property
+    def commit(self) -> Commit | None:
+        """The checkpoint, once it is durable."""
+        return self._commit
+
+    @property
+    def failure(self) -> str | None:
+        """Why there will be none."""
+        return self._failure
+
+    def done(self) -> bool:
+        """Whether the save is over, well or not; never waits."""
+        if not self._is_over():
+            self._listen(0.0)
+        return self._is_over()
+
+    def result(self, timeout_s: float | None = None) -> Commit:
+        """Wait until the checkpoint is durable and return it.
+
+        Raises `BackgroundError` when it will never be, `TimeoutError` when it is not after `timeout_s`.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.done():
+            if until is not None and time.monotonic() > until:
+                raise TimeoutError(f"step {self.step} is not durable after {timeout_s} s. Wait longer; it goes on.")
+            self._listen(LISTEN_S if until is None else min(LISTEN_S, max(until - time.monotonic(), 0.0)))
+        if self._commit is None:
+            raise self.error()
+        return self._commit
+
+    def error(self) -> BackgroundError:
+        """Return the failure as an error; it counts as told."""
+        self.is_told = True
+        why = (self._failure or "").rstrip(".")
+        return BackgroundError(
+            f"the checkpoint of step {self.step} was not written: {why}. Remove the cause; the next save tries "
+            "again, and older checkpoints stand."
+        )
+
+    def settle(self, outcome: Commit | str) -> None:
+        """Note how the save ended: a commit, or why there is none."""
+        if isinstance(outcome, str):
+            self._failure = outcome
+        else:
+            self._commit = outcome
+
+    def _is_over(self) -> bool:
+        return self._commit is not None or self._failure is not None
