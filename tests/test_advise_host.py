@@ -22,7 +22,7 @@ def advice(**changes: Any) -> dict[str, Proposal | Refusal]:
 def test_a_quiet_job_is_left_alone() -> None:
     rows = advice()
 
-    assert set(rows) == {"host.logging", "host.gc", "checkpoint.interval", "straggler.remove"}
+    assert set(rows) == {"host.logging", "host.gc", "straggler.remove"}
     assert all(isinstance(row, Refusal) and "too little" in row.reason for row in rows.values())
 
 
@@ -31,7 +31,6 @@ def test_a_quiet_job_is_left_alone() -> None:
     [
         ({"logging_ns": 2 * MS}, "host.logging", True, 8.6 / 6.95),
         ({"gc_ns": lambda rank, step: 8 * MS if step % 4 == 0 else 0}, "host.gc", True, 8.6 / 6.62),
-        ({"save_ns": lambda rank, step: 40 * MS if step % 10 == 5 else 0}, "checkpoint.interval", False, 10.6 / 7.6),
         ({"compute_ns": lambda rank, step: (5 + 3 * rank) * MS}, "straggler.remove", False, 9.6 / 6.6),
     ],
 )

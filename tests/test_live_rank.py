@@ -109,6 +109,25 @@ def test_a_record_that_reaches_into_the_next_steps_is_handed_out_with_both():
     assert rank.saved == 1
 
 
+def test_a_save_of_headways_own_counts_once_its_commit_is_seen_however_late():
+    rank, saved = LiveRank(0, 1, 0), []
+    copies = [row("checkpoint.snapshot", start, MS, b=number) for start, number in ((19_500_000, 7), (32 * MS, 8))]
+    rank.take(np.concatenate([updates([0] * 4), *copies]))
+    rank.begin()
+    for horizon in (3, 4):
+        rank.window(horizon)
+        saved.append(rank.saved)
+    for number, first in ((7, 5), (8, 6)):
+        # Its own time lies in a step that is booked already.
+        rank.take(
+            np.concatenate([row("checkpoint.commit", 21 * MS, MS, b=number), updates([0], first_ns=first * 10 * MS)])
+        )
+        rank.window(first)
+        saved.append(rank.saved)
+
+    assert saved == [-1, -1, 2, 3]
+
+
 def test_the_rate_is_that_of_the_last_ten_seconds_and_falls_when_nothing_comes():
     rank = LiveRank(0, 1, 0)
     rank.take(updates([0] * 100, step_ns=100 * MS))

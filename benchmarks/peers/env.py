@@ -44,6 +44,24 @@ def python_of(peer: str) -> Path:
     return python
 
 
+def packages_of(peer: str) -> Path:
+    """Return a folder with the pins of `peer` and nothing that they ask for: to be put on PYTHONPATH beside our torch.
+
+    For a peer that wants an older torch than it needs. Raises `InputError` as `python_of` does.
+    """
+    wanted = pins(peer)
+    folder = Path(os.environ.get("HEADWAY_PEERS", Path.home() / ".cache" / "headway" / "peers")) / f"{peer}-packages"
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = folder / "headway.stamp"
+    with (folder / "headway.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (stamp.exists() and stamp.read_text() == fingerprint(wanted)):
+            stamp.unlink(missing_ok=True)
+            _install(Path(sys.executable), wanted, "--no-deps", "--upgrade", "--target", str(folder))
+            stamp.write_text(fingerprint(wanted))
+    return folder
+
+
 def pins(peer: str) -> Path:
     """Return the requirements file of `peer`. Raises `InputError` when there is none."""
     path = PEERS / f"{peer}.txt"
@@ -69,7 +87,22 @@ def fingerprint(wanted: Path) -> str:
 def _build(folder: Path, python: Path, wanted: Path) -> None:
     """Make the environment and install the pins."""
     venv.EnvBuilder(with_pip=True, clear=False).create(folder)
-    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(wanted)]
+    _install(python, wanted)
+
+
+def _install(python: Path, wanted: Path, *options: str) -> None:
+    """Install pins. Raises `InputError` when pip cannot."""
+    command = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-r",
+        str(wanted),
+        *options,
+    ]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
         raise InputError(f"pip cannot install {wanted}:\n{answer.stderr[-1500:]}\nCheck the network or the pins.")

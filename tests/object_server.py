@@ -1,0 +1,40 @@
+"""A real S3 server for tests and benchmarks: moto, in this process, on a free port of the loopback."""
+
+from __future__ import annotations
+
+import http.client
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+
+@contextmanager
+def object_server(bucket: str) -> Iterator[dict[str, str]]:
+    """Yield the environment under which `s3://<bucket>` is reached."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    environment = {
+        "AWS_ENDPOINT": f"http://{host}:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "other",
+    }  # fmt: skip
+    try:
+        make_bucket(environment, bucket)
+        yield environment
+    finally:
+        server.stop()
+
+
+def make_bucket(environment: Mapping[str, str], bucket: str) -> None:
+    """Create a bucket without obstore, which cannot."""
+    connection = http.client.HTTPConnection(urlsplit(environment["AWS_ENDPOINT"]).netloc, timeout=20)
+    headers = {"Content-Type": "application/octet-stream", "Authorization": "AWS one:signature"}
+    connection.request("PUT", f"/{bucket}", body=b"", headers=headers)
+    status = connection.getresponse().status
+    connection.close()
+    if status >= 300:
+        raise RuntimeError(f"the bucket {bucket} was not made: status {status}. Look at the server's log.")

@@ -1,0 +1,122 @@
+"""What the checkpoint room proposes for recorded saves, and what it says a failure would lose."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import headway
+from headway.checkpoint.advise import BUDGET, measured_mtbf_s, propose, recorded_saves
+from headway.checkpoint.costs import best_interval_s
+from headway.ledger.ledger import Ledger
+from headway.plan.proposal import Proposal, Refusal
+from headway.plan.setup import Setup
+from headway.sim.program import Program
+from headway.trace.runs import Run
+from tests.runs_made import MS, RunMaker, joined
+
+SAVES: dict[str, Any] = {"save_ns": lambda rank, step: 40 * MS if step % 10 == 5 else 0}
+
+
+def advice(ledger: object = None, **changes: Any) -> dict[str, Proposal | Refusal]:
+    made = RunMaker(**{"ranks": 2, "steps": 60, "cores": 8, **changes}).make()
+    program = Program.from_trace(made.trace, made.meta)
+    return {row.name: row for row in propose(ledger, program, Setup.from_facts(made.meta))}
+
+
+def test_a_job_that_hardly_saves_is_left_alone() -> None:
+    rows = advice()
+
+    assert set(rows) == {"checkpoint.interval"}
+    assert isinstance(rows["checkpoint.interval"], Refusal)
+    assert "too little" in rows["checkpoint.interval"].reason
+
+
+def test_saves_that_cost_too_much_are_made_as_rare_as_the_budget_says() -> None:
+    """A save of 40 ms every 10 steps of 6.6 ms; 3.5 % of the time allow one every 174."""
+    row = advice(**SAVES)["checkpoint.interval"]
+
+    assert isinstance(row, Proposal)
+    assert row.parameters["every_steps"] == pytest.approx(40 / (BUDGET * 6.6), rel=0.03)
+    assert row.predicted_speedup == pytest.approx(10.6 / (6.6 * (1 + BUDGET)), rel=0.02)
+    assert row.interval[0] * (1 - 1e-9) <= row.predicted_speedup <= row.interval[1] * (1 + 1e-9)
+    assert not row.applies
+    assert "a failure loses" in row.risk
+
+
+def test_saves_within_the_budget_stay_as_they_are() -> None:
+    row = advice(save_ns=lambda rank, step: 4 * MS if step % 20 == 5 else 0)["checkpoint.interval"]
+
+    assert isinstance(row, Refusal)
+    assert "of the steps' time: within the budget" in row.reason or "too little" in row.reason
+
+
+def test_a_failure_rate_that_was_lived_through_decides_instead_of_the_budget() -> None:
+    maker = RunMaker(ranks=2, steps=60, cores=8, **SAVES)
+    first = maker.make()
+    run = joined(first, RunMaker(ranks=2, steps=60, cores=8, attempt=1, start_ns=first.meta["end_ns"], **SAVES).make())
+    ledger = Ledger.of(run)
+    mtbf_s = measured_mtbf_s(ledger)
+    row = advice(ledger, **SAVES)["checkpoint.interval"]
+
+    assert mtbf_s == pytest.approx(ledger.wall_ns / 1e9)
+    assert isinstance(row, Proposal)
+    assert row.parameters["every_steps"] == pytest.approx(best_interval_s(0.04, mtbf_s) / 0.0066, rel=0.03)
+    assert "failures" in row.reason
+    assert measured_mtbf_s(Ledger.of(first)) is None
+
+
+def test_headways_own_saves_need_no_other_way_to_save() -> None:
+    made = RunMaker(ranks=1, steps=60, **SAVES).make()
+    swapped = {"checkpoint.save": "checkpoint.snapshot", "checkpoint.snapshot": "checkpoint.save"}
+    trace = replace(made.trace, names=tuple(swapped.get(name, name) for name in made.trace.names))
+    program = Program.from_trace(trace, made.meta)
+    rows = {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
+
+    assert isinstance(rows["checkpoint.interval"], Proposal)
+    assert "already" in rows["checkpoint.async"].reason
+
+
+@pytest.fixture(scope="module")
+def saving_run(tmp_path_factory) -> Run:
+    """A real run that saves 4 MB durably at every third step of 4 ms."""
+    folder = tmp_path_factory.mktemp("saving")
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with headway.run(folder / "run"):
+        for step in range(90):
+            time.sleep(0.004)
+            model(torch.ones(1, 1000)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 3 == 2:
+                with (folder / "w.tmp").open("wb") as file:
+                    torch.save(model.state_dict(), file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(folder / "w.tmp", folder / "w.pt")
+    return Run.open(folder / "run")
+
+
+def test_a_real_run_that_saves_too_often_is_told_what_both_remedies_would_win(saving_run) -> None:
+    ledger, program = Ledger.of(saving_run), Program.from_run(saving_run)
+    saves = recorded_saves(program)
+    rows = {row.name: row for row in propose(ledger, program, Setup.from_facts(saving_run.meta))}
+    interval, behind = rows["checkpoint.interval"], rows["checkpoint.async"]
+
+    assert saves is not None
+    assert saves.every_steps == 3
+    assert saves.num_bytes == pytest.approx(4_004_000, rel=0.01)
+    stall_s = sum(ns for sub, ns in ledger.sub_ns.items() if sub.startswith("checkpoint.")) / 1e9 / 30
+    assert saves.cost_s == pytest.approx(stall_s, rel=0.35)  # the first, cold one is no steady state
+    assert isinstance(interval, Proposal)
+    assert isinstance(behind, Proposal)
+    assert interval.predicted_speedup > 1.02
+    assert behind.interval[0] <= behind.predicted_speedup <= behind.interval[1]
+    assert "save behind" not in behind.reason
+    assert (interval.conflicts, behind.conflicts) == (("checkpoint.async",), ("checkpoint.interval",))

@@ -1,0 +1,164 @@
+"""A script's own dcp.save behind its steps: what is loaded is what was saved, and nothing is lost or kept quiet."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from headway.checkpoint.runtime.switch import Later, behind
+from headway.core.errors import BackgroundError
+from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.runtime.remedy import Refused
+from headway.storage import verify
+from tests.paths import ROOT
+from tests.recorded import environment
+from tests.remedy_context import TestContext, applied
+
+ALLOW = "result-equivalent"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_a_save_returns_with_the_state_copied_and_a_load_waits_for_it(tmp_path):
+    state = {"w": torch.ones(1000), "step": 7}
+    with applied(behind, {}, ALLOW) as context:
+        done = dcp.save(state, checkpoint_id=tmp_path / "step-7")
+        state["w"].zero_()
+        found = {"w": torch.zeros(1000), "step": 0}
+        dcp.load(found, checkpoint_id=tmp_path / "step-7")
+
+    assert isinstance(done, Later)
+    assert set(done.state_dict_metadata) == {"w", "step"}
+    assert found["w"].all()
+    assert found["step"] == 7
+    assert verify(tmp_path / "step-7").status == "good"
+    assert context.outcomes[-1].facts["num_saves"] == 1
+
+
+def test_without_leave_it_is_refused():
+    assert isinstance(behind({}, TestContext()), Refused)
+
+
+def test_what_goes_wrong_is_raised_at_the_next_call_and_the_one_after_saves(tmp_path):
+    (tmp_path / "file").write_text("")
+    with applied(behind, {}, ALLOW) as context:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "file" / "step-1")
+        with pytest.raises(BackgroundError, match=r"file/step-1 was not written.*Remove the cause"):
+            dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-2")
+        assert dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-2").state_dict_metadata
+
+    assert (tmp_path / "step-2" / "commit.json").exists()
+    assert any("failed" in outcome.facts for outcome in context.outcomes)
+
+
+def test_calls_of_another_kind_are_left_to_torch_and_said_so(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "log.txt").write_text("mine")
+    with applied(behind, {}, ALLOW) as context:
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", no_dist=True)
+        dcp.save({"w": torch.ones(2)}, storage_writer=dcp.FileSystemWriter(tmp_path / "b"))
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "out")
+        thread = threading.Thread(target=dcp.save, args=({},), kwargs={"checkpoint_id": tmp_path / "c"})
+        thread.start()
+        thread.join()
+
+    assert not any((tmp_path / name / "commit.json").exists() for name in ("a", "b", "c", "out"))
+    assert all((tmp_path / name / ".metadata").exists() for name in ("a", "b", "c", "out"))
+    assert (tmp_path / "out" / "log.txt").exists()
+    assert [outcome.reason.split()[-1] for outcome in context.outcomes[:2]] == ["no_dist", "storage_writer"]
+    assert "log.txt" in context.outcomes[-1].reason
+
+
+LAST_FAILS = """
+import sys, torch
+import torch.distributed.checkpoint as dcp
+from headway.checkpoint.runtime.switch import behind
+from tests.remedy_context import TestContext
+behind({}, TestContext("result-equivalent"))
+for place in sys.argv[1:]:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=place)
+print("over", flush=True)
+"""
+
+
+def test_the_end_of_the_process_waits_and_prints_what_went_wrong(tmp_path):
+    (tmp_path / "file").write_text("")
+    places = [str(tmp_path / "step-1"), str(tmp_path / "file" / "step-2")]
+    done = subprocess.run(
+        [sys.executable, "-c", LAST_FAILS, *places], env=environment(None, PYTHONPATH=str(ROOT)), capture_output=True,
+        text=True, timeout=60, cwd=tmp_path,
+    )  # fmt: skip
+
+    assert done.stdout == "over\n"
+    assert "file/step-2 was not written: [Errno 20]" in done.stderr
+    assert verify(tmp_path / "step-1").status == "good"
+
+
+SCRIPT = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.nn.parallel import DistributedDataParallel
+
+joined = "RANK" in os.environ
+if joined:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+inner = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 4))
+model = DistributedDataParallel(inner) if joined else inner
+opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for step in range(1, 13):
+    opt.zero_grad()
+    loss = model(torch.full((8, 64), step / 12.0)).square().mean()
+    loss.backward()
+    opt.step()
+    if step % 4 == 0:
+        state = {"model": inner.state_dict(), "opt": opt.state_dict(), "step": step}
+        dcp.save(state, checkpoint_id=f"{sys.argv[1]}/step-{step}")
+        before = inner[0].weight.detach().clone()
+    if step == 9:
+        found = {"model": {name: torch.zeros_like(t) for name, t in inner.state_dict().items()}, "step": 0}
+        dcp.load(found, checkpoint_id=f"{sys.argv[1]}/step-8")
+        assert torch.equal(found["model"]["0.weight"], before) and found["step"] == 8
+print("loss", loss.item().hex(), flush=True)
+if joined:
+    dist.destroy_process_group()
+"""
+
+
+def test_a_real_script_saves_behind_its_steps_with_the_same_losses_and_files(tmp_path):
+    script, plan = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text(SCRIPT)
+    write_plan(PlanFile((Remedy("checkpoint.async", {"every_steps": 4}, 1.1, allow=ALLOW),)), plan)
+    command = [sys.executable, "-m", "headway.cli", "run", "--windows", "0", "--nproc-per-node", "2",
+               "--out", str(tmp_path / "run"), "--apply", str(plan), "--"]  # fmt: skip
+    outputs = []
+    for number, before in enumerate(([sys.executable], command)):
+        done = subprocess.run(
+            [*before, str(script), str(tmp_path / f"ckpt-{number}")], env=environment(None, PYTHONPATH=str(ROOT)),
+            capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        outputs.append(re.findall(r"loss (\S+)", done.stdout))
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    mine = [row for row in facts["applied"] if row["name"] == "checkpoint.async"]
+
+    assert outputs[1] == outputs[0] * 2  # both ranks see the same examples
+    assert [row["reason_not_applied"] for row in mine] == [None]
+    assert not (tmp_path / "ckpt-0" / "step-12" / "commit.json").exists()
+    stock, ours = ({}, {})
+    for step in (4, 8, 12):
+        assert verify(tmp_path / "ckpt-1" / f"step-{step}").status == "good"
+        assert (tmp_path / "ckpt-1" / f"step-{step}" / "rank-1" / "manifest.json").exists()
+        for place, found in (("ckpt-0", stock), ("ckpt-1", ours)):
+            found["model"] = {"0.weight": torch.zeros(256, 64), "1.bias": torch.zeros(4)}
+            dcp.load(found, checkpoint_id=tmp_path / place / f"step-{step}")
+        assert all(torch.equal(stock["model"][name], ours["model"][name]) for name in stock["model"])

@@ -1,0 +1,301 @@
+"""`headway ckpt`: what it prints, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+from headway.checkpoint.keep import Keep
+from headway.cli import main
+from headway.core.errors import InputError
+from headway.storage.commit import committed
+from headway.storage.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
+from headway.storage.parity import encode_rank
+from headway.storage.restripe import restripe
+from headway.storage.scrub import scrub
+from headway.verbs.ckpt import parse_keep
+from tests.checkpoints import some_state, unsynced, write_checkpoint
+
+
+@pytest.fixture
+def root(tmp_path):
+    for step, seed in ((10, 0), (20, 0), (30, 1)):
+        write_checkpoint(tmp_path, step, some_state(seed), objects={"lr": 0.1})
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    """Run a verb; return its exit code and its JSON, or its text."""
+
+    def of(*words: object, as_json: bool = True):
+        with pytest.raises(SystemExit) as left:
+            main(["ckpt", *map(str, words), *(["--json"] if as_json else [])])
+        out = capsys.readouterr()
+        text = out.out if left.value.code in (0, 3) or out.out else out.err
+        return left.value.code, json.loads(text) if as_json and text.startswith("{") else text
+
+    return of
+
+
+@pytest.fixture(autouse=True)
+def quick():
+    with unsynced():
+        yield
+
+
+def damage(path) -> None:
+    content = bytearray(path.read_bytes())
+    content[min(2000, len(content) // 2)] ^= 1  # of an image: the first tensor's elements
+    path.write_bytes(bytes(content))
+
+
+def test_verify_answers_in_the_form_that_is_promised(root, run):
+    code, answer = run("verify", root / "step-20")
+
+    assert (code, answer["schema"], answer["status"], answer["damaged"]) == (0, "headway.ckpt.verify/1", "good", [])
+    assert answer["checked_bytes"] > 10_000
+    damage(root / "step-20" / "rank-0" / "__0_0.distcp")
+    code, answer = run("verify", root / "step-20")
+    assert (code, answer["status"]) == (3, "lost")
+    assert {"file", "tensor", "offset_bytes"} <= set(answer["damaged"][0])
+    assert (answer["damaged"][0]["file"], answer["damaged"][0]["tensor"]) == ("rank-0/__0_0.distcp", "model.weight")
+
+
+def test_verify_of_all_steps_exits_for_the_worst(root, run):
+    damage(root / "step-10" / "rank-1" / "digests.bin")
+
+    code, answer = run("verify", root, "--all")
+    newest_code, newest = run("verify", root)
+
+    assert (code, answer["status"], len(answer["checkpoints"])) == (3, "repairable", 3)
+    assert answer["damaged"][0]["path"] == str(root / "step-10")
+    assert (newest_code, newest["path"]) == (0, str(root / "step-30"))
+
+
+def test_verify_says_in_words_what_it_says_in_json(root, run):
+    damage(root / "step-30" / "rank-0" / "__0_0.distcp")
+
+    code, text = run("verify", root, as_json=False)
+
+    assert code == 3
+    assert "lost" in text
+    assert "model.weight" in text
+    assert "rank-0/__0_0.distcp" in text
+
+
+@pytest.mark.parametrize(("content", "code"), [("hello", 2), ("", 2)])
+def test_what_is_no_checkpoint_exits_with_2_and_still_answers(tmp_path, run, content, code):
+    (tmp_path / "notes.txt").write_text(content)
+
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        assert run("verify", path)[0] == code
+        assert run("verify", path)[1]["status"] == "not_a_checkpoint"
+
+
+def test_ls_tells_steps_sizes_roots_and_the_last_look(root, run):
+    scrub(root)
+    write_checkpoint(root, 40, some_state(), world_size=1)
+
+    code, answer = run("ls", root)
+
+    rows = {row["step"]: row for row in answer["checkpoints"]}
+    assert (code, answer["schema"], list(rows)) == (0, "headway.ckpt.ls/1", [10, 20, 30, 40])
+    assert [rows[step]["verified"] for step in (10, 40)] == ["good", None]
+    assert rows[10]["world_size"] == 2
+    assert rows[10]["num_bytes"] == sum(p.stat().st_size for p in (root / "step-10").rglob("*") if p.is_file())
+    assert len({row["root"] for row in rows.values()}) == 4
+    assert "none" in run("ls", root, as_json=False)[1]
+
+
+def test_ls_tells_whether_the_parity_that_was_asked_for_is_there(tmp_path, run):
+    path = write_checkpoint(tmp_path, 1, some_state(), world_size=3, redundancy="+1")
+
+    assert run("ls", tmp_path)[1]["checkpoints"][0]["redundancy_status"] == "durable"
+    assert "+1, not yet" in run("ls", tmp_path, as_json=False)[1]
+    for rank in range(3):
+        encode_rank(path, rank)
+    assert run("ls", tmp_path)[1]["checkpoints"][0]["redundancy_status"] == "redundant"
+    assert "2+1" in run("ls", tmp_path, as_json=False)[1]
+    restripe(path, "1+2")
+    row = run("ls", tmp_path)[1]["checkpoints"][0]
+    assert (row["redundancy"], row["parity"]) == ("+1", "1+2")
+    assert run("verify", tmp_path)[1]["status"] == "good"
+    damage(path / "rank-0" / "__0_0.distcp")
+    assert run("verify", tmp_path)[1]["status"] == "repairable"
+
+
+def test_a_checkpoint_of_a_newer_headway_is_listed_all_the_same(root, run):
+    record = read_record(root / "step-20" / COMMIT, CommitRecord)
+    for name in (COMMIT, COMMIT + TWIN):
+        (root / "step-20" / name).write_bytes(encode(msgspec.structs.replace(record, schema="headway.ckpt.commit/9")))
+
+    assert [row["format"] for row in run("ls", root)[1]["checkpoints"]] == ["headway", "headway, newer", "headway"]
+
+
+def test_verifying_leaves_no_trace(root, run):
+    before = sorted(path for path in root.rglob("*"))
+    run("verify", root, "--all")
+
+    assert sorted(path for path in root.rglob("*")) == before
+
+
+def test_a_scrub_of_another_checkpoint_of_the_same_step_does_not_count(root, run):
+    scrub(root)
+    write_checkpoint(root, 20, some_state(5), attempt="later", replace=True)
+
+    rows = {row["step"]: row for row in run("ls", root)[1]["checkpoints"]}
+
+    assert rows[20]["verified"] is None
+
+
+def test_show_tells_dtypes_shapes_and_boxes_and_takes_a_pattern(root, run):
+    code, answer = run("show", root, "--only", "model.*")
+
+    tensors = {row["fqn"]: row for row in answer["tensors"]}
+    assert (code, answer["schema"], answer["step"]) == (0, "headway.ckpt.show/1", 30)
+    assert sorted(tensors) == ["model.bias", "model.empty", "model.mask", "model.weight"]
+    assert (tensors["model.weight"]["dtype"], tensors["model.weight"]["shape"]) == ("float32", [40, 33])
+    assert [box["offsets"] for box in tensors["model.weight"]["boxes"]] == [[0, 0], [20, 0]]
+    code, text = run("show", root, "--only", "nothing*", as_json=False)
+    assert code == 2
+    assert "is called 'nothing*'; it holds model.weight" in text
+
+
+def test_diff_exits_with_3_where_there_is_a_difference(root, run, tmp_path):
+    torch.save(some_state(0), tmp_path / "whole.pt")
+
+    assert run("diff", root / "step-10", root / "step-20")[0] == 0
+    code, answer = run("diff", root / "step-20", root / "step-30")
+    assert (code, answer["schema"], answer["equal"]) == (3, "headway.ckpt.diff/1", False)
+    assert {row["name"] for row in answer["changed"]} == {"model.weight", "model.bias", "model.mask"}
+    code, answer = run("diff", root / "step-10", tmp_path / "whole.pt")
+    assert (code, answer["removed"], answer["changed"]) == (3, ["lr"], [])
+    assert "elements differ" in run("diff", root / "step-20", root / "step-30", as_json=False)[1]
+
+
+def test_prune_touches_nothing_until_it_is_told_to(root, run):
+    code, answer = run("prune", root, "--keep", "last=1,every=20")
+
+    assert (code, answer["steps"], answer["kept"], answer["removed"]) == (0, [10], [20, 30], False)
+    assert [one.step for one in committed(root)] == [10, 20, 30]
+    assert "Nothing was touched" in run("prune", root, "--keep", "last=1", as_json=False)[1]
+
+    assert run("prune", root, "--keep", "last=1,every=20", "--yes")[1]["removed"]
+    assert [one.step for one in committed(root)] == [20, 30]
+
+
+def test_prune_keeps_the_newest_good_one_where_all_that_stay_are_damaged(root, run):
+    damage(root / "step-30" / "rank-0" / "__0_0.distcp")
+
+    answer = run("prune", root, "--keep", "last=1", "--yes")[1]
+
+    assert (answer["steps"], answer["kept"]) == ([10], [20, 30])
+
+
+def test_prune_removes_nothing_where_nothing_is_good(root, run):
+    for step in (10, 20, 30):
+        damage(root / f"step-{step}" / "rank-0" / "__0_0.distcp")
+
+    assert run("prune", root, "--keep", "last=1", "--yes")[1]["steps"] == []
+
+
+def test_scrub_exits_with_3_when_it_finds_damage(root, run):
+    assert run("scrub", root, "--rate-mb-s", "0")[0] == 0
+    damage(root / "step-10" / "rank-0" / "__0_0.distcp")
+    code, answer = run("scrub", root, "--rate-mb-s", "0")
+
+    assert (code, answer["damaged"], len(answer["checkpoints"])) == (3, 1, 3)
+    assert run("scrub", root, "--rate-mb-s", "-1")[0] == 2
+
+
+def test_stock_checkpoints_are_listed_shown_verified_and_pruned_too(tmp_path, run):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (1, 2):
+            dcp.save({"w": torch.full((3,), float(step))}, checkpoint_id=tmp_path / f"step-{step}")
+
+    assert [row["format"] for row in run("ls", tmp_path)[1]["checkpoints"]] == ["dcp", "dcp"]
+    assert run("verify", tmp_path, "--all")[0] == 0
+    assert run("show", tmp_path)[1]["tensors"][0]["fqn"] == "w"
+    assert run("diff", tmp_path / "step-1", tmp_path / "step-2")[1]["changed"][0]["num_elements"] == 3
+    assert run("prune", tmp_path, "--keep", "last=1", "--yes")[1]["steps"] == [1]
+
+
+def test_a_folder_of_safetensors_files_is_shown_and_compared_as_one_checkpoint(tmp_path, run):
+    (tmp_path / "split").mkdir()
+    state = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4, dtype=torch.bfloat16)}
+    safetensors.torch.save_file(state, tmp_path / "whole.safetensors")
+    for number, (fqn, tensor) in enumerate(state.items(), 1):
+        file = tmp_path / "split" / f"model-0000{number}-of-00002.safetensors"
+        safetensors.torch.save_file({fqn: tensor}, file)
+
+    assert [row["fqn"] for row in run("show", tmp_path / "split")[1]["tensors"]] == ["a.weight", "b.bias"]
+    assert run("diff", tmp_path / "split", tmp_path / "whole.safetensors")[0] == 0
+    shutil.copy(file, tmp_path / "split" / "again.safetensors")
+    code, text = run("show", tmp_path / "split")
+    assert (code, "two files of" in text, "'b.bias'" in text) == (2, True, True)
+
+
+def test_a_difference_from_what_has_lost_a_file_says_which(root, run):
+    (root / "step-10" / "rank-0" / "__0_0.distcp").unlink()
+
+    code, text = run("diff", root / "step-10", root / "step-30")
+
+    assert (code, "has lost rank-0/__0_0.distcp" in text) == (2, True)
+
+
+def test_a_scrub_of_an_empty_folder_says_that_there_was_nothing(tmp_path, run):
+    code, text = run("scrub", tmp_path, as_json=False)
+
+    assert (code, "holds no committed checkpoint." in " ".join(text.split())) == (0, True)
+
+
+def test_a_device_or_a_pipe_is_no_checkpoint(tmp_path, run):
+    os.mkfifo(tmp_path / "pipe")
+
+    code, text = run("verify", tmp_path / "pipe")
+
+    assert (code, "is neither a folder nor a file" in text) == (2, True)
+
+
+def test_rules_are_read_and_nonsense_is_refused():
+    assert parse_keep("last=3,every=1000") == Keep(last=3, every=1000)
+    assert parse_keep("every=5") == Keep(last=1, every=5)
+    for text in ("", "first=1", "last=x", "last=1,last=2", "last=-1"):
+        with pytest.raises(InputError, match=r"is no rule. Write last=N"):
+            parse_keep(text)
+    with pytest.raises(InputError, match="last is 0"):
+        parse_keep("last=0")
+
+
+@pytest.mark.parametrize("verb", ["ls", "prune", "scrub"])
+def test_a_folder_that_is_not_there_is_the_callers_mistake(verb, run, tmp_path):
+    code, text = run(verb, tmp_path / "nowhere")
+
+    assert code == 2
+    assert "is no folder. Name the folder that holds the step-<n>" in text
+
+
+@pytest.mark.parametrize("verb", ["ls", "prune", "scrub"])
+def test_a_checkpoint_itself_points_above_it(root, run, verb):
+    code, text = run(verb, root / "step-10")
+
+    assert (code, "is a checkpoint itself. Name the folder above it" in text) == (2, True)
+
+
+@pytest.mark.parametrize("verb", ["diff", "ls", "prune", "scrub", "show", "verify"])
+def test_every_verb_has_a_page_with_an_example(verb, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["ckpt", verb, "--help"])
+
+    assert left.value.code == 0
+    assert f"Example: `headway ckpt {verb}" in capsys.readouterr().out

@@ -1,0 +1,92 @@
+"""Failure logs of real disks: what is read is what stands there, and what cannot be true is refused with its line."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from headway.core.errors import FormatError, InputError
+from headway.storage.disk_logs import Totals, read_lifetimes, read_totals, windows
+from tests.paths import shared
+
+HEAD = "model,size,n_unique,drive_days,failed\n"
+DRIVES = "model,capacity_bytes,min_date,max_date,first_fail\n"
+
+
+def written(path, text):
+    path.write_text(text)
+    return path
+
+
+def test_names_of_one_model_written_in_two_ways_are_one_model(tmp_path):
+    path = written(tmp_path / "t.csv", HEAD + "WDC  X1,4 TB,10,100,1\nwdc x1,4 TB,5,50,0\n")
+
+    assert read_totals(path) == {"wdc x1": Totals("wdc x1", 4e12, 15.0, 150.0, 1.0)}
+
+
+def test_a_window_is_the_difference_of_two_dates_and_lasts_as_long_as_the_steadiest_model_lived():
+    before = {"a": Totals("a", 4e12, 2000, 50_000, 10), "gone": Totals("gone", 4e12, 2000, 9_000, 2)}
+    after = {"a": Totals("a", 4e12, 2000, 230_000, 25), "gone": before["gone"], "new": Totals("new", 4e12, 50, 500, 1)}
+    found = {window.model: window for window in windows(before, after)}
+
+    assert set(found) == {"a", "new"}
+    assert (found["a"].days, found["a"].failures, found["a"].num_disks) == (90, 15, 2000)
+    assert found["new"].failures == 1
+
+
+def test_the_lives_of_drives_count_from_the_first_day_of_the_log(tmp_path):
+    rows = '"A",4e12,2013-04-10,2013-12-31,\n"A",4e12,2013-04-12,2013-05-01,2013-05-01\n'
+    log = read_lifetimes(written(tmp_path / "d.csv", DRIVES + rows))
+
+    assert (log.models, log.num_days) == (("A",), 266)
+    assert (log.first.tolist(), log.last.tolist(), log.failed.tolist()) == ([0, 2], [265, 21], [False, True])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("model,size\n", "no column n_unique, drive_days, failed"),
+        (HEAD + "a,4 TB,10,-5,1\n", r"line 2: drive_days is '-5'"),
+        (HEAD + "a,4 TB,10,100,11\n", "line 2: 11 failures of 10 disks"),
+        (HEAD + "a,4 TB,many,100,1\n", "n_unique is 'many'"),
+        (HEAD + "a,4 TB,10\n", "line 2: too few columns"),
+    ],
+)
+def test_totals_that_cannot_be_true_are_refused(tmp_path, text, says):
+    with pytest.raises(FormatError, match=says):
+        read_totals(written(tmp_path / "t.csv", text))
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ("", "holds no drive"),
+        ("A,4e12,2013-12-31,2013-04-10,\n", "line 2: last seen 2013-04-10, first seen later"),
+        ("A,4e12,yesterday,2013-04-10,\n", "Write dates as"),
+    ],
+)
+def test_lifetimes_that_cannot_be_true_are_refused(tmp_path, rows, says):
+    with pytest.raises(FormatError, match=says):
+        read_lifetimes(written(tmp_path / "d.csv", DRIVES + rows))
+
+
+def test_totals_only_rise_and_a_missing_file_is_said_so(tmp_path):
+    after = {"a": Totals("a", 4e12, 2000, 50_000, 10)}
+    before = {"a": Totals("a", 4e12, 2000, 60_000, 10)}
+
+    with pytest.raises(InputError, match=r"a: -10000 disk-days.*Give the older log first"):
+        windows(before, after)
+    with pytest.raises(InputError, match="no model of 1000 disks lived"):
+        windows(after, after)
+    with pytest.raises(InputError, match="cannot read"):
+        read_totals(tmp_path / "none.csv")
+
+
+def test_the_public_logs_are_as_large_as_published():
+    drives = read_lifetimes(shared("disks/backblaze_2013_drives.csv"))
+    dates = [read_totals(shared(f"disks/backblaze_{date}.csv")) for date in ("2021-10", "2021-11", "2022-09")]
+    st4 = [{w.model: w for w in windows(a, b)}["st4000dm000"] for a, b in itertools.pairwise(dates)]
+
+    assert (len(drives.model), int(drives.failed.sum())) == (29_072, 724)
+    assert [round(36_500 * window.failures / window.disk_days, 1) for window in st4] == [1.8, 2.7]

@@ -1,0 +1,188 @@
+"""Room for what is stored: optimizers that took no step, objects with other keys, values in place."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from headway.checkpoint.runtime.restore import restore_into
+from headway.core.errors import InputError
+from tests.layouts_made import write
+
+
+def trained(make, *, steps=3, dtype=torch.float32):
+    """A model and its optimizer after a few steps."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)).to(dtype)
+    optimizer = make(model.parameters())
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.arange(20.0, dtype=model[0].weight.dtype).view(5, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters),
+    "rprop": lambda parameters: torch.optim.Rprop(parameters),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3),
+}
+
+
+def equal(a, b):
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_that_took_no_step_goes_on_bit_for_bit(tmp_path, name):
+    model, optimizer = trained(OPTIMIZERS[name])
+    folder = write({"model": model.state_dict(), "opt": optimizer.state_dict()}, tmp_path)
+    new_model, new = trained(OPTIMIZERS[name], steps=0)
+    with torch.no_grad():
+        new_model[0].weight.fill_(7)
+
+    restore_into(folder, {"model": new_model, "opt": new})
+
+    assert equal(new.state_dict(), optimizer.state_dict())
+    for pair in ((model, optimizer), (new_model, new)):
+        step(*pair)
+    assert equal(new_model.state_dict(), model.state_dict())
+
+
+def test_room_is_made_without_a_step_a_gradient_or_a_random_number(tmp_path):
+    _model, optimizer = trained(OPTIMIZERS["adam"])
+    folder = write({"opt": optimizer.state_dict()}, tmp_path)
+    other, new = trained(OPTIMIZERS["adam"], steps=0)
+    before, rng = copy.deepcopy(other.state_dict()), torch.get_rng_state()
+
+    restore_into(folder, {"opt": new})
+
+    assert equal(other.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(parameter.grad is None for parameter in other.parameters())
+
+
+def test_state_in_another_type_than_its_parameter_keeps_its_bits(tmp_path):
+    _model, optimizer = trained(OPTIMIZERS["adam"], dtype=torch.bfloat16)
+    for held in optimizer.state.values():
+        held["exp_avg"] = torch.randn(held["exp_avg"].shape)  # float32, as mixed-precision recipes keep it
+    folder = write({"opt": optimizer.state_dict()}, tmp_path)
+    _, new = trained(OPTIMIZERS["adam"], steps=0, dtype=torch.bfloat16)
+
+    restore_into(folder, {"opt": new})
+
+    assert equal(new.state_dict(), optimizer.state_dict())
+
+
+def test_a_parameter_without_saved_state_gets_none(tmp_path):
+    model, optimizer = trained(OPTIMIZERS["momentum"], steps=0)
+    model[0].requires_grad_(False)
+    step(model, optimizer)
+    folder = write({"opt": optimizer.state_dict()}, tmp_path)
+    _, used = trained(OPTIMIZERS["momentum"])
+
+    restore_into(folder, {"opt": used})
+
+    assert equal(used.state_dict(), optimizer.state_dict())
+
+
+def test_saved_state_of_a_parameter_that_is_not_there_is_refused(tmp_path):
+    _, optimizer = trained(OPTIMIZERS["adam"])
+    folder = write({"opt": optimizer.state_dict()}, tmp_path)
+    fewer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(8, 4))])
+
+    with pytest.raises(InputError, match=r"holds 'opt\.state\.[1-5]\.\w+', but the optimizer has 1 parameters"):
+        restore_into(folder, {"opt": fewer})
+
+
+class Counter:
+    """Plain values whose keys come and go, some of them numbers."""
+
+    def __init__(self, **values):
+        self.values = values
+
+    def state_dict(self):
+        return dict(self.values)
+
+    def load_state_dict(self, state):
+        self.values = dict(state)
+
+
+def test_an_object_gets_the_keys_that_were_saved(tmp_path):
+    saved = Counter(epoch=3, seen={0: 5, 7: 9}, window=[1, 2], nested={"best": torch.ones(2)}, name="run")
+    folder = write({"loader": saved.state_dict()}, tmp_path)
+    new = Counter(epoch=0, seen={0: 0})
+
+    restore_into(folder, {"loader": new})
+
+    assert equal(new.values, saved.values)
+
+
+def test_an_object_whose_state_is_none_gets_none(tmp_path):
+    class Stateless:
+        got = "nothing yet"
+
+        def state_dict(self):
+            return None
+
+        def load_state_dict(self, state):
+            self.got = state
+
+    thing = Stateless()
+    restore_into(write({"thing": None}, tmp_path), {"thing": thing})
+
+    assert thing.got is None
+
+
+def test_plain_values_and_tensors_are_filled_where_they_stand(tmp_path):
+    folder = write({"model": {"w": torch.ones(3)}, "step": 5, "note": ("a", 1), "scale": torch.tensor(2.0)}, tmp_path)
+    weight, scale = torch.zeros(3), torch.tensor(0.0)
+    state = {"model": {"w": weight}, "step": 0, "note": None, "scale": scale}
+
+    restore_into(folder, state)
+
+    assert (weight.tolist(), scale.item()) == ([1, 1, 1], 2)
+    assert (state["step"], state["note"]) == (5, ("a", 1))
+    assert state["scale"] is scale
+
+
+def test_a_scheduler_goes_on_where_it_was(tmp_path):
+    _, optimizer = trained(OPTIMIZERS["adam"])
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+    folder = write({"sched": schedule.state_dict(), "opt": optimizer.state_dict()}, tmp_path)
+    _, other = trained(OPTIMIZERS["adam"], steps=0)
+    new = torch.optim.lr_scheduler.CosineAnnealingLR(other, 10)
+
+    restore_into(folder, {"sched": new, "opt": other})
+
+    assert equal(new.state_dict(), schedule.state_dict())
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_what_has_no_state_is_refused(tmp_path):
+    folder = write({"model": {"w": torch.ones(3)}}, tmp_path)
+
+    with pytest.raises(InputError, match="'model' is a object, which has no state_dict and load_state_dict"):
+        restore_into(folder, {"model": object()})
