@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway import checkpoint as checkpoint
+    from headway import data as data
+    from headway import storage as storage
     from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
     from headway.core.errors import HeadwayError as HeadwayError
     from headway.ledger.ledger import Ledger as Ledger
@@ -40,12 +43,15 @@ PUBLIC: dict[str, str] = {
     "Proposal": "headway.plan.proposal:Proposal",
     "Setup": "headway.plan.setup:Setup",
     "Trace": "headway.trace.trace:Trace",
+    "checkpoint": "headway.checkpoint",
+    "data": "headway.data",
     "log_to": "headway.runtime.annotate:log_to",
     "run": "headway.runtime.annotate:run",
     "steps": "headway.runtime.annotate:steps",
+    "storage": "headway.storage",
     "timer": "headway.runtime.annotate:timer",
 }
-"""Every lazily loaded public name -> "module:attribute"."""
+"""Every lazily loaded public name -> "module:attribute", or a room's "module"."""
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 

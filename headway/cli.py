@@ -81,7 +81,7 @@ GROUPS: dict[str, str] = {
 
 ROOM, RIGHT = (
     "Free some of it, or name another place.",
-    "Name another place: --out, or -o, or another folder to run in.",
+    "Check its permissions, or name another place: --out, or -o, or another folder to run in.",
 )
 PLACES: dict[int, str] = {
     errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EROFS: RIGHT, errno.EACCES: RIGHT, errno.EPERM: RIGHT,

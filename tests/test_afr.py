@@ -180,6 +180,8 @@ def test_a_log_that_cannot_be_true_is_refused_and_leaves_no_trace(log, says):
 def test_questions_about_negative_ages_are_refused():
     model = lived(np.full(100, 0.02), 20_000)
 
+    with pytest.raises(InputError, match="age is nan"):
+        AfrModel().afr(float("nan"))
     with pytest.raises(InputError, match="age is -1"):
         model.afr(-1)
     with pytest.raises(InputError, match="horizon=-1"):

@@ -78,7 +78,11 @@ def test_json_is_exactly_one_object():
     ("number", "place", "said"),
     [
         (errno.ENOSPC, None, "headway: No space left on device. Free some of it, or name another place.\n"),
-        (errno.EROFS, "runs", "headway: Read-only file system: runs. Name another place: --out, or -o, or another "),
+        (
+            errno.EROFS,
+            "runs",
+            "headway: Read-only file system: runs. Check its permissions, or name another place: ",
+        ),
     ],
 )
 def test_a_place_that_takes_nothing_is_one_line_with_what_to_do(number, place, said, monkeypatch, capsys):

@@ -63,6 +63,7 @@ def test_totals_that_cannot_be_true_are_refused(tmp_path, text, says):
     [
         ("", "holds no drive"),
         ("A,4e12,2013-12-31,2013-04-10,\n", "line 2: last seen 2013-04-10, first seen later"),
+        ("A,4e12,2013-04-10,2013-12-30,2013-12-31\n", "line 2: it failed 2013-12-31, last seen before"),
         ("A,4e12,yesterday,2013-04-10,\n", "Write dates as"),
     ],
 )

@@ -91,3 +91,12 @@ def test_steps_are_tried_newest_first_or_the_one_that_was_asked_for(tmp_path):
     assert (step_order(known, "latest"), step_order(known, 3)) == ([20, 3], [3])
     with pytest.raises(InputError, match=r"no checkpoint of step 4; there are: 20, 3. Name one"):
         step_order(known, 4)
+
+
+def test_who_goes_back_to_an_older_step_is_told_that_a_newer_one_would_be_taken_again(tmp_path):
+    with headway.Checkpointer(tmp_path, model=torch.nn.Linear(3, 3)) as ckpt:
+        for step in (3, 20):
+            ckpt.save(step, block="durable")
+
+        with pytest.warns(UserWarning, match=r"step 20 is newer and still there.*remove: step-20"):
+            ckpt.restore(3)

@@ -158,6 +158,7 @@ def test_no_whole_pickle_asks_for_too_much(value, protocol):
     [
         b"\x80\x02K\x01r\xff\xff\xff\x7f.",
         b"I1\np4294967296\n.",
+        b"I1\np" + b"9" * 5000 + b"\n.",
         b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
         b"\x80\x04]\x8e" + (1 << 40).to_bytes(8, "little") + b"a.",
         b"\x80\x02X\xff\xff\xff\x7fab.",

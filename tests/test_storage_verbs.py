@@ -90,3 +90,5 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
         fleet(synthetic="mixd")
     with pytest.raises(UnknownNameError, match="unknown policy"):
         fit(tmp_path / "x.csv", policy="none")
+    with pytest.raises(InputError, match=r"--afr is -1; it must be above 0"):
+        table(afr=-1)

@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping
 
 
 def lazily(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of `package` for `public`: name -> "module:attribute"."""
+    """Return `__getattr__` and `__dir__` of `package` for `public`: name -> "module:attribute", or "module" itself."""
 
     def load(name: str) -> object:
         """Resolve a public name and keep it."""
         target = public.get(name)
         if target is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has: {', '.join(sorted(public))}")
-        module, attribute = target.split(":")
-        value = getattr(importlib.import_module(module), attribute)
+        module, _, attribute = target.partition(":")
+        value: object = importlib.import_module(module)
+        value = getattr(value, attribute) if attribute else value
         vars(sys.modules[package])[name] = value
         return value
 

@@ -411,7 +411,7 @@ def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     evidence += _in_background(ledger) + _also(waited)
     fix = "save less often, or copy to host memory and write in the background; try --set checkpoint=0.5x"
     if copies.count and not stock.count:
-        fix = "let a budget set the interval: Checkpointer(policy=CheckpointPolicy()); try --set checkpoint=0.5x"
+        fix = "save less often: CheckpointPolicy(budget=) bounds the share of the time; try --set checkpoint=0.5x"
     return [Cause("checkpoint.stall", "training thread", own + waited, evidence, fix)]
 
 

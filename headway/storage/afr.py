@@ -115,7 +115,7 @@ class AfrModel:
 
         (0, NaN, infinity) where nothing was seen within a window of that age. Raises `InputError` on a negative age.
         """
-        if age < 0:
+        if not age >= 0 or int(age) != age:
             raise InputError(f"the age is {age} days; pass a whole number >= 0.")
         if age >= self.num_ages + self.window_days:
             return 0.0, math.nan, math.inf

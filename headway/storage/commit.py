@@ -295,7 +295,8 @@ def _check_replicas(manifests: Sequence[RankManifest]) -> None:
         more = f" and {len(differ) - 1} more" if len(differ) > 1 else ""
         raise InputError(
             f"the tensor {fqn!r}{more} was taken to be equal on all ranks, but ranks {ranks[0]} and {ranks[1]} hold "
-            "different values. Pass replicated=None to store each rank's own, or make them equal first."
+            "different values. Make them equal before the first save, or, to store each rank's own, pass "
+            "replicated=None and give the object another name on every rank."
         )
 
 

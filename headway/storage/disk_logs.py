@@ -161,6 +161,10 @@ def read_lifetimes(path: str | Path) -> Lifetimes:
             raise FormatError(f"{path}, line {line}: {cause}. Write dates as 2013-12-31.") from cause
         if last < first:
             raise FormatError(f"{path}, line {line}: last seen {row['max_date']}, first seen later. Correct that row.")
+        if row["first_fail"].strip() > row["max_date"].strip():
+            raise FormatError(
+                f"{path}, line {line}: it failed {row['first_fail']}, last seen before. Correct that row."
+            )
         names.setdefault(row["model"], _number(path, line, row, "capacity_bytes"))
         rows.append((list(names).index(row["model"]), first, last, bool(row["first_fail"].strip())))
     if not rows:

@@ -305,7 +305,9 @@ def warnings(checkpoint: str | Path) -> list[str]:
     told = []
     for name, domains in levels.items():
         count, tolerated = len({*domains.values()}), stripes.tolerated(domains)
-        if tolerated < stripes.m:
+        if count == 1 and name != "rank directories":
+            told.append(f"all ranks are on one of the {name}: should it be lost, parity is lost with it.")
+        elif tolerated < stripes.m:
             told.append(
                 f"{stripes.k}+{stripes.m} over {count} {name}: {tolerated} of them may be lost, not {stripes.m}. "
                 f"Spread the ranks over at least {stripes.k + stripes.m} {name}, or choose a smaller k."

@@ -176,6 +176,9 @@ _FEW = re.compile(
 """A run of opcodes whose operands have a fixed size; without the end, and without what names a place in the memo."""
 
 
+_LINE, _TWO_LINES = re.compile(b"[^\n]*+\n?"), re.compile(b"[^\n]*+\n?[^\n]*+\n?")
+
+
 def _check_sizes(file: io.BytesIO, name: str) -> None:
     """Raise `FormatError` where the pickle that `file` stands at asks for more memory than such a file can fill.
 
@@ -196,12 +199,10 @@ def _check_sizes(file: io.BytesIO, name: str) -> None:
                 told = int.from_bytes(data[at + 1 : begin], "little")
                 at = begin + told
             elif operand == pickletools.UP_TO_NEWLINE:
-                stop = at + 1
-                for _ in range(2 if code in (b"c", b"i") else 1):
-                    line = re.compile(b"[^\n]*+\n?").match(data, stop)
-                    stop = line.end() if line else size
-                told = int(data[at + 1 : stop]) if code == b"p" and bytes(data[at + 1 : stop]).strip().isdigit() else 0
-                at = stop
+                lines = (_TWO_LINES if code in (b"c", b"i") else _LINE).match(data, at + 1)
+                assert lines is not None
+                digits = lines[0].strip()[:20]
+                told, at = int(digits) if code == b"p" and digits.isdigit() else 0, lines.end()
             else:
                 return
             if told > size:

@@ -130,9 +130,9 @@ def _kept(rows: list[Mapping[str, Any]]) -> Any:
 def bench(
     folder: Path, /, *, size: str = "64MiB", state: str = "10GB", ours_only: bool = False, json: bool = False
 ) -> int:
-    """Measure memory, checksums and DIR on this host, and say what a save of a given size would cost.
+    """Measure memory, checksums and FOLDER on this host, and say what a save of a given size would cost.
 
-    Writes a few files into DIR and removes them. With `dcp.save` beside it,
+    Writes a few files into FOLDER and removes them. With `dcp.save` beside it,
     measured in a process of its own on the same folder.
 
     Example: `headway ckpt bench /mnt/checkpoints --state 40GB`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,11 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
     json
         Print one JSON object instead of text.
     """
+    for name, value in {"--afr": afr, "--default-afr": default_afr, "--mttr-hours": mttr_hours}.items():
+        if not 0 < value < math.inf:
+            raise InputError(
+                f"{name} is {value:g}; it must be above 0. Pass a rate such as 0.02 (2 % of disks a year)."
+            )
     k0, n0, _ = DEFAULT
     default = (k0, n0, default_afr)
     rows = [_scheme_row(scheme, afr, default, mttr_hours) for scheme in SCHEMES.values()]

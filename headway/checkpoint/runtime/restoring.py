@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -121,7 +122,7 @@ def restore(
         LOG.warning("step %d is passed over: %s", number, told)
     if skipped:
         raise DamageError(
-            f"none of the {len(skipped)} checkpoints under {root} is whole; the newest: {skipped[0]}. "
+            f"none of the {len(skipped)} checkpoints under {root} is whole; the newest: {skipped[0].rstrip('.')}. "
             "Run: headway ckpt repair"
         )
     return RestoreReport(None, root, "local", 0, 0, 0.0), had_died
@@ -145,6 +146,7 @@ def _agreed_steps(root: str, step: int | Literal["latest"], agreement: Agreement
         try:
             url = url_of(root)
             known = [one.step for one in (committed(root) if url is None else object_commit.committed(open_store(url)))]
+            _warn_of_newer(known, step)
             return msgspec.json.encode(step_order(known, step)).decode()
         except InputError as error:
             return str(error)
@@ -154,6 +156,16 @@ def _agreed_steps(root: str, step: int | Literal["latest"], agreement: Agreement
         return msgspec.json.decode(word, type=list[int])
     except msgspec.DecodeError:
         raise InputError(word) from None
+
+
+def _warn_of_newer(known: Sequence[int], step: int | Literal["latest"]) -> None:
+    """Warn who goes back to an older step while newer ones stand: after a crash "latest" would take those again."""
+    newer = [] if step == "latest" else [one for one in sorted(known) if one > step]
+    if newer:
+        warnings.warn(
+            f"step {step} is restored, but step {newer[-1]} is newer and still there: a restart at 'latest' takes it. "
+            f"To stay with step {step}, remove: {', '.join(f'step-{one}' for one in newer[:8])}", stacklevel=2,
+        )  # fmt: skip
 
 
 def _restore_one(

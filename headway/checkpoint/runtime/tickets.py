@@ -52,6 +52,10 @@ class SaveTicket:
         self.is_told = False
         """Whether the caller knows of the failure already."""
 
+    def __repr__(self) -> str:
+        state = "committed" if self._commit else f"failed: {self._failure}" if self._failure else "under way"
+        return f"SaveTicket(step={self.step}, blocked_s={self.blocked_s:.4f}, {state})"
+
     @property
     def commit(self) -> Commit | None:
         """The checkpoint, once it is durable."""
