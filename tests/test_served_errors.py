@@ -128,6 +128,9 @@ def test_a_server_whose_starter_did_not_wait_serves_the_next_caller(runtime):
     data = Rows(4, nap_s=0.2)
     with pytest.raises(RuntimeError, match="timed out"):
         iter(DataLoader(data, timeout=0.1, server="auto"))
+    until = time.monotonic() + 30
+    while not list(runtime.glob("*.sock")) and time.monotonic() < until:
+        time.sleep(0.01)  # it goes on to start
     pid = server_of(only(runtime))
 
     assert ids(DataLoader(data, server="auto")) == [0, 1, 2, 3]

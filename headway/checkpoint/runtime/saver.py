@@ -32,7 +32,8 @@ from headway.checkpoint.runtime.agreement import Agreement
 from headway.checkpoint.runtime.arenas import Arenas, layout_of, parts_of, sources_of, tail_bytes_of
 from headway.checkpoint.runtime.image import Image, Part, pickled
 from headway.checkpoint.runtime.image_file import host_bytes
-from headway.checkpoint.runtime.shards import LocalState, pieces
+from headway.checkpoint.runtime.kept_cut import KeptCut
+from headway.checkpoint.runtime.shards import LocalState
 from headway.checkpoint.runtime.snapshot import Snapshot
 from headway.checkpoint.runtime.tickets import Commit, SaveTicket
 from headway.core.errors import BackgroundError, InputError
@@ -106,6 +107,8 @@ class Saver:
         self._tickets: dict[int, SaveTicket] = {}
         self._begun: dict[int, tuple[int, int]] = {}  # step -> when the save began, which image
         self._spare: int | None = None
+        self._cut = KeptCut()
+        self._stored: dict[str, tuple[str, bytes]] = {}  # fqn -> a plain value as text, and as it is stored
         self._num_saves: dict[int, int] = {}
         self._layout: tuple[Any, Layout] | None = None
         self._mode = "device" if options.device_snapshot == "device" else "host"
@@ -262,7 +265,7 @@ class Saver:
         early = {name: _state_of(thing) for name, thing in self._objects.items()}
         state = self._pieces(early)
         parts = parts_of(state.shards)
-        values = {fqn: _bytes_of(fqn, value) for fqn, value in state.objects.items()}
+        values = {fqn: self._bytes_of(fqn, value) for fqn, value in state.objects.items()}
         if self._arenas is None:
             self._arenas = Arenas(self._options.inflight + 1, pin=torch.cuda.is_available())
         busy = {number for _, number in self._begun.values()}
@@ -282,7 +285,7 @@ class Saver:
         state = self._pieces(pending.early | {name: _late_state(late[name], pending.early[name]) for name in late})
         parts = parts_of(state.shards)
         pending.values = {
-            fqn: _bytes_of(fqn, value) if fqn not in known or is_late(fqn, late) else known[fqn]
+            fqn: self._bytes_of(fqn, value) if fqn not in known or is_late(fqn, late) else known[fqn]
             for fqn, value in state.objects.items()
         }
         if parts != pending.parts:
@@ -298,7 +301,16 @@ class Saver:
         agreement = self.agreement
         if agreement.rank != whose.first:
             states = {name: whose.without_buffers(name, state) for name, state in states.items()}
-        return pieces(states, rank=agreement.rank, world_size=agreement.world_size, holders=whose)
+        return self._cut.pieces(states, rank=agreement.rank, world_size=agreement.world_size, holders=whose)
+
+    def _bytes_of(self, fqn: str, value: Any) -> bytes:
+        """Return an object as it is stored; plain values that stay the same are pickled once."""
+        if not _is_plain(value):
+            return _bytes_of(fqn, value)
+        text = repr(value)  # tells plain values apart, also 1, 1.0 and True, or -0.0 and 0.0
+        if self._stored.get(fqn, ("", b""))[0] != text:
+            self._stored[fqn] = text, _bytes_of(fqn, value)
+        return self._stored[fqn][1]
 
     def _carry(self, pending: _Pending, parts: tuple[Part, ...]) -> None:
         """Move to an image with other parts, or more room for objects."""
@@ -349,6 +361,13 @@ class Saver:
         """Return the attempt's name, with the number of the save where a step is saved again."""
         count = self._num_saves[step] = self._num_saves.get(step, 0) + 1
         return self.agreement.attempt if count == 1 else f"{self.agreement.attempt}-{count}"
+
+
+def _is_plain(value: Any) -> bool:
+    """Say whether a value is a number, a short text, None, or a tuple of such: equal text means equal value."""
+    if type(value) is tuple:
+        return len(value) < 16 and all(map(_is_plain, value))
+    return type(value) in (int, float, bool, type(None)) or (type(value) is str and len(value) < 256)
 
 
 def _bytes_of(fqn: str, value: Any) -> bytes:

@@ -180,7 +180,7 @@ def _local_shards(state: Mapping[str, Any], rank: int, world_size: int, holders:
     for leaf in leaves(state):
         name, value = leaf.fqn, leaf.value
         result.paths[name] = leaf.path
-        if not _is_tensor(value):
+        if not is_tensor(value):
             result.objects[name] = value
             continue
         everyone = _holders_of(name, holders, world_size)
@@ -242,7 +242,7 @@ def _is_entered(value: Any) -> bool:
     )
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
     """Tell whether a leaf is stored as elements: a dense tensor that torch itself understands."""
     if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return value.layout == torch.strided and not value.is_quantized
@@ -264,19 +264,19 @@ def _shards_of(name: str, value: Any, rank: int, everyone: tuple[int, ...], layo
     elif isinstance(value, ShardedTensor):
         for part in value.local_shards():
             box = Box(tuple(part.metadata.shard_offsets), tuple(part.metadata.shard_sizes))
-            yield LocalShard(name, tuple(value.size()), box, _memory(name, part.tensor), (rank,))
+            yield LocalShard(name, tuple(value.size()), box, memory_of(name, part.tensor), (rank,))
     else:
         if rank not in everyone:
             raise InputError(
                 f"rank {rank} holds '{name}', but its holders are {everyone}. Name the rank among them, or leave the "
                 "tensor out of its state."
             )
-        yield LocalShard(name, tuple(value.shape), whole(value.shape), _memory(name, value), everyone)
+        yield LocalShard(name, tuple(value.shape), whole(value.shape), memory_of(name, value), everyone)
 
 
 def _of_flat(name: str, value: FlatShard, rank: int) -> Iterator[LocalShard]:
     """Yield the boxes of an interval of a flattened tensor."""
-    memory, begin = _memory(name, value.tensor), 0
+    memory, begin = memory_of(name, value.tensor), 0
     # A tensor without elements has no interval: every holder tells of it, so that it is known.
     for box in flat_to_boxes(value.shape, value.start, value.stop) or [whole(value.shape)] * (not prod(value.shape)):
         part = memory[begin : begin + box.num_elements].view(box.lengths)
@@ -334,7 +334,7 @@ def _of_dtensor(name: str, value: DTensor, layouts: _Layouts) -> Iterator[LocalS
     """Yield the boxes of a DTensor's local part: one, or several where a placement is strided; none off its mesh."""
     boxes, holders = layouts.of(name, value)
     if boxes:
-        memory = _memory(name, value.to_local())
+        memory = memory_of(name, value.to_local())
         for local, box in boxes:
             mine = memory if local.lengths == memory.shape else memory[local.within(whole(memory.shape))]
             yield LocalShard(name, tuple(value.shape), box, mine, holders)
@@ -347,7 +347,7 @@ def _in_order(value: DTensor) -> list[int]:
     return ordered + [axis for axis in range(value.device_mesh.ndim) if axis not in ordered]
 
 
-def _memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def memory_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's own memory, without gradient; a lazily conjugated or negated one stays so."""
     wait = getattr(tensor, "wait", None)
     tensor = wait() if callable(wait) else tensor
