@@ -377,7 +377,8 @@ class Agent:
 
     def close(self, why: str) -> None:
         """Let everybody go, with a word."""
-        self._saving.sweep(self._abandoned)
+        # Where other ranks' agents may still have to read why, the draft stays: the next attempt removes it.
+        self._saving.sweep({draft for draft in self._abandoned if not self._saving.is_awaited(draft)})
         if self._listener is not None:
             self._listener.close()
         for channel in [*self._callers, *([self._trainer] if self._trainer is not None else [])]:
@@ -433,7 +434,6 @@ def main(arguments: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: agent.end())  # what is under way is finished first
     with contextlib.suppress(OSError):
         os.nice(NICE)
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up, it takes no core from the trainer
     try:
         agent.run()
     except HeadwayError as error:

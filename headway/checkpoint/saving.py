@@ -180,6 +180,11 @@ def prune(hello: Hello, step: int) -> None:
         remove(known[surplus])
 
 
+def is_awaited(draft: Draft) -> bool:
+    """Say whether agents of other ranks have parts in a draft, and so wait to hear what becomes of it."""
+    return len(list(draft.path.glob(f"rank-*/{MANIFEST}"))) > 1
+
+
 def sweep(failed: set[Draft]) -> None:
     """Remove drafts that were given up."""
     for draft in failed:

@@ -173,6 +173,13 @@ def prune(hello: Hello, step: int) -> None:
         remove(store, known[surplus])
 
 
+def is_awaited(draft: ObjectDraft) -> bool:
+    """Say whether agents of other ranks have parts in a draft, and so wait to hear what becomes of it."""
+    with suppress(HeadwayError):
+        return sum(name.endswith(f"/{MANIFEST}") for name in _store(draft.root).list(f"{draft.prefix}/")) > 1
+    return False
+
+
 def sweep(failed: set[ObjectDraft]) -> None:
     """Remove drafts that were given up."""
     for draft in failed:
