@@ -183,16 +183,16 @@ class CheckpointPolicy:
     """Mean time between failures, as far as it is known beforehand; what the job lives through is added to it."""
     inflight: int = 1
     """Saves that may be under way at once."""
-    _base: _Average = field(default_factory=_Average)
-    _windows: deque[_Window] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _open: _Window | None = None
-    _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _under_way_s: float = 0.0
+    _base: _Average = field(default_factory=_Average, init=False)
+    _windows: deque[_Window] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
+    _open: _Window | None = field(default=None, init=False)
+    _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
+    _under_way_s: float = field(default=0.0, init=False)
     """How long the newest save has been under way."""
-    _num_steps: int = 0
-    _ran_s: float = 0.0
-    _num_failures: int = 0
-    _decided: tuple[int, Limit] | None = None
+    _num_steps: int = field(default=0, init=False)
+    _ran_s: float = field(default=0.0, init=False)
+    _num_failures: int = field(default=0, init=False)
+    _decided: tuple[int, Limit] | None = field(default=None, init=False)
     """The last decision, until something happens that may change it."""
 
     def __post_init__(self) -> None:

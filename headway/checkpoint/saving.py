@@ -108,10 +108,7 @@ def commit_if_ready(hello: Hello, draft: Draft) -> CommitRecord | None:
     missing = set(range(hello.world_size)) - ranks_done(draft, hello.world_size)
     lost = marked_gone(draft.path, missing)
     if lost:
-        raise HeadwayError(
-            f"step {draft.step} is not committed: rank {min(lost)} could not write its part. Look at that rank's "
-            "error; the checkpoint before it still stands."
-        )
+        raise lost_part(draft.step, lost)
     if missing:
         return None
     return commit(
@@ -121,6 +118,19 @@ def commit_if_ready(hello: Hello, draft: Draft) -> CommitRecord | None:
         replace=_may_replace(hello, draft),
         deadline_s=0,
     )
+
+
+def lost_part(step: int, lost: set[int]) -> HeadwayError:
+    """Return what to raise where the ranks `lost` will never finish their parts of a save."""
+    return HeadwayError(
+        f"step {step} is not committed: rank {min(lost)} could not write its part. Look at that rank's "
+        "error; the checkpoint before it still stands."
+    )
+
+
+def is_superseded(hello: Hello, record: CommitRecord) -> bool:
+    """Whether a checkpoint of a step that is saved again is an earlier one of this attempt, or older than that."""
+    return record.attempt.startswith(hello.attempt) or record.created_unix_s < hello.started_unix_s
 
 
 def seen(hello: Hello, draft: Draft) -> CommitRecord | None:
@@ -212,13 +222,13 @@ def _record(path: Path) -> CommitRecord | None:
 
 
 def _may_replace(hello: Hello, draft: Draft) -> bool:
-    """Whether a checkpoint of the same step is an earlier one of this attempt, or older than the attempt."""
+    """Whether the checkpoint of the same step, if there is one, may give way."""
     if not Committed(draft.step, draft.target).ours:
         return False  # none, or somebody else's
     record = _record(draft.target)
     if record is None:
         return True  # broken: what it says of itself cannot be read
-    return record.attempt.startswith(hello.attempt) or record.created_unix_s < hello.started_unix_s
+    return is_superseded(hello, record)
 
 
 def manifest_of(hello: Hello, layout: Layout, save: Persist, memory: Buffer, written: Written | None) -> RankManifest:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from headway.checkpoint.keep import Keep
 from headway.checkpoint.messages import Hello, Layout, Persist, Phase
 from headway.checkpoint.persist import persist
-from headway.checkpoint.saving import ABANDONED, GONE, manifest_of, payloads
+from headway.checkpoint.saving import ABANDONED, GONE, is_superseded, lost_part, manifest_of, payloads
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.pace import Pace
 from headway.storage import object_commit
@@ -99,16 +99,11 @@ def commit_if_ready(hello: Hello, draft: ObjectDraft) -> CommitRecord | None:
     names = store.list(draft.prefix) if missing else {}
     lost = {rank for rank in missing if f"{draft.prefix}/{GONE.format(rank)}" in names}
     if lost:
-        raise HeadwayError(
-            f"step {draft.step} is not committed: rank {min(lost)} could not write its part. Look at that rank's "
-            "error; the checkpoint before it still stands."
-        )
+        raise lost_part(draft.step, lost)
     if missing:
         return None
     standing = record_at(store, draft.step)
-    may = standing is not None and (
-        standing.attempt.startswith(hello.attempt) or standing.created_unix_s < hello.started_unix_s
-    )
+    may = standing is not None and is_superseded(hello, standing)
     return object_commit.commit(
         store, draft, world_size=hello.world_size, redundancy=hello.redundancy, replaces=standing if may else None
     )

@@ -36,6 +36,7 @@ from headway.checkpoint.runtime.shards import (
     memory_of,
     pieces,
 )
+from headway.storage.boxes import Shape
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -59,7 +60,8 @@ class KeptCut:
     def __init__(self) -> None:
         self._form: list[Any] | None = None
         self._parts: list[_Part] = []
-        self._state = LocalState()
+        self._tensors: dict[str, tuple[Shape, str]] = {}
+        self._replicas: tuple[str, ...] = ()
         self.num_made = 0
         """How often a state was cut anew."""
 
@@ -87,8 +89,8 @@ class KeptCut:
         ]
         objects = {leaf.fqn: value for leaf in found if not is_tensor(value := leaf.value)}
         paths = {leaf.fqn: leaf.path for leaf in found}
-        replicas = {fqn: values[fqn].detach() for fqn in self._state.replicas}
-        return LocalState(shards, objects, paths, dict(self._state.tensors), replicas)
+        replicas = {fqn: values[fqn].detach() for fqn in self._replicas}
+        return LocalState(shards, objects, paths, dict(self._tensors), replicas)
 
     def _keep(self, made: LocalState, form: list[Any] | None) -> None:
         """Keep how a state was cut, without its memory."""
@@ -101,7 +103,7 @@ class KeptCut:
             )
             for shard in made.shards
         ]  # fmt: skip
-        self._state = LocalState(tensors=made.tensors, replicas=dict.fromkeys(made.replicas, nothing))
+        self._tensors, self._replicas = made.tensors, tuple(made.replicas)
 
 
 def _form(found: list[Leaf], world: tuple[int, int], holders: Holders) -> list[Any] | None:
