@@ -36,7 +36,7 @@ def losses(output: str) -> list[str]:
     """Return what the job printed about its numbers; ranks may come in any order."""
     # "[default0]:" stands where a launcher names the rank; two ranks may write one behind the other on one line.
     lines = re.sub(r"\[\w+\]:|(?=rank \d)", "\n", output).splitlines()
-    return sorted(line for line in lines if line.startswith(("rank ", "loss", "val", "breaks")))
+    return sorted(line for line in lines if re.match(r"rank \d+ loss|loss|val|breaks", line))
 
 
 def environment(tmp_path, **more: str) -> dict[str, str]:

@@ -33,6 +33,37 @@ def test_a_conjugated_view_is_copied_as_its_value():
     assert slot.tolist() == [1 - 2j, 3 + 4j]
 
 
+LARGE = (300, 1000)
+
+SOURCES = {
+    "plain": lambda: torch.randn(LARGE),
+    "rows from the middle": lambda: torch.randn(LARGE)[7:],
+    "parameter": lambda: torch.nn.Parameter(torch.randn(LARGE)).detach(),
+    "columns": lambda: torch.randn(LARGE)[:, 3:],
+    "transposed": lambda: torch.randn(LARGE).t(),
+    "conjugated": lambda: torch.randn(LARGE, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.randn(LARGE, dtype=torch.complex64).conj().imag,
+    "bfloat16": lambda: torch.randn(LARGE, dtype=torch.bfloat16),
+    "bool": lambda: torch.randn(LARGE) > 0,
+    "expanded": lambda: torch.randn(300, 1).expand(LARGE),
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_large_tensors_are_copied_bit_for_bit(kind, threads):
+    source, before = SOURCES[kind](), torch.get_num_threads()
+    slot = torch.zeros(source.numel() + 8, dtype=source.dtype)[3:-5].view(source.shape)
+
+    torch.set_num_threads(threads)
+    try:
+        Snapshot().copy([(slot, source)], settled=lambda tensor: True)
+    finally:
+        torch.set_num_threads(before)
+
+    assert torch.equal(slot, source)
+
+
 @on_gpu
 @pytest.mark.parametrize("mode", ["host", "device"])
 def test_a_device_copies_beside_the_computation_and_later_work_waits_for_it(mode):

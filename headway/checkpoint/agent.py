@@ -434,6 +434,7 @@ def main(arguments: list[str]) -> NoReturn:
     signal.signal(signal.SIGTERM, lambda *_: agent.end())  # what is under way is finished first
     with contextlib.suppress(OSError):
         os.nice(NICE)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up, it takes no core from the trainer
     try:
         agent.run()
     except HeadwayError as error:

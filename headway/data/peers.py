@@ -17,7 +17,6 @@ number; sizes come with the payloads.
 
 from __future__ import annotations
 
-import select
 import threading
 from typing import Any
 
@@ -25,6 +24,7 @@ import msgspec
 
 from headway.core.channel import Channel, ChannelClosed, TcpListener, connect_tcp
 from headway.core.errors import InputError
+from headway.core.host import readable
 from headway.data.job_order import DataShareError
 from headway.data.shares import Share
 
@@ -130,12 +130,10 @@ class PeerServer:
         self._channels = set()
 
     def _accept(self) -> None:
-        poll = select.poll()
-        poll.register(self._listener.fileno(), select.POLLIN)
         while not self._closed.is_set():
             try:
                 # Closing a socket wakes nobody who polls it.
-                if poll.poll(200) and not self._closed.is_set():
+                if readable(self._listener.fileno(), 0.2) and not self._closed.is_set():
                     channel = self._listener.accept(0.0)
                     threading.Thread(target=self._serve, args=(channel,), name="headway-peer", daemon=True).start()
             except (*LOST, OSError):

@@ -2,8 +2,8 @@
 
 Each turn of the inner loop loads 64 bytes of every input packet, runs the
 whole program on vector registers and stores 64 bytes of every output packet:
-the speed is that of memory. LLVM comes with numba; compiling takes some 30 ms
-and happens once per program, so short buffers are better interpreted.
+the speed is that of memory. Compiling takes some 30 ms and happens once per
+program, so short buffers are better interpreted.
 
 >>> from headway.storage.xor_program import Program
 >>> kernel = compiled(Program(2, ((0, 1),), (2,)))
@@ -19,11 +19,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.native import native
 from headway.storage.xor_program import Program
 
 VECTOR_BYTES = 64
@@ -35,9 +35,8 @@ ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, c
 class Kernel:
     """Machine code of one program. Calls hold no lock: other threads run meanwhile."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine  # owns the code
-        self._call: Callable[..., None] = ctypes.CFUNCTYPE(None, *ARGUMENTS)(engine.get_function_address("run"))
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
 
     def run(
         self, places: NDArray[np.uintp], num_sources: int, *, cells: int, cell_bytes: int, packet_bytes: int
@@ -63,17 +62,7 @@ class Kernel:
 @lru_cache(maxsize=256)
 def compiled(program: Program) -> Kernel:
     """Return the machine code of a program; made once per process."""
-    import llvmlite.binding as llvm  # 50 ms, and most processes never come here
-
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    module = llvm.parse_assembly(assembly(program))
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
-    )
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return Kernel(engine)
+    return Kernel(native(assembly(program), "run", *ARGUMENTS))
 
 
 def assembly(program: Program) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.costs import choose_snapshot
+from headway.core import streamed
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A slot of an image, and the tensor that goes there."""
@@ -54,7 +55,7 @@ class Snapshot:
             if source.is_cuda:
                 on_device.setdefault(source.device, []).append((slot, source))
             else:
-                slot.copy_(source)
+                _copy(slot, source)
         for device, some in on_device.items():
             if device not in self._streams:
                 self._streams[device] = _CUDA.Stream(device)
@@ -108,6 +109,18 @@ class _DeviceCopy:
         return choose_snapshot(
             device_s=device_s, host_s=host_s, overlap_s=overlap_s, state_bytes=self.num_bytes, free_bytes=free_bytes
         ).device
+
+
+def _copy(slot: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on the host, past the caches where one thread copies equal memory: training needs them."""
+    plain = type(source) is torch.Tensor and source.device.type == slot.device.type == "cpu" and not source.is_conj()
+    if (
+        plain and source.dtype == slot.dtype and source.shape == slot.shape and not source.is_neg()
+        and source.is_contiguous() and slot.is_contiguous() and torch.get_num_threads() == 1
+    ):  # fmt: skip
+        streamed.copy(slot.data_ptr(), source.data_ptr(), slot.numel() * slot.element_size())
+    else:
+        slot.copy_(source)  # torch's threads share the work
 
 
 def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], bool], mode: str) -> _DeviceCopy:

@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import secrets
-import select
 import signal
 import stat
 import sys
@@ -32,6 +31,7 @@ import torch
 
 from headway.core.channel import ChannelClosed, connect, hold_lock, runtime_directory
 from headway.core.errors import HeadwayError
+from headway.core.host import readable
 from headway.data.messages import FROM_SERVER
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.preparers import identity, preparer_of
@@ -141,7 +141,7 @@ def _said(reads: int, deadline: float) -> bytes:
     """Return what the starting server says before it begins, or goes. Raises `TimeoutError` at `deadline`."""
     ends, said = time.monotonic() + START_S, b""
     try:
-        while select.select([reads], [], [], max(min(ends, deadline) - time.monotonic(), 0))[0]:
+        while readable(reads, min(ends, deadline) - time.monotonic()):
             piece = os.read(reads, 65536)
             said += piece
             if not piece or said == b"ready":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import signal
 import stat
 import warnings
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway.core.host import readable
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.keyed import generators_kept
 from headway.data.runtime.purity import impurity
@@ -92,7 +92,7 @@ def in_child(work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, An
     os.close(writable)
     parts = []
     with os.fdopen(readable, "rb", buffering=0) as file:
-        while select.select([file], [], [], TIMEOUT_S)[0]:
+        while readable(file.fileno(), TIMEOUT_S):
             parts.append(file.read(1 << 16))
             if not parts[-1]:
                 break
