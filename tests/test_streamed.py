@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headway.core import streamed
 from headway.core.native import native
 
-ROOM = streamed.LEAST_BYTES + 8 * streamed.TURN_BYTES
+ROOM = 2 * streamed.BLOCK_BYTES + 8 * streamed.VECTOR_BYTES
 
 
 @given(
@@ -21,7 +21,7 @@ ROOM = streamed.LEAST_BYTES + 8 * streamed.TURN_BYTES
     source_at=st.integers(0, 2 * streamed.VECTOR_BYTES),
     length=st.one_of(
         st.integers(0, 3 * streamed.TURN_BYTES),
-        st.integers(streamed.LEAST_BYTES - 2 * streamed.TURN_BYTES, ROOM - 4 * streamed.VECTOR_BYTES),
+        st.integers(streamed.BLOCK_BYTES - 4 * streamed.VECTOR_BYTES, ROOM - 4 * streamed.VECTOR_BYTES),
     ),
     seed=st.integers(0, 2**32 - 1),
 )

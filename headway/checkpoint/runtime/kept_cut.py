@@ -20,34 +20,32 @@ held between saves, and anything that differs is cut anew.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from headway.checkpoint.runtime.shards import (
+    PLAIN,
     Holders,
     Leaf,
     LocalShard,
     LocalState,
     is_tensor,
     leaves,
-    memory_of,
     pieces,
 )
-from headway.storage.boxes import Shape
-
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+from headway.storage.boxes import Box, Shape
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One part that is written: a view of the memory of the leaf `fqn`."""
+class _Part(NamedTuple):
+    """One part that is written: a `LocalShard`, and where its tensor lies in the memory of the leaf `fqn`."""
 
     fqn: str
-    shard: LocalShard
-    """The part, but with an empty tensor in place of its own."""
+    shape: Shape
+    box: Box
+    holders: tuple[int, ...]
+    same_as: str | None
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -60,6 +58,7 @@ class KeptCut:
     def __init__(self) -> None:
         self._form: list[Any] | None = None
         self._parts: list[_Part] = []
+        self._paths: dict[str, tuple[str | int, ...]] = {}
         self._tensors: dict[str, tuple[Shape, str]] = {}
         self._replicas: tuple[str, ...] = ()
         self.num_made = 0
@@ -70,63 +69,60 @@ class KeptCut:
     ) -> LocalState:
         """Return the same as `shards.pieces`."""
         with torch.no_grad():
-            found = list(leaves(state))
-            form = _form(found, (rank, world_size), holders)
+            found = leaves(state)
+            form, local, objects = _form(found, rank, world_size, holders)
             if form is not None and form == self._form:
-                return self._again(found)
+                return self._again(local, objects)
         made = pieces(state, rank=rank, world_size=world_size, holders=holders)
         self.num_made += 1
         self._keep(made, form)
         return made
 
-    def _again(self, found: list[Leaf]) -> LocalState:
-        """Return the kept cut of a state of the same form."""
-        values = {leaf.fqn: leaf.value for leaf in found}
-        memory = {fqn: memory_of(fqn, _local(values[fqn])) for fqn in {part.fqn for part in self._parts}}
+    def _again(self, local: Mapping[str, torch.Tensor], objects: dict[str, Any]) -> LocalState:
+        """Return the kept cut of a state of the same form: its tensors here, and what is no tensor, by name."""
         shards = [
-            replace(part.shard, tensor=memory[part.fqn].as_strided(part.size, part.stride, part.offset))
-            for part in self._parts
+            LocalShard(fqn, shape, box, local[fqn].as_strided(size, stride, offset), who, same_as)
+            for fqn, shape, box, who, same_as, size, stride, offset in self._parts
         ]
-        objects = {leaf.fqn: value for leaf in found if not is_tensor(value := leaf.value)}
-        paths = {leaf.fqn: leaf.path for leaf in found}
-        replicas = {fqn: values[fqn].detach() for fqn in self._replicas}
-        return LocalState(shards, objects, paths, dict(self._tensors), replicas)
+        replicas = {fqn: local[fqn] for fqn in self._replicas}
+        return LocalState(shards, objects, self._paths, dict(self._tensors), replicas)
 
     def _keep(self, made: LocalState, form: list[Any] | None) -> None:
         """Keep how a state was cut, without its memory."""
-        nothing = torch.empty(0)
         self._form = form
         self._parts = [
             _Part(
-                shard.fqn, replace(shard, tensor=nothing), tuple(shard.tensor.shape), shard.tensor.stride(),
-                int(shard.tensor.storage_offset()),
+                shard.fqn, shard.shape, shard.box, shard.holders, shard.same_as, tuple(shard.tensor.shape),
+                shard.tensor.stride(), int(shard.tensor.storage_offset()),
             )
             for shard in made.shards
         ]  # fmt: skip
-        self._tensors, self._replicas = made.tensors, tuple(made.replicas)
+        self._paths, self._tensors, self._replicas = made.paths, made.tensors, tuple(made.replicas)
 
 
-def _form(found: list[Leaf], world: tuple[int, int], holders: Holders) -> list[Any] | None:
-    """Return all that a cut depends on; None where that cannot be told, and the cut is not kept."""
-    form: list[Any] = [world, tuple(holders) if holders is not None and not isinstance(holders, Mapping) else None]
-    for leaf in found:
-        value = leaf.value
+def _form(
+    found: list[Leaf], rank: int, world_size: int, holders: Holders
+) -> tuple[list[Any] | None, dict[str, torch.Tensor], dict[str, Any]]:
+    """Return all that a cut depends on, None where that cannot be told and the cut is not kept; tensors; objects."""
+    whose = holders if holders is None or isinstance(holders, Mapping) else tuple(holders)
+    form: list[Any] = [rank, world_size, whose]
+    local: dict[str, torch.Tensor] = {}
+    objects: dict[str, Any] = {}
+    for path, holder, key, fqn in found:
+        value = holder[key]
         if not is_tensor(value):
-            form.append(leaf.path)
+            form.append(path)
+            objects[fqn] = value
             continue
-        local = _local(value)
-        if type(local) not in PLAIN or local.is_conj() or local.is_neg() or local.is_meta:
-            return None
-        form.append((
-            leaf.path, type(value), value.dtype, value.shape, local.shape, local.stride(), local.data_ptr(),
-            local.storage_offset(), local.device,
-            holders.get(leaf.fqn) if isinstance(holders, Mapping) else None,
-        ))  # fmt: skip
+        mine = value
         if isinstance(value, DTensor):
-            form.append((value.device_mesh, value.placements, getattr(value._spec, "shard_order", None)))
-    return form
-
-
-def _local(value: Any) -> Any:
-    """Return the tensor of a leaf that lies on this rank."""
-    return value.to_local() if isinstance(value, DTensor) else value
+            mine = value.to_local()
+            form.append((value.shape, value.device_mesh, value.placements, getattr(value._spec, "shard_order", None)))
+        if type(mine) not in PLAIN or mine.is_conj() or mine.is_neg() or mine.is_meta:
+            return None, {}, {}
+        local[fqn] = mine
+        form.append((
+            path, type(value), mine.dtype, mine.shape, mine.stride(), mine.data_ptr(), mine.storage_offset(),
+            mine.device,
+        ))  # fmt: skip
+    return form, local, objects

@@ -25,10 +25,11 @@ once. Neither talks to other ranks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -41,6 +42,10 @@ from headway.storage.boxes import Box, Shape, flat_to_boxes, whole
 
 Holders = Sequence[int] | Mapping[str, Sequence[int]] | None
 """Ranks that hold equal copies of the plain tensors: of all, name by name (others: all ranks), or None for all."""
+
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Kinds of tensors that are nothing but elements."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +106,7 @@ class LocalShard:
         return self.box.num_elements * self.tensor.element_size()
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """One value of a nested state dict, and where it stands."""
 
     path: tuple[str | int, ...]
@@ -151,18 +155,18 @@ class LocalState:
     """Name -> plain tensor that is taken to be equal on several ranks: to be compared across them once."""
 
 
-def leaves(state: Mapping[str, Any]) -> Iterator[Leaf]:
-    """Yield the leaves of a nested state dict, as stock DCP flattens it (torch >= 2.4).
+def leaves(state: Mapping[str, Any]) -> list[Leaf]:
+    """Return the leaves of a nested state dict, as stock DCP flattens it (torch >= 2.4).
 
     Mappings are entered; a list is entered when it holds a tensor, a mapping, or a list that is entered; every
     other value is a leaf. Raises `InputError` when two leaves get one name.
     """
-    seen: set[str] = set()
-    for leaf in _walk((), state, [(str(key), key) for key in state]):
-        if leaf.fqn in seen:
-            raise InputError(f"two values of the state are named '{leaf.fqn}'. Name one of their keys otherwise.")
-        seen.add(leaf.fqn)
-        yield leaf
+    found: list[Leaf] = []
+    _walk((), "", state, [(str(key), key) for key in state], found)
+    if len({leaf.fqn for leaf in found}) < len(found):
+        name, _ = Counter(leaf.fqn for leaf in found).most_common(1)[0]
+        raise InputError(f"two values of the state are named '{name}'. Name one of their keys otherwise.")
+    return found
 
 
 def local_shards(
@@ -223,16 +227,20 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _walk(path: tuple[str | int, ...], holder: Any, keys: list[tuple[str | int, Any]]) -> Iterator[Leaf]:
-    """Yield the leaves below a mapping or a list; `keys` pairs each key as written with the key itself."""
+def _walk(
+    path: tuple[str | int, ...], prefix: str, holder: Any, keys: list[tuple[str | int, Any]], found: list[Leaf]
+) -> None:
+    """Add the leaves below a mapping or a list; `keys` pairs each key as written with the key itself."""
     for written, key in keys:
-        value = holder[key]
-        if isinstance(value, Mapping):
-            yield from _walk((*path, written), value, [(str(inner), inner) for inner in value])
+        value, here, name = holder[key], (*path, written), f"{prefix}{written}"
+        if type(value) in PLAIN:  # most are
+            found.append(Leaf(here, holder, key, name))
+        elif isinstance(value, Mapping):
+            _walk(here, f"{name}.", value, [(str(inner), inner) for inner in value], found)
         elif _is_entered(value):
-            yield from _walk((*path, written), value, [(index, index) for index in range(len(value))])
+            _walk(here, f"{name}.", value, [(index, index) for index in range(len(value))], found)
         else:
-            yield Leaf((*path, written), holder, key, ".".join(map(str, (*path, written))))
+            found.append(Leaf(here, holder, key, name))
 
 
 def _is_entered(value: Any) -> bool:
@@ -244,7 +252,7 @@ def _is_entered(value: Any) -> bool:
 
 def is_tensor(value: Any) -> bool:
     """Tell whether a leaf is stored as elements: a dense tensor that torch itself understands."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    if type(value) in PLAIN:
         return value.layout == torch.strided and not value.is_quantized
     return isinstance(value, (DTensor, FlatShard, ShardedTensor))
 
