@@ -29,10 +29,10 @@ def link_to(root, rank=0, world_size=1, **facts):
     file, memory = shared_memory("test", SIZE)
     memory[:] = b"\7" * SIZE
     link = AgentLink(Hello(root=str(root), attempt="a", rank=rank, world_size=world_size, **facts))
-    link.arena(0, file, SIZE)
+    link.arena(0, file.fileno(), SIZE)
     yield link
     link.close()
-    os.close(file)
+    file.close()
 
 
 def save(step):
@@ -64,7 +64,7 @@ def test_a_save_is_persisted_then_committed_and_its_image_can_be_had_from_memory
         persisted, done = told(link, Persisted), told(link, Committed)
         held, file = ask(str(tmp_path), 0, 3)
         same = os.pread(file, SIZE, 0) == b"\7" * SIZE
-        os.close(file)
+        file.close()
 
         assert persisted.phases[0].name == "checkpoint.persist"
         assert (done.step, done.path) == (3, str(tmp_path / "step-3"))
@@ -116,7 +116,7 @@ def test_an_agent_outlives_its_trainer_finishes_and_hands_its_image_to_the_next_
 
     had_died = finish(str(tmp_path), 0)
     held, file = ask(str(tmp_path), 0, 2)
-    os.close(file)
+    file.close()
 
     assert had_died
     assert held.step == 2

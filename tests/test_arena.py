@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.arena import Arena
+from headway.core.arena import Arena, shared_memory
 from headway.core.errors import InputError
 
 
@@ -83,3 +83,15 @@ def test_another_process_gets_the_same_memory_by_pickle(tmp_path):
 
     assert bytes(arena.get(2)) == b"there"
     assert arena.used_bytes == 9
+
+
+def test_memory_that_nobody_holds_is_given_back():
+    arena, (file, memory) = Arena(num_slots=2, capacity_bytes=100), shared_memory("given back", 4096)
+    numbers = [arena._file.fileno(), file.fileno()]
+    assert all(os.fstat(number).st_size for number in numbers)
+
+    del arena, file, memory
+
+    for number in numbers:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(number)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import threading
 import time
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from headway.data import DataLoader as OwnLoader
 from headway.runtime.finalise import loaders
-from headway.runtime.probe_input import batch_bytes, loader_facts, read_delay
+from headway.runtime.probe_input import batch_bytes, loader_facts, open_schedstat, read_delay
 from tests.recorded import recording, rows
 
 MS = 1_000_000
@@ -293,3 +295,22 @@ def test_looking_for_draws_changes_no_draw(tmp_path, workers):
         recorded = run(), seen
 
     assert recorded == plain
+
+
+def test_statistics_of_a_thread_are_its_own_and_closed_with_it():
+    def look():
+        descriptor = open_schedstat()
+        found.append((descriptor, open_schedstat(), os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    found = []
+    for _ in range(3):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    mine = os.readlink(f"/proc/self/fd/{open_schedstat()}")
+
+    assert all(first == second for first, second, _ in found)
+    assert mine not in {path for *_, path in found}
+    assert len({path for *_, path in found}) == 3
+    links = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
+    assert not links & {path for *_, path in found}

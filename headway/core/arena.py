@@ -32,27 +32,46 @@ _SLOT = struct.Struct("<qq")
 """Offset of the payload + 1 (0 = empty), its length."""
 
 
-def shared_memory(name: str, num_bytes: int) -> tuple[int, mmap.mmap]:
+class Descriptor:
+    """An open file by number, which is closed when nobody holds this object any more."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def fileno(self) -> int:
+        """Return the number; -1 once closed."""
+        return self._number
+
+    def close(self) -> None:
+        """Close it; doing it again is fine."""
+        if self._number >= 0:
+            number, self._number = self._number, -1
+            os.close(number)
+
+    __del__ = close
+
+
+def shared_memory(name: str, num_bytes: int) -> tuple[Descriptor, mmap.mmap]:
     """Return the descriptor and the mapping of new memory of `num_bytes` zeros, shared with forked children."""
-    file = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(file, num_bytes)
-    return file, mmap.mmap(file, 0, mmap.MAP_SHARED)
+    file = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC))
+    os.ftruncate(file.fileno(), num_bytes)
+    return file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED)
 
 
-def held_at(file: int) -> str:
-    """Return the path by which other processes of this user can open what descriptor `file` of this process holds."""
-    return f"/proc/{os.getpid()}/fd/{file}"
+def held_at(file: Descriptor) -> str:
+    """Return the path by which other processes of this user can open what `file` of this process holds."""
+    return f"/proc/{os.getpid()}/fd/{file.fileno()}"
 
 
-def reopened(path: str) -> tuple[int, mmap.mmap]:
+def reopened(path: str) -> tuple[Descriptor, mmap.mmap]:
     """Return descriptor and mapping of the memory that another process has at `path`. Raises `InputError`."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        file = Descriptor(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
         raise InputError(
             f"the shared memory {path} is gone: {error}. Keep the process that made it running."
         ) from error
-    return file, mmap.mmap(file, 0, mmap.MAP_SHARED)
+    return file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED)
 
 
 class Arena:
@@ -119,7 +138,7 @@ class Arena:
     def close(self) -> None:
         """Give the memory back in this process; views handed out must be gone."""
         self._memory.close()
-        os.close(self._file)
+        self._file.close()
 
     def _place(self, slot: int) -> int:
         """Return where the slot's entry lies, checking its number."""

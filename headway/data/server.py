@@ -32,6 +32,7 @@ from headway.core.errors import HeadwayError, InputError
 from headway.core.host import host_cores
 from headway.core.ring import Ring
 from headway.core.tables import pick
+from headway.core.wake import Wake
 from headway.core.wires import ChannelClosed
 from headway.data.batches import Batch, Ended, Ints, Payload, Spent
 from headway.data.flights import Work
@@ -181,16 +182,16 @@ class Daemon:
     def __init__(self, listener: Listener, preparer: Preparer, options: DataServer, *, seed: int) -> None:
         """Serve what `preparer` prepares to who connects to `listener`; `seed` must be new for each server."""
         self._listener, self._preparer, self._options = listener, preparer, options
+        self._wake = Wake()
         told = options.service()
         if told.split == "auto" and len(preparer.forms) == 1:  # nothing to measure: there is one form to keep
             one, two, three = (float(form in preparer.forms) for form in FORMS)
             told = replace(told, split=(one, two, three))
         self._service = Service(
             preparer.size, fingerprint=preparer.fingerprint, forms=preparer.forms, seed=seed, options=told,
-            on_ready=self._wake,
+            on_ready=self._wake.ring,
         )  # fmt: skip
         self._selector = selectors.DefaultSelector()
-        self._wakes = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._clients: dict[Channel, Client] = {}
         self._ranks: dict[tuple[str, int], Client] = {}
         self._stopped = threading.Event()
@@ -203,12 +204,12 @@ class Daemon:
     def stop(self) -> None:
         """End the loop soon; any thread and signal handler may call it."""
         self._stopped.set()
-        self._wake()
+        self._wake.ring()
 
     def run(self) -> None:
         """Serve until idle or stopped, and close everything."""
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wakes, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
         for thread in self._threads:
             thread.start()
         LOG.info(
@@ -238,16 +239,8 @@ class Daemon:
         for thread in self._threads:
             thread.join(5.0)
         self._selector.close()
-        os.close(self._wakes)
+        self._wake.close()
         LOG.info("ended")
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it wakes anyway; closed: it has ended
-            os.eventfd_write(self._wakes, 1)
-
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakes)
 
     # Clients.
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headway.core.arena import Arena, held_at, reopened, shared_memory
+from headway.core.arena import Arena, Descriptor, held_at, reopened, shared_memory
 
 COUNTS: dict[str, str] = {
     "local_hits": "reads that this host's own memory served", "local_bytes": "their bytes",
@@ -167,7 +167,7 @@ class _Exclusive:
 
     __slots__ = ("_file", "_lock")
 
-    def __init__(self, lock: threading.Lock, file: int) -> None:
+    def __init__(self, lock: threading.Lock, file: Descriptor) -> None:
         self._lock, self._file = lock, file
 
     def __enter__(self) -> None:

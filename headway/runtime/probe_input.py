@@ -12,14 +12,15 @@ a plan has to know whether examples are drawn.
 
 from __future__ import annotations
 
-import _thread
 import functools
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from headway.core.arena import Descriptor
 from headway.runtime.draws import drawn, fingerprints, own_generators
 from headway.runtime.probes import Probes, now, write_json
 from headway.trace.vocabulary import SPANS
@@ -206,7 +207,7 @@ class Meter:
         """In a worker: n-th life of its dataset. In the main process: -1, the enclosing input.next says the loader."""
         if info is not None:
             probes.recorder.set_worker(info.id)
-        self._schedstat = open_schedstat()
+        self._schedstat = -1
         self.group = probes.opening[0]
         """Group of the loader; -1 when it is not known, as in workers that were not forked."""
         self._look: Look | None = None
@@ -232,6 +233,7 @@ class Meter:
         if self.group >= 0 and not seeded and self._probes.looks.get(self.group, 0) < LOOKS:
             self._look_around(holders)
         self._collate, self._gc = -1, self._probes.gc_ns[0]
+        self._schedstat = open_schedstat()  # of the thread that loads this time
         self._delay = read_delay(self._schedstat)
         self._cpu = cpu_now()
         self._start = now()
@@ -301,21 +303,25 @@ class Look:
 def open_schedstat() -> int:
     """Return a descriptor of the calling thread's scheduler statistics, -1 where the kernel keeps none.
 
-    It stays open as long as the process: one per fetcher, closed with it would cost a finaliser per iterator.
+    It stays open as long as the thread: one per fetcher, closed with it would cost a finaliser per iterator.
     """
-    key = (os.getpid(), _thread.get_native_id())
-    descriptor = _SCHEDSTAT.get(key)
-    if descriptor is None:
+    if _SCHEDSTAT.pid != os.getpid():  # one inherited by fork describes the parent's thread
         try:
-            descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            _SCHEDSTAT.file = Descriptor(os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC))
         except OSError:
-            descriptor = -1
-        _SCHEDSTAT[key] = descriptor
-    return descriptor
+            _SCHEDSTAT.file = Descriptor(-1)
+        _SCHEDSTAT.pid = os.getpid()
+    return _SCHEDSTAT.file.fileno()
 
 
-_SCHEDSTAT: dict[tuple[int, int], int] = {}
-"""(pid, native thread) -> descriptor: one inherited by fork, or of an ended thread, would describe another thread."""
+class _Schedstat(threading.local):
+    """What the calling thread has open; it ends with the thread."""
+
+    pid = -1
+    file = Descriptor(-1)
+
+
+_SCHEDSTAT = _Schedstat()
 
 
 def read_delay(descriptor: int) -> int:

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from fcntl import ioctl
 from pathlib import Path
 
+from headway.core.wake import Wake
+
 READ_BYTES = 1 << 16
 TAIL_BYTES = 1 << 17
 """How much of a rank's stderr is kept in memory, to find its traceback in."""
@@ -117,9 +119,8 @@ class Streams:
         self._limit = limit_bytes
         self._stdout_fd = 2 if stdout_to_stderr else 1
         self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._wake = Wake()
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._tails: dict[int, Tail] = {}
         self._open: dict[int, int] = {}
         self._closing = False
@@ -147,7 +148,7 @@ class Streams:
                 self._open[rank] = self._open.get(rank, 0) + 1
                 self._selector.register(read_fd, selectors.EVENT_READ, source)
             ends.append(write_fd)
-        os.write(self._wake_write, b"+")
+        self._wake.ring()
         return ends[0], ends[1]
 
     def start(self) -> None:
@@ -172,22 +173,20 @@ class Streams:
         """Read what is left and stop the thread."""
         self.finish()
         self._closing = True
-        os.write(self._wake_write, b"x")
+        self._wake.ring()
         if self._thread is not None:
             self._thread.join(5.0)
         for key in list(self._selector.get_map().values()):
             if key.data is not None:
                 self._end(key.data)
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._wake.close()
 
     def _pump(self) -> None:
         while not self._closing:
             for key, _ in self._selector.select():
                 if key.data is None:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_read, 4096)
+                    self._wake.clear()
                 else:
                     self._read(key.data)
 

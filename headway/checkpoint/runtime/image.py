@@ -238,7 +238,7 @@ class Image:
         self.file, self.mapped = shared_memory("headway-image", self.num_bytes)
         self._pinned = False
         try:
-            os.posix_fallocate(self.file, 0, self.num_bytes)
+            os.posix_fallocate(self.file.fileno(), 0, self.num_bytes)
         except OSError as cause:
             self._release()
             raise HeadwayError(
@@ -291,7 +291,7 @@ class Image:
     def _release(self) -> None:
         with suppress(BufferError):  # a slot that somebody still holds keeps it mapped
             self.mapped.close()
-        os.close(self.file)
+        self.file.close()
 
     def _slot(self, slot: Slot) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, slot.dtype)

@@ -351,7 +351,7 @@ class Saver:
         assert self._arenas is not None
         if pending.number in self._arenas.untold:
             self._arenas.untold.discard(pending.number)
-            self.link.arena(pending.number, pending.image.file, pending.image.num_bytes)
+            self.link.arena(pending.number, pending.image.file.fileno(), pending.image.num_bytes)
         key = (pending.parts, pending.state.paths)
         if self._layout is None or self._layout[0] != key:
             self._layout = (key, layout_of(pending.image.plan, pending.state))

@@ -15,7 +15,6 @@ and masters may die meanwhile; the reader waits for their successors up to
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import selectors
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 from headway.core.channel import Channel, ChannelClosed
 from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.core.wake import Wake
 from headway.data.fleet.messages import (
     Batch,
     Broken,
@@ -143,9 +143,7 @@ class Fetcher:
         """Leases that the master knows to be lost."""
         self._told: tuple[int, float] = (-1, 0.0)
         self._selector = selectors.DefaultSelector()
-        self._wake, self._poke = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(self._poke, False)
+        self._wake = Wake()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self.inbox = Inbox(0, 0)
 
@@ -169,8 +167,7 @@ class Fetcher:
 
     def nudge(self) -> None:
         """Let the thread look at the inbox now."""
-        with contextlib.suppress(BlockingIOError, OSError):
-            os.write(self._poke, b"\0")
+        self._wake.ring()
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -191,7 +188,7 @@ class Fetcher:
                 if channel is not None:
                     channel.close()
             self._selector.close()
-            os.close(self._wake)
+            self._wake.close()
 
     def _turn(self) -> None:
         if self._master is None:
@@ -200,9 +197,8 @@ class Fetcher:
         self._fetch()
         self._tell()
         for key, _ in self._selector.select(TELL_S if self._master is not None else DIAL_S):
-            if key.fileobj == self._wake:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake, 4096)
+            if key.fileobj is self._wake:
+                self._wake.clear()
             elif key.data == "":
                 self._hear_master()
             else:

@@ -32,6 +32,7 @@ from typing import Any
 
 from headway.core.channel import Channel, ChannelClosed
 from headway.core.errors import BackgroundError
+from headway.core.wake import Wake
 from headway.data.fleet.messages import (
     SCHEME,
     Batch,
@@ -238,12 +239,10 @@ class Serving:
         """Listen at `address`; the master is at `master`."""
         self._guest = guest
         self._name, self._master_address, self._token = name, master, token
-        self._wake, wake = os.pipe()
-        os.set_blocking(self._wake, False)
-        os.set_blocking(wake, False)
+        self._wake = Wake()
         self._listener, self._address = listen(address, token, Fetch)
         self._passes_fds = not self._address.startswith(SCHEME)
-        self._preparer = Preparer(make, on_change=lambda: _poke(wake), told_s=SEND_S)
+        self._preparer = Preparer(make, on_change=self._wake.ring, told_s=SEND_S)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -262,8 +261,7 @@ class Serving:
                 self._dial(patience_s)
             for key, _ in self._selector.select(min(self._beat_s, 0.05 if self._master is None else 1.0)):
                 if key.fileobj is self._wake:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake, 4096)
+                    self._wake.clear()
                 elif key.fileobj is self._listener:
                     with contextlib.suppress(ChannelClosed, TimeoutError):
                         self._selector.register(channel := self._listener.accept(0.0), selectors.EVENT_READ, channel)
@@ -274,6 +272,13 @@ class Serving:
                     self._hear(key.data)
             self._serve()
             self._say()
+
+    def close(self) -> None:
+        """Let everybody go."""
+        for key in list(self._selector.get_map().values()):
+            held: Any = key.fileobj
+            held.close()
+        self._selector.close()
 
     def _dial(self, patience_s: float) -> None:
         """Try once to reach the master, and tell it what is left from before."""
@@ -392,9 +397,8 @@ def serve(
     `address` is where readers are to come (`tcp://host:0`: any port), `token`
     the fleet's secret over TCP. A `guest` is one that the fleet did not start.
     """
-    Serving(name, master, address, make, token=token, lease_s=lease_s, guest=guest).run(patience_s)
-
-
-def _poke(pipe: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        os.write(pipe, b"\0")
+    serving = Serving(name, master, address, make, token=token, lease_s=lease_s, guest=guest)
+    try:
+        serving.run(patience_s)
+    finally:
+        serving.close()

@@ -73,25 +73,25 @@ def unfit(loader: Any, *, may_draw: bool = False) -> tuple[str | None, int]:
 
 def in_child(work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:
     """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there."""
-    readable, writable = os.pipe()
+    reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
         pid = os.fork()
     if pid == 0:
         try:
-            os.close(readable)
+            os.close(reading)
             torch.set_num_threads(1)
             try:
                 answer = work()
             except Exception as failure:
                 answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0
-            with os.fdopen(writable, "wb") as file:
+            with os.fdopen(writing, "wb") as file:
                 pickle.dump(answer, file)
         finally:
             os._exit(0)
-    os.close(writable)
+    os.close(writing)
     parts = []
-    with os.fdopen(readable, "rb", buffering=0) as file:
+    with os.fdopen(reading, "rb", buffering=0) as file:
         while readable(file.fileno(), TIMEOUT_S):
             parts.append(file.read(1 << 16))
             if not parts[-1]:
