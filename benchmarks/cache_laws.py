@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from headway.data.cache import HIT_FRACTIONS, TieredCache
-from headway.data.opportunistic import Opportunistic
-from headway.data.order import permute
+from headway.data.caches.cache import HIT_FRACTIONS, TieredCache
+from headway.data.orders.opportunistic import Opportunistic
+from headway.data.orders.order import permute
 
 ITEMS, EPOCHS, SHARED_ITEMS = 20_000, 3, 4000
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from pyeclib.ec_iface import ECDriver
 
-from headway.storage.erasure import RS
+from headway.storage.redundancy.erasure import RS
 from tests.codes import shapes, survivors
 
 SHAPES = [(4, 2), (6, 3), (8, 2), (10, 4)]

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.storage.disk_logs import Window, read_lifetimes, read_totals, windows
-from headway.storage.fleet_plan import POLICIES
-from headway.storage.placement import Placement, place, replay, saved
+from headway.storage.disks.logs import Window, read_lifetimes, read_totals, windows
+from headway.storage.disks.placement import Placement, place, replay, saved
+from headway.storage.disks.plan import POLICIES
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "disks"
 DATES = ("2021-10", "2021-11", "2022-09", "2022-11")

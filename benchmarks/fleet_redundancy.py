@@ -12,9 +12,9 @@ import json
 import sys
 import time
 
-from headway.storage.fleet import Fleet
-from headway.storage.fleet_made import MIXES, made
-from headway.storage.fleet_sim import SimResult
+from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.made import MIXES, made
+from headway.storage.disks.sim import SimResult
 
 DAYS, POLICIES = 1095, ("pacemaker", "instant", "reactive")
 

@@ -22,9 +22,9 @@ from _command import headway
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from headway.storage.dcp_format import read_metadata
+from headway.storage.formats.dcp import read_metadata
+from headway.storage.formats.records import read_saved
 from headway.storage.manifest import METADATA
-from headway.storage.records import read_saved
 from headway.storage.verification import verify
 
 SEED = 20261120

@@ -21,7 +21,7 @@ import torch
 from PIL import Image
 
 from headway.data import Pipeline, SyntheticJpeg
-from headway.data.order import item_seeds
+from headway.data.orders.order import item_seeds
 from headway.data.runtime import ops
 from headway.data.runtime.chain import Chain, generator
 

@@ -15,10 +15,10 @@ from collections import Counter
 
 import numpy as np
 
-from headway.data.batches import Ended
-from headway.data.jobs import Terms
-from headway.data.service import Service
-from headway.data.stock import ServiceOptions
+from headway.data.serving.batches import Ended
+from headway.data.serving.jobs import Terms
+from headway.data.serving.service import Service
+from headway.data.serving.stock import ServiceOptions
 from headway.sim.process import Process
 
 NUM, BATCH, EPOCHS, JOBS, THREADS, EXAMPLE_BYTES = 2000, 20, 3, 4, 4, 100

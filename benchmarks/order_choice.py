@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.core.rng import stream
-from headway.data.order_choice import Reader, choose_order, count_loads
+from headway.data.orders.choice import Reader, choose_order, count_loads
 
 ORDERS = ("shared", "dependent")
 

@@ -17,9 +17,9 @@ from _command import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from headway.data.cache import TieredCache
-from headway.data.dependent import Dependent
-from headway.data.strategies import ORDERS
+from headway.data.caches.cache import TieredCache
+from headway.data.orders.dependent import Dependent
+from headway.data.orders.strategies import ORDERS
 from tests.chi_square import p_value
 from tests.coupling import chain
 

@@ -21,9 +21,9 @@ from typing import Any
 from _command import ROOT
 
 from headway.core.rng import stream
-from headway.data.cache import TieredCache
-from headway.data.partitioned import Partitioned
-from headway.data.peers import listen
+from headway.data.caches.cache import TieredCache
+from headway.data.caches.partitioned import Partitioned
+from headway.data.caches.peers import listen
 from headway.data.runtime.loader import DataLoader
 from headway.data.source import FolderSource, Throttled
 

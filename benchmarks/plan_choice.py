@@ -13,7 +13,7 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from headway.data import Pipeline, SyntheticJpeg
-from headway.data.optimize import legal_orders, op_costs
+from headway.data.planning.optimize import legal_orders, op_costs
 from headway.data.runtime.chain import Chain
 
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from _one_f_one_b import cpu_seconds
 
 from headway.core.rng import stream
-from headway.storage.protected import ProtectedRegion
+from headway.storage.regions.protected import ProtectedRegion
 
 NUM_BYTES, SLOT, PAGE, STRIPE = 64 * 2**20, 64, 4096, 4
 WORDS, PER_PAGE = SLOT // 8, PAGE // 8

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from region_async import NUM_BYTES, SHM, SLOT, ZIPF, zipf_slots
 
-from headway.storage.protected import ProtectedRegion
+from headway.storage.regions.protected import ProtectedRegion
 
 STORES_PER_S, TICK_S = 50_000, 0.01
 BARS = {1.0: 0.07, 30.0: 0.02}

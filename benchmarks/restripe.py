@@ -21,9 +21,9 @@ from _command import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from headway.storage.parity import state
-from headway.storage.repair import repair
-from headway.storage.restripe import restripe
+from headway.storage.redundancy.parity import state
+from headway.storage.redundancy.repair import repair
+from headway.storage.redundancy.restripe import restripe
 from headway.storage.verification import verify
 from tests.redundant import content, lose, protected, put_back
 
@@ -71,7 +71,7 @@ def survives_kills(root: Path, seed: int) -> int:
     """Kill transitions of a small checkpoint at random points; return how many were in the middle of one."""
     path = protected(root, "4+2", world_size=RANKS, rows=4000)
     start, rng, hit = content(path), random.Random(seed), 0
-    call = "from headway.storage.restripe import restripe\nprint(1, flush=True)\n"
+    call = "from headway.storage.redundancy.restripe import restripe\nprint(1, flush=True)\n"
     call += f"restripe({str(path)!r}, '8+2', cap_bytes_per_s=2e6)"
     for _ in range(KILLS):
         put_back(path, start)

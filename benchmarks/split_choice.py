@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.data.batches import Ended, Spent
-from headway.data.jobs import Terms
 from headway.data.runtime import ops
-from headway.data.service import Service
+from headway.data.serving.batches import Ended, Spent
+from headway.data.serving.jobs import Terms
+from headway.data.serving.service import Service
+from headway.data.serving.stock import ServiceOptions
 from headway.data.source import SyntheticJpeg, Throttled
-from headway.data.stock import ServiceOptions
 
 NUM, SEED, THREADS, CHOICES = 64, 5, 2, 7
 FORMS = ("encoded", "decoded", "augmented")

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import headway.checkpoint as ours
 from headway.storage import verify
-from headway.storage.dcp_format import read_metadata
+from headway.storage.formats.dcp import read_metadata
 
 PATIENCE_S = {"stock": 15.0, "ours": 60.0}
 """Side -> by when a job of a second hangs. Ours gets more, for a busy host: it must end, and is not timed."""

@@ -25,9 +25,9 @@ import psutil
 from headway.core.rng import stream
 from headway.core.whole_file import whole_file
 from headway.data.fleet.reader import Reader
+from headway.data.fleet.splits import BatchKeys, Pass
 from headway.data.fleet.supervisor import Settings, forked, start
-from headway.data.packing import unpack
-from headway.data.splits import BatchKeys, Pass
+from headway.data.serving.packing import unpack
 
 LIMIT_S = 60.0
 LEASE_S = 1.5

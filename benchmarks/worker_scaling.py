@@ -14,7 +14,7 @@ import statistics
 import sys
 
 from headway.core.rng import stream
-from headway.data.autoscale import Autoscaler
+from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.model import History, simulate
 
 MODELS = {"RM1": (11_600.0, 24), "RM2": (8_000.0, 9), "RM3": (36_900.0, 55)}

@@ -16,8 +16,8 @@ from headway.storage.commit import commit
 from headway.storage.digests import digest_of
 from headway.storage.draft import Draft, finish_rank, open_draft
 from headway.storage.durable import write_durably
+from headway.storage.formats.records import read_saved
 from headway.storage.manifest import Piece, RankManifest, StoredObject, entry_of, image_name
-from headway.storage.records import read_saved
 
 ALIGN = 4096
 

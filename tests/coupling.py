@@ -1,4 +1,4 @@
-"""Joader's coupling on plain sets, as the paper states it: the oracle of `headway.data.dependent`."""
+"""Joader's coupling on plain sets, as the paper states it: the oracle of `headway.data.orders.dependent`."""
 
 
 def chain(sets, uniform, pick):

@@ -6,11 +6,11 @@ from collections import Counter
 
 import numpy as np
 
-from headway.data.batches import Ended, Spent
-from headway.data.jobs import Terms
-from headway.data.progress import Progress
-from headway.data.service import Service
-from headway.data.stock import ServiceOptions
+from headway.data.serving.batches import Ended, Spent
+from headway.data.serving.jobs import Terms
+from headway.data.serving.progress import Progress
+from headway.data.serving.service import Service
+from headway.data.serving.stock import ServiceOptions
 
 PRINT = "numbers"
 

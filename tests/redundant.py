@@ -12,7 +12,7 @@ import torch
 
 from headway.storage.commit import commit
 from headway.storage.draft import open_draft
-from headway.storage.parity import encode_rank
+from headway.storage.redundancy.parity import encode_rank
 from tests.checkpoints import rows_of, write_rank
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from headway.core.channel import connect
 from headway.core.errors import HeadwayError
-from headway.data.messages import FROM_SERVER
+from headway.data.serving.messages import FROM_SERVER
 from tests.test_server import until
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.autoscale import AGREEING, Autoscaler, Load
+from headway.data.fleet.autoscale import AGREEING, Autoscaler, Load
 from headway.data.fleet.model import simulate
 
 PERIOD_S = 10.0

@@ -18,8 +18,8 @@ from headway.cli import main
 from headway.core.errors import InputError
 from headway.storage.commit import committed
 from headway.storage.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
-from headway.storage.parity import encode_rank
-from headway.storage.restripe import restripe
+from headway.storage.redundancy.parity import encode_rank
+from headway.storage.redundancy.restripe import restripe
 from headway.storage.scrub import scrub
 from headway.verbs.ckpt import parse_keep
 from tests.checkpoints import some_state, unsynced, write_checkpoint

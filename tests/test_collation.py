@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.utils.data import default_collate
 
-from headway.data.collation import collated
-from headway.data.packing import pack, packed, unpack
 from headway.data.runtime.examples import equal
 from headway.data.runtime.preparers import plain, restored
+from headway.data.serving.collation import collated
+from headway.data.serving.packing import pack, packed, unpack
 
 Point = namedtuple("Point", ["x", "y"])
 DTYPES = st.sampled_from([np.uint8, np.int64, np.float32, np.float64, np.bool_, np.complex64])

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.cache import TieredCache
-from headway.data.dependent import Dependent
-from headway.data.strategies import ORDERS
+from headway.data.caches.cache import TieredCache
+from headway.data.orders.dependent import Dependent
+from headway.data.orders.strategies import ORDERS
 from tests.chi_square import p_value
 from tests.coupling import chain
 

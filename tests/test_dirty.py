@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import HeadwayError, InputError, UnknownNameError
-from headway.storage import dirty, pagemap
-from headway.storage.dirty import BACKENDS, DirtyTracker, pages_of, runs_of, works
-from headway.storage.pagemap import PAGE_BYTES
+from headway.storage.regions import dirty, pagemap
+from headway.storage.regions.dirty import BACKENDS, DirtyTracker, pages_of, runs_of, works
+from headway.storage.regions.pagemap import PAGE_BYTES
 
 PAGES = 24
 here = [

@@ -18,10 +18,10 @@ from benchmarks.worker_kills import free_port, play
 from headway.core.errors import BackgroundError, InputError
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
 from headway.data.fleet.reader import PrepareError, Reader
+from headway.data.fleet.splits import Pass
 from headway.data.fleet.supervisor import MAX_ENDS, Settings, start
-from headway.data.packing import unpack
 from headway.data.runtime.fleet import Fleet, FleetLoader, work_for
-from headway.data.splits import Pass
+from headway.data.serving.packing import unpack
 
 
 class Drawn(torch.utils.data.Dataset):

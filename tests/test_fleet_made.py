@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import UnknownNameError
-from headway.storage.fleet_made import MIXES, made
+from headway.storage.disks.made import MIXES, made
 
 
 @pytest.mark.parametrize("name", MIXES)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.storage.fleet_plan import POLICIES
-from headway.storage.fleet_review import review
-from headway.storage.fleet_state import FleetState
+from headway.storage.disks.plan import POLICIES
+from headway.storage.disks.review import review
+from headway.storage.disks.state import FleetState
 
 BATHTUB = np.interp(np.arange(1200), [0, 40, 500, 900], [0.08, 0.012, 0.012, 0.09])
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.fleet import Fleet
-from headway.storage.fleet_sim import Dgroup, read_clusters, step_days
+from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.sim import Dgroup, read_clusters, step_days
 
 FLAT = ((0.0, 0.02),)
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.storage.fleet_plan import POLICIES
-from headway.storage.fleet_state import FleetState
+from headway.storage.disks.plan import POLICIES
+from headway.storage.disks.state import FleetState
 
 
 @pytest.fixture

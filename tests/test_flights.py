@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.data.batches import Pending, Place
-from headway.data.flights import Flights
+from headway.data.serving.batches import Pending, Place
+from headway.data.serving.flights import Flights
 
 
 def place(job="a", index=0):

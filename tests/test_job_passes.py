@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.jobs import Job, Known, Pass, Terms
-from headway.data.order import TAILS, Sequence
+from headway.data.orders.order import TAILS, Sequence
+from headway.data.serving.jobs import Job, Known, Pass, Terms
 
 
 def walk(num, terms, history=()):

@@ -7,11 +7,11 @@ import shutil
 import numpy as np
 import pytest
 
-from headway.storage.losses import rows_of
 from headway.storage.manifest import Piece, read_record
-from headway.storage.parity import judge
-from headway.storage.parity_files import ParityFacts
-from headway.storage.repair import repair
+from headway.storage.redundancy.losses import rows_of
+from headway.storage.redundancy.parity import judge
+from headway.storage.redundancy.parity_files import ParityFacts
+from headway.storage.redundancy.repair import repair
 from headway.storage.verification import verify
 from tests.redundant import content, flip, no_fsync, protected  # noqa: F401 - no_fsync is a fixture
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.data.master import MAX_ENDED, SAVE_S, Master, Report
-from headway.data.splits import Pass
+from headway.data.fleet.master import MAX_ENDED, SAVE_S, Master, Report
+from headway.data.fleet.splits import Pass
 from tests.test_leases import Clock
 
 ROOM = 4

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
-from headway.data.batches import Spent
-from headway.data.measured_split import LEAST, MOST_HANDOVER, WARM_UP, MeasuredSplit
-from headway.data.partition import FORMS, partition_cache
+from headway.data.caches.partition import FORMS, partition_cache
+from headway.data.serving.batches import Spent
+from headway.data.serving.measured_split import LEAST, MOST_HANDOVER, WARM_UP, MeasuredSplit
 
 MS = 1_000_000
 

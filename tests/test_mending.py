@@ -12,7 +12,7 @@ from headway.checkpoint.mending import Mending
 from headway.core.errors import DamageError
 from headway.storage.commit import commit
 from headway.storage.manifest import MANIFEST, RankManifest, read_record
-from headway.storage.parity import encode_rank
+from headway.storage.redundancy.parity import encode_rank
 from tests.layouts_made import write_part
 
 WORLD = 4

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage.digests import crc32
-from headway.storage.nvm import simulate_nvm
-from headway.storage.nvm_bytes import Fault, NvmBytes
-from headway.storage.nvm_caches import Cache
-from headway.storage.nvm_design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, Layout, Memory, NvmDesign
-from headway.storage.nvm_traces import END, READ, TRACES, WRITE, checked, read_trace
+from headway.storage.nvm.caches import Cache
+from headway.storage.nvm.contents import Fault, NvmBytes
+from headway.storage.nvm.controller import simulate_nvm
+from headway.storage.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, Layout, Memory, NvmDesign
+from headway.storage.nvm.traces import END, READ, TRACES, WRITE, checked, read_trace
 from headway.verbs.storage_sim import sim
 
 SMALL = Memory(

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.cache import TieredCache
-from headway.data.flights import Flights
-from headway.data.opportunistic import Opportunistic
+from headway.data.caches.cache import TieredCache
+from headway.data.orders.opportunistic import Opportunistic
+from headway.data.serving.flights import Flights
 
 
 def epoch(order, cache, form, payload):

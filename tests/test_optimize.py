@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.core.errors import CycleError, FormatError, InputError, UnknownNameError
-from headway.data.optimize import (
+from headway.data.planning.optimize import (
     Op,
     Plan,
     Profile,
@@ -24,7 +24,7 @@ from headway.data.optimize import (
     op_costs,
     plan,
 )
-from headway.data.plan_files import ops_text, parse_ops, read_ops, read_stats, stats_text
+from headway.data.planning.plan_files import ops_text, parse_ops, read_ops, read_stats, stats_text
 from tests.paths import ROOT, shared
 
 

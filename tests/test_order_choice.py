@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.data.cache import TieredCache
-from headway.data.order_choice import Reader, choose_order, count_loads
-from headway.data.strategies import ORDERS
+from headway.data.caches.cache import TieredCache
+from headway.data.orders.choice import Reader, choose_order, count_loads
+from headway.data.orders.strategies import ORDERS
 
 
 def mix(seed, *, of=300, equal=False):

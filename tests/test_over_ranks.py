@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from headway.core.errors import InputError
-from headway.data.job_order import DataShareError
+from headway.data.orders.job_order import DataShareError
 from headway.data.runtime import partitioned
 from headway.data.runtime.loader import DataLoader
 from headway.data.runtime.partitioned import over_ranks, own_address

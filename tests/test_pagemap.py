@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.storage import pagemap
-from headway.storage.pagemap import MAPS, PAGE_BYTES, WrittenPages, joined, make_read_only, self_test
+from headway.storage.regions import pagemap
+from headway.storage.regions.pagemap import MAPS, PAGE_BYTES, WrittenPages, joined, make_read_only, self_test
 
 REASON = "; ".join(filter(None, self_test().values()))
 kernel = pytest.mark.skipif(bool(REASON), reason=f"the kernel tracks no pages here: {REASON}")

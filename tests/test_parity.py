@@ -13,8 +13,8 @@ import pytest
 from headway.core.errors import DamageError, FormatError
 from headway.storage.damage import Damage
 from headway.storage.manifest import read_record
-from headway.storage.parity import assess, check, encode_rank, judge, state, warnings
-from headway.storage.parity_files import ParityFacts
+from headway.storage.redundancy.parity import assess, check, encode_rank, judge, state, warnings
+from headway.storage.redundancy.parity_files import ParityFacts
 from headway.storage.verification import verify
 from tests.redundant import content, flip, lose, no_fsync, protected  # noqa: F401 - no_fsync is a fixture
 

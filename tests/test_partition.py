@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.partition import CACHE_MODELS, RATES, PartitionMap, form_rates, partition_cache
+from headway.data.caches.partition import CACHE_MODELS, RATES, PartitionMap, form_rates, partition_cache
 
 RATE = {
     "storage_bytes_per_s": 2e8, "storage_network_bytes_per_s": 1.2e9, "cache_bytes_per_s": 5e9,

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from headway.core.channel import ChannelClosed
 from headway.core.errors import InputError
-from headway.data import partitioned
-from headway.data.job_order import DataShareError
-from headway.data.order import permute
-from headway.data.partition import PartitionMap
-from headway.data.partitioned import Partitioned
-from headway.data.peers import Identity, listen
+from headway.data.caches import partitioned
+from headway.data.caches.partition import PartitionMap
+from headway.data.caches.partitioned import Partitioned
+from headway.data.caches.peers import Identity, listen
+from headway.data.orders.job_order import DataShareError
+from headway.data.orders.order import permute
 from headway.data.source import SyntheticJpeg, digest_of
 
 TOKEN = "a secret"
@@ -355,8 +355,8 @@ def test_a_process_that_gets_it_by_pickle_shares_the_memory(tmp_path):
 
 HOST = """
 import json, sys
-from headway.data.partitioned import Partitioned
-from headway.data.peers import listen
+from headway.data.caches.partitioned import Partitioned
+from headway.data.caches.peers import listen
 from headway.data.source import SyntheticJpeg
 number, ports = int(sys.argv[1]), json.loads(sys.argv[2])
 names = {f"host{k}": f"127.0.0.1:{port}" for k, port in enumerate(ports)}

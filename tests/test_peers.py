@@ -11,8 +11,7 @@ import pytest
 
 from headway.core.channel import ChannelClosed, connect_tcp
 from headway.core.errors import InputError
-from headway.data.job_order import DataShareError
-from headway.data.peers import (
+from headway.data.caches.peers import (
     ANSWERS,
     LOST,
     Absent,
@@ -26,7 +25,8 @@ from headway.data.peers import (
     listen,
     split_address,
 )  # fmt: skip
-from headway.data.shares import Share
+from headway.data.caches.shares import Share
+from headway.data.orders.job_order import DataShareError
 
 TOKEN = "a secret"
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from headway.cli import main
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.data import DataLoader, Pipeline, Resources, SyntheticJpeg
-from headway.data.ops import KINDS, Stage, may_swap
-from headway.data.optimize import Op, Profile, legal_orders
-from headway.data.optimize import plan as best_plan
+from headway.data.planning.ops import KINDS, Stage, may_swap
+from headway.data.planning.optimize import Op, Profile, legal_orders
+from headway.data.planning.optimize import plan as best_plan
 from headway.data.runtime import ops
 from headway.data.runtime.chain import _GENERATORS, generator
 from headway.data.runtime.keyed import Keys

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.disk_logs import Lifetimes, Window, read_totals, windows
-from headway.storage.placement import Lived, place, replay, saved
+from headway.storage.disks.logs import Lifetimes, Window, read_totals, windows
+from headway.storage.disks.placement import Lived, place, replay, saved
 from tests.paths import shared
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.progress import Progress
+from headway.data.serving.progress import Progress
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.data())

@@ -16,11 +16,11 @@ import pytest
 
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
 from headway.core.pace import Pace
-from headway.storage import dirty, protected
-from headway.storage.dirty import BACKENDS, works
-from headway.storage.pagemap import PAGE_BYTES
-from headway.storage.protected import ProtectedRegion
-from headway.storage.region_layout import sidecar_of
+from headway.storage.regions import dirty, protected
+from headway.storage.regions.dirty import BACKENDS, works
+from headway.storage.regions.layout import sidecar_of
+from headway.storage.regions.pagemap import PAGE_BYTES
+from headway.storage.regions.protected import ProtectedRegion
 
 PAGE = PAGE_BYTES
 here = [
@@ -134,7 +134,7 @@ def test_a_million_racing_stores_raise_no_false_alarm_and_hide_no_flip(path):
 
 KILLED = """
 import os, sys, threading
-from headway.storage.protected import ProtectedRegion
+from headway.storage.regions.protected import ProtectedRegion
 region = ProtectedRegion(sys.argv[1], num_bytes=256 * 4096, period_s=0.001, backend=sys.argv[2])
 print("open", flush=True)
 number = 0
@@ -309,7 +309,7 @@ def test_a_forked_child_may_read_and_a_store_of_its_own_ends_it(path):
 
 def test_a_region_is_free_again_when_its_process_died_although_a_child_lives(path):
     code = (
-        "import os, sys; from headway.storage.protected import ProtectedRegion\n"
+        "import os, sys; from headway.storage.regions.protected import ProtectedRegion\n"
         "region = ProtectedRegion(sys.argv[1], num_bytes=65536)\n"
         "if os.fork() == 0:\n    print('forked', flush=True); sys.stdin.read(); os._exit(0)\n"
         "os.kill(os.getpid(), 9)"

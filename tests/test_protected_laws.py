@@ -19,11 +19,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from headway.storage.dirty import works
-from headway.storage.pagemap import PAGE_BYTES as PAGE
-from headway.storage.protected import ProtectedRegion
-from headway.storage.region_file import RegionFile
-from headway.storage.region_layout import sidecar_of
+from headway.storage.regions.dirty import works
+from headway.storage.regions.file import RegionFile
+from headway.storage.regions.layout import sidecar_of
+from headway.storage.regions.pagemap import PAGE_BYTES as PAGE
+from headway.storage.regions.protected import ProtectedRegion
 
 PAGES, STRIPE = 11, 4
 pages = st.integers(0, PAGES - 1)

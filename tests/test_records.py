@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from headway.core.errors import FormatError
-from headway.storage.dtypes import ITEM_BYTES
-from headway.storage.records import is_legacy, read_legacy, read_saved
+from headway.storage.formats.dtypes import ITEM_BYTES
+from headway.storage.formats.records import is_legacy, read_legacy, read_saved
 
 FORMS = {"zip": True, "legacy": False}
 

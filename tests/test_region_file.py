@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.storage.region_file import RegionFile, create
-from headway.storage.region_layout import ALIGN_BYTES, Geometry, read_header, sidecar_of
+from headway.storage.regions.file import RegionFile, create
+from headway.storage.regions.layout import ALIGN_BYTES, Geometry, read_header, sidecar_of
 
 PAGE = 4096
 
@@ -220,7 +220,7 @@ def test_an_old_sidecar_is_decoded_with_the_code_it_was_made_with(made, monkeypa
     flip(file, 4)
     flip(file, 6)
     file.close()
-    monkeypatch.setattr("headway.storage.erasure.cauchy", lambda k, m, w: np.ones((m, k), np.uint8))
+    monkeypatch.setattr("headway.storage.redundancy.erasure.cauchy", lambda k, m, w: np.ones((m, k), np.uint8))
     file = RegionFile(path)
     wrong = wrong_pages(file)
     file.put_back(1, file.rebuilt(1, wrong[1]))

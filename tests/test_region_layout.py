@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.region_layout import ALIGN_BYTES, Geometry, Header, descriptor, read_header, sidecar_of
+from headway.storage.regions.layout import ALIGN_BYTES, Geometry, Header, descriptor, read_header, sidecar_of
 
 PAGE = 4096
 geometries = st.builds(

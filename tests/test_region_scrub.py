@@ -12,10 +12,10 @@ import pytest
 from headway.cli import main
 from headway.core.errors import DamageError, InputError
 from headway.core.pace import Pace
-from headway.storage.protected import ProtectedRegion
-from headway.storage.region_file import RegionFile
-from headway.storage.region_layout import sidecar_of
-from headway.storage.region_scrub import inspect, nothing_dirty, scrub
+from headway.storage.regions.file import RegionFile
+from headway.storage.regions.layout import sidecar_of
+from headway.storage.regions.protected import ProtectedRegion
+from headway.storage.regions.scrub import inspect, nothing_dirty, scrub
 
 PAGE = 4096
 

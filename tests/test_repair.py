@@ -11,10 +11,10 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.storage import repair as module
 from headway.storage.manifest import read_record
-from headway.storage.parity_files import ParityFacts
-from headway.storage.repair import repair
+from headway.storage.redundancy import repair as module
+from headway.storage.redundancy.parity_files import ParityFacts
+from headway.storage.redundancy.repair import repair
 from headway.storage.verification import verify
 from tests.redundant import content, flip, lose, no_fsync, protected, put_back  # noqa: F401 - no_fsync is a fixture
 

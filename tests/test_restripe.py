@@ -11,9 +11,9 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import DamageError, InputError
-from headway.storage.parity import check, state
-from headway.storage.repair import repair
-from headway.storage.restripe import restripe
+from headway.storage.redundancy.parity import check, state
+from headway.storage.redundancy.repair import repair
+from headway.storage.redundancy.restripe import restripe
 from headway.storage.verification import verify
 from tests.redundant import content, flip, lose, no_fsync, protected, put_back  # noqa: F401 - no_fsync is a fixture
 
@@ -187,7 +187,7 @@ def test_the_command_takes_all_checkpoints_of_a_run(tmp_path, capsys):
     answer = json.loads(capsys.readouterr().out)
 
     assert leaving.value.code == 0
-    assert answer["schema"] == "headway.storage.restripe/1"
+    assert answer["schema"] == "headway.storage.redundancy.restripe/1"
     assert [(row["before"], row["after"]) for row in answer["checkpoints"]] == [("2+1", "2+2")] * 2
 
 

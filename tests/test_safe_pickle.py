@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.safe_pickle import Call, Global, Instance, Pairs, StandIn, dumps, load_from, loads, path_of
+from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, StandIn, dumps, load_from, loads, path_of
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save
 
 from headway.core.errors import FormatError
-from headway.storage.dtypes import FROM_SAFETENSORS
-from headway.storage.safetensors_format import is_safetensors, read_header
+from headway.storage.formats.dtypes import FROM_SAFETENSORS
+from headway.storage.formats.safetensors import is_safetensors, read_header
 
 
 def file_of(header: object, data: bytes = b"") -> bytes:

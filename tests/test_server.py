@@ -19,9 +19,9 @@ import pytest
 from headway.core.channel import ChannelClosed, connect
 from headway.core.errors import InputError
 from headway.core.ring import RingReader
-from headway.data.batches import Spent
-from headway.data.collation import collated
-from headway.data.messages import (
+from headway.data.serving.batches import Spent
+from headway.data.serving.collation import collated
+from headway.data.serving.messages import (
     FROM_SERVER,
     PROTOCOL,
     Ask,
@@ -37,8 +37,8 @@ from headway.data.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.packing import packed, unpack
-from headway.data.server import Daemon, DataServer, listen
+from headway.data.serving.packing import packed, unpack
+from headway.data.serving.server import Daemon, DataServer, listen
 from tests.paths import ROOT
 
 SIZE = 60

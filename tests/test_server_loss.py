@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.batches import Ended
-from headway.data.jobs import Known, Terms
-from headway.data.messages import Decided, packed_items
-from headway.data.order import TAILS
-from headway.data.service import Service
-from headway.data.stock import ServiceOptions
-from headway.data.strategies import ORDERS
+from headway.data.orders.order import TAILS
+from headway.data.orders.strategies import ORDERS
+from headway.data.serving.batches import Ended
+from headway.data.serving.jobs import Known, Terms
+from headway.data.serving.messages import Decided, packed_items
+from headway.data.serving.service import Service
+from headway.data.serving.stock import ServiceOptions
 from tests.data_clients import PRINT, work_off
 from tests.test_server import Caller, facts, flat, until
 from tests.test_server import serve as serve

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.data.audit import AuditSum
-from headway.data.batches import Ended, Spent
-from headway.data.order import TAILS, Sequence
-from headway.data.service import Service
-from headway.data.strategies import ORDERS
+from headway.data.orders.order import TAILS, Sequence
+from headway.data.orders.strategies import ORDERS
+from headway.data.serving.batches import Ended, Spent
+from headway.data.serving.service import Service
 from tests.chi_square import p_value
 from tests.data_clients import PRINT, Client, drawn, finish, payload, served, work_off
 

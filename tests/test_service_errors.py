@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from headway.core.errors import InputError
-from headway.data.job_order import DataShareError
-from headway.data.jobs import Terms
-from headway.data.stock import ServiceOptions
+from headway.data.orders.job_order import DataShareError
+from headway.data.serving.jobs import Terms
+from headway.data.serving.stock import ServiceOptions
 from tests.data_clients import PRINT, item_of, served, work_off
 
 

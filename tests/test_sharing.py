@@ -8,7 +8,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.sharing import followed, server
-from headway.data.server import DataServer
+from headway.data.serving.server import DataServer
 from headway.runtime.remedy import Applied, Refused
 from tests.loaders_made import ByTurns, Squares, Stream
 from tests.remedy_context import TestContext, applied

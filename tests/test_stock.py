@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from headway.core.errors import InputError
-from headway.data.batches import Pending, Place, Spent
-from headway.data.service_counts import Counts, JobCounts
-from headway.data.stock import ServiceOptions, Stock
+from headway.data.serving.batches import Pending, Place, Spent
+from headway.data.serving.counts import Counts, JobCounts
+from headway.data.serving.stock import ServiceOptions, Stock
 
 ALL = ("encoded", "decoded", "augmented")
 MADE = {"encoded": b"e" * 10, "decoded": b"d" * 50, "augmented": b"a" * 30}

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.storage.fleet import Fleet
-from headway.storage.fleet_made import made
-from headway.storage.fleet_plan import POLICIES
-from headway.storage.fleet_sim import Dgroup
+from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.made import made
+from headway.storage.disks.plan import POLICIES
+from headway.storage.disks.sim import Dgroup
 
 DAYS = 700
 

@@ -62,7 +62,7 @@ def test_a_fleet_is_simulated_beside_other_policies(capsys, tmp_path):
     assert fleet(clusters=path, days=200, json=True) == 0
     answer = told(capsys)
 
-    assert answer["schema"] == "headway.storage.fleet/1"
+    assert answer["schema"] == "headway.storage.disks.fleet/1"
     assert set(answer["policies"]) == {"pacemaker", "instant", "reactive"}
     assert len(answer["io_frac"]) == 200
     assert max(answer["io_frac"]) == pytest.approx(0.05)

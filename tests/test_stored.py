@@ -15,7 +15,7 @@ from headway.checkpoint.runtime.restore import restore_into
 from headway.checkpoint.runtime.unpack import unpack
 from headway.checkpoint.stored import open_stored
 from headway.core.errors import DamageError, FormatError
-from headway.storage.dcp_format import Chunk, StoredTensor
+from headway.storage.formats.dcp import Chunk, StoredTensor
 from headway.storage.store import LocalStore
 from tests.layouts_made import write
 

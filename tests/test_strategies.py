@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data import job_order
-from headway.data.cache import TieredCache
-from headway.data.job_order import Buffered, DataShareError, own_order
-from headway.data.opportunistic import Opportunistic
-from headway.data.strategies import ORDERS, Shared
+from headway.data.caches.cache import TieredCache
+from headway.data.orders import job_order
+from headway.data.orders.job_order import Buffered, DataShareError, own_order
+from headway.data.orders.opportunistic import Opportunistic
+from headway.data.orders.strategies import ORDERS, Shared
 from tests.chi_square import p_value
 
 NAMES = ("a", "b", "c", "d")

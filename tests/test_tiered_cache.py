@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.cache import CACHE_POLICIES, HIT_FRACTIONS, TieredCache
-from headway.data.order import permute
-from headway.data.partition import FORMS, partition_cache
-from headway.data.strategies import ORDERS
+from headway.data.caches.cache import CACHE_POLICIES, HIT_FRACTIONS, TieredCache
+from headway.data.caches.partition import FORMS, partition_cache
+from headway.data.orders.order import permute
+from headway.data.orders.strategies import ORDERS
 
 calls = st.lists(
     st.tuples(

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from headway.storage.schemes import SCHEMES
-from headway.storage.transitions import METHODS, Transition, cheaper_in_bulk
+from headway.storage.disks.schemes import SCHEMES
+from headway.storage.disks.transitions import METHODS, Transition, cheaper_in_bulk
 
 PAIRS = [
     pair

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.dcp_format import read_metadata
+from headway.storage.formats.dcp import read_metadata
 from headway.storage.manifest import COMMIT, METADATA, CommitRecord, Piece, RankManifest, encode, read_record
 from headway.storage.verification import verify, verify_store
 from tests.checkpoints import some_state, write_checkpoint

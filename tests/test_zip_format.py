@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.storage.zip_format import entries, faults, has_checksums, is_zip
+from headway.storage.formats.zip_files import entries, faults, has_checksums, is_zip
 
 
 def saved(value: object) -> bytes:

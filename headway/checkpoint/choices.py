@@ -21,7 +21,7 @@ from headway.checkpoint.costs import DURABLE_S, Goal, best_steps, overlap_steps,
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import parse_bytes
-from headway.storage.stripes import scheme_of
+from headway.storage.redundancy.stripes import scheme_of
 
 REDUNDANCIES = ("none", "+1", "+2")
 """Schemes that are laid side by side."""

@@ -16,10 +16,10 @@ import threading
 from pathlib import Path
 
 from headway.core.errors import HeadwayError
-from headway.storage.losses import Losses
-from headway.storage.parity import best
-from headway.storage.parity_files import Images
-from headway.storage.repair import rebuilt
+from headway.storage.redundancy.losses import Losses
+from headway.storage.redundancy.parity import best
+from headway.storage.redundancy.parity_files import Images
+from headway.storage.redundancy.repair import rebuilt
 from headway.storage.sidecars import commit_record
 from headway.storage.store import LocalStore
 from headway.storage.verification import verify

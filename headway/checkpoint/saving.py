@@ -45,7 +45,7 @@ from headway.storage.manifest import (
     rank_folder,
     read_record,
 )
-from headway.storage.parity import encode_rank
+from headway.storage.redundancy.parity import encode_rank
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING
 
 from headway.checkpoint.fetch import Files, LocalFiles, Room, Source, StoreFiles, too_short
 from headway.core.errors import DamageError, FormatError
-from headway.storage.dcp_format import Chunk, StoredTensor, read_metadata
 from headway.storage.digests import Digested, unpack_digests
-from headway.storage.dtypes import ITEM_BYTES
+from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
+from headway.storage.formats.dtypes import ITEM_BYTES
+from headway.storage.formats.records import read_saved
 from headway.storage.manifest import (
     COMMIT,
     DIGESTS_FILE,
@@ -46,7 +47,6 @@ from headway.storage.manifest import (
     merged_objects,
     rank_folder,
 )
-from headway.storage.records import read_saved
 from headway.storage.sidecars import commit_record, matches, rebuild
 from headway.storage.store import Store
 

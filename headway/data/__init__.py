@@ -4,7 +4,7 @@ Public names are resolved on first use, through one literal table; only those of
 
 >>> import headway.data
 >>> headway.data.permute.__module__
-'headway.data.order'
+'headway.data.orders.order'
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.data.autoscale import Autoscaler as Autoscaler
-    from headway.data.cache import TieredCache as TieredCache
-    from headway.data.dependent import Dependent as Dependent
+    from headway.data.caches.cache import TieredCache as TieredCache
+    from headway.data.caches.partition import PartitionMap as PartitionMap
+    from headway.data.caches.partition import partition_cache as partition_cache
+    from headway.data.caches.partitioned import Partitioned as Partitioned
+    from headway.data.fleet.autoscale import Autoscaler as Autoscaler
+    from headway.data.fleet.master import Master as Master
     from headway.data.jagged import DedupJagged as DedupJagged
     from headway.data.jagged import Jagged as Jagged
     from headway.data.jagged import dedup as dedup
-    from headway.data.job_order import Buffered as Buffered
-    from headway.data.job_order import DataShareError as DataShareError
-    from headway.data.master import Master as Master
     from headway.data.object_source import ObjectSource as ObjectSource
     from headway.data.object_source import ObjectTarSource as ObjectTarSource
-    from headway.data.opportunistic import Opportunistic as Opportunistic
-    from headway.data.optimize import Plan as Plan
-    from headway.data.optimize import Resources as Resources
-    from headway.data.order import permute as permute
-    from headway.data.order_choice import Reader as Reader
-    from headway.data.order_choice import choose_order as choose_order
-    from headway.data.partition import PartitionMap as PartitionMap
-    from headway.data.partition import partition_cache as partition_cache
-    from headway.data.partitioned import Partitioned as Partitioned
-    from headway.data.pipeline import plan as plan
-    from headway.data.pipeline import profile as profile
+    from headway.data.orders.choice import Reader as Reader
+    from headway.data.orders.choice import choose_order as choose_order
+    from headway.data.orders.dependent import Dependent as Dependent
+    from headway.data.orders.job_order import Buffered as Buffered
+    from headway.data.orders.job_order import DataShareError as DataShareError
+    from headway.data.orders.opportunistic import Opportunistic as Opportunistic
+    from headway.data.orders.order import permute as permute
+    from headway.data.orders.strategies import Independent as Independent
+    from headway.data.orders.strategies import Shared as Shared
+    from headway.data.planning.optimize import Plan as Plan
+    from headway.data.planning.optimize import Resources as Resources
+    from headway.data.planning.pipeline import plan as plan
+    from headway.data.planning.pipeline import profile as profile
     from headway.data.runtime.fleet import Fleet as Fleet
     from headway.data.runtime.keyed import generator as generator
     from headway.data.runtime.keyed import torch_generator as torch_generator
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from headway.data.runtime.select import WithIds as WithIds
     from headway.data.runtime.select import scoring as scoring
     from headway.data.select import LossSelector as LossSelector
-    from headway.data.server import DataServer as DataServer
+    from headway.data.serving.server import DataServer as DataServer
     from headway.data.sessions import cluster_parquet as cluster_parquet
     from headway.data.sessions import session_order as session_order
     from headway.data.source import FolderSource as FolderSource
@@ -55,50 +57,48 @@ if TYPE_CHECKING:
     from headway.data.source import SyntheticJpeg as SyntheticJpeg
     from headway.data.source import TarSource as TarSource
     from headway.data.source import Throttled as Throttled
-    from headway.data.strategies import Independent as Independent
-    from headway.data.strategies import Shared as Shared
 
 PUBLIC: dict[str, str] = {
-    "Autoscaler": "headway.data.autoscale:Autoscaler",
-    "Buffered": "headway.data.job_order:Buffered",
+    "Autoscaler": "headway.data.fleet.autoscale:Autoscaler",
+    "Buffered": "headway.data.orders.job_order:Buffered",
     "DataLoader": "headway.data.runtime.loader:DataLoader",
-    "DataServer": "headway.data.server:DataServer",
-    "DataShareError": "headway.data.job_order:DataShareError",
+    "DataServer": "headway.data.serving.server:DataServer",
+    "DataShareError": "headway.data.orders.job_order:DataShareError",
     "DatasetChangedError": "headway.data.runtime.loader:DatasetChangedError",
     "DedupJagged": "headway.data.jagged:DedupJagged",
-    "Dependent": "headway.data.dependent:Dependent",
+    "Dependent": "headway.data.orders.dependent:Dependent",
     "Fleet": "headway.data.runtime.fleet:Fleet",
     "FolderSource": "headway.data.source:FolderSource",
-    "Independent": "headway.data.strategies:Independent",
+    "Independent": "headway.data.orders.strategies:Independent",
     "Jagged": "headway.data.jagged:Jagged",
     "LossSelector": "headway.data.select:LossSelector",
-    "Master": "headway.data.master:Master",
+    "Master": "headway.data.fleet.master:Master",
     "ObjectSource": "headway.data.object_source:ObjectSource",
     "ObjectTarSource": "headway.data.object_source:ObjectTarSource",
-    "Opportunistic": "headway.data.opportunistic:Opportunistic",
+    "Opportunistic": "headway.data.orders.opportunistic:Opportunistic",
     "ParquetSource": "headway.data.source:ParquetSource",
-    "PartitionMap": "headway.data.partition:PartitionMap",
-    "Partitioned": "headway.data.partitioned:Partitioned",
+    "PartitionMap": "headway.data.caches.partition:PartitionMap",
+    "Partitioned": "headway.data.caches.partitioned:Partitioned",
     "Pipeline": "headway.data.runtime.pipeline:Pipeline",
-    "Plan": "headway.data.optimize:Plan",
+    "Plan": "headway.data.planning.optimize:Plan",
     "RayFleet": "headway.data.runtime.ray_workers:RayFleet",
-    "Reader": "headway.data.order_choice:Reader",
-    "Resources": "headway.data.optimize:Resources",
-    "Shared": "headway.data.strategies:Shared",
+    "Reader": "headway.data.orders.choice:Reader",
+    "Resources": "headway.data.planning.optimize:Resources",
+    "Shared": "headway.data.orders.strategies:Shared",
     "SyntheticJpeg": "headway.data.source:SyntheticJpeg",
     "TarSource": "headway.data.source:TarSource",
     "Throttled": "headway.data.source:Throttled",
-    "TieredCache": "headway.data.cache:TieredCache",
+    "TieredCache": "headway.data.caches.cache:TieredCache",
     "WithIds": "headway.data.runtime.select:WithIds",
-    "choose_order": "headway.data.order_choice:choose_order",
+    "choose_order": "headway.data.orders.choice:choose_order",
     "cluster_parquet": "headway.data.sessions:cluster_parquet",
     "dedup": "headway.data.jagged:dedup",
     "generator": "headway.data.runtime.keyed:generator",
     "over_ranks": "headway.data.runtime.partitioned:over_ranks",
-    "partition_cache": "headway.data.partition:partition_cache",
-    "permute": "headway.data.order:permute",
-    "plan": "headway.data.pipeline:plan",
-    "profile": "headway.data.pipeline:profile",
+    "partition_cache": "headway.data.caches.partition:partition_cache",
+    "permute": "headway.data.orders.order:permute",
+    "plan": "headway.data.planning.pipeline:plan",
+    "profile": "headway.data.planning.pipeline:profile",
     "scoring": "headway.data.runtime.select:scoring",
     "session_order": "headway.data.sessions:session_order",
     "torch_generator": "headway.data.runtime.keyed:torch_generator",

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.data.order import Ints, Permutation, in_order, item_seeds, permute
-from headway.data.order import Sequence as Order
+from headway.data.orders.order import Ints, Permutation, in_order, item_seeds, permute
+from headway.data.orders.order import Sequence as Order
 from headway.trace.trace import Trace
 
 WORD = 1 << 64
@@ -63,7 +63,7 @@ class AuditSum:
 
     @classmethod
     def of_hashes(cls, hashes: NDArray[np.uint64]) -> AuditSum:
-        """Return the sum of [n] hashes, made by `headway.data.order.item_seeds(0, 0, items, occurrence)`."""
+        """Return the sum of [n] hashes, made by `headway.data.orders.order.item_seeds(0, 0, items, occurrence)`."""
         low, high = np.add.reduce(hashes), np.add.reduce(hashes * (hashes >> _HALF))
         return cls(len(hashes), int(low), int(high))
 

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.core.tables import pick
-from headway.data.order import item_seeds, occurrences
+from headway.data.orders.order import item_seeds, occurrences
 
 Flags = NDArray[np.bool_]
 Floats = NDArray[np.float64]

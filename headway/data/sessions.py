@@ -31,7 +31,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
 from headway.core.whole_file import whole_file
-from headway.data.order import permute
+from headway.data.orders.order import permute
 
 Ints = NDArray[np.int64]
 

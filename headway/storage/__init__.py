@@ -10,35 +10,35 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.storage.afr import AfrModel as AfrModel
     from headway.storage.boxes import flat_to_boxes as flat_to_boxes
-    from headway.storage.dirty import DirtyTracker as DirtyTracker
-    from headway.storage.erasure import RS as RS
-    from headway.storage.fleet import Fleet as Fleet
-    from headway.storage.fleet_sim import Dgroup as Dgroup
-    from headway.storage.nvm import NvmStats as NvmStats
-    from headway.storage.nvm import simulate_nvm as simulate_nvm
-    from headway.storage.nvm_design import NvmDesign as NvmDesign
-    from headway.storage.protected import ProtectedRegion as ProtectedRegion
-    from headway.storage.schemes import mttdl_hours as mttdl_hours
-    from headway.storage.schemes import mttdl_parallel_hours as mttdl_parallel_hours
-    from headway.storage.schemes import tolerated_afr as tolerated_afr
+    from headway.storage.disks.afr import AfrModel as AfrModel
+    from headway.storage.disks.fleet import Fleet as Fleet
+    from headway.storage.disks.schemes import mttdl_hours as mttdl_hours
+    from headway.storage.disks.schemes import mttdl_parallel_hours as mttdl_parallel_hours
+    from headway.storage.disks.schemes import tolerated_afr as tolerated_afr
+    from headway.storage.disks.sim import Dgroup as Dgroup
+    from headway.storage.nvm.controller import NvmStats as NvmStats
+    from headway.storage.nvm.controller import simulate_nvm as simulate_nvm
+    from headway.storage.nvm.design import NvmDesign as NvmDesign
+    from headway.storage.redundancy.erasure import RS as RS
+    from headway.storage.regions.dirty import DirtyTracker as DirtyTracker
+    from headway.storage.regions.protected import ProtectedRegion as ProtectedRegion
     from headway.storage.verification import verify as verify
 
 PUBLIC: dict[str, str] = {
     "flat_to_boxes": "headway.storage.boxes:flat_to_boxes",
-    "AfrModel": "headway.storage.afr:AfrModel",
-    "Dgroup": "headway.storage.fleet_sim:Dgroup",
-    "DirtyTracker": "headway.storage.dirty:DirtyTracker",
-    "Fleet": "headway.storage.fleet:Fleet",
-    "mttdl_hours": "headway.storage.schemes:mttdl_hours",
-    "mttdl_parallel_hours": "headway.storage.schemes:mttdl_parallel_hours",
-    "NvmDesign": "headway.storage.nvm_design:NvmDesign",
-    "NvmStats": "headway.storage.nvm:NvmStats",
-    "simulate_nvm": "headway.storage.nvm:simulate_nvm",
-    "ProtectedRegion": "headway.storage.protected:ProtectedRegion",
-    "RS": "headway.storage.erasure:RS",
-    "tolerated_afr": "headway.storage.schemes:tolerated_afr",
+    "AfrModel": "headway.storage.disks.afr:AfrModel",
+    "Dgroup": "headway.storage.disks.sim:Dgroup",
+    "DirtyTracker": "headway.storage.regions.dirty:DirtyTracker",
+    "Fleet": "headway.storage.disks.fleet:Fleet",
+    "mttdl_hours": "headway.storage.disks.schemes:mttdl_hours",
+    "mttdl_parallel_hours": "headway.storage.disks.schemes:mttdl_parallel_hours",
+    "NvmDesign": "headway.storage.nvm.design:NvmDesign",
+    "NvmStats": "headway.storage.nvm.controller:NvmStats",
+    "simulate_nvm": "headway.storage.nvm.controller:simulate_nvm",
+    "ProtectedRegion": "headway.storage.regions.protected:ProtectedRegion",
+    "RS": "headway.storage.redundancy.erasure:RS",
+    "tolerated_afr": "headway.storage.disks.schemes:tolerated_afr",
     "verify": "headway.storage.verification:verify",
 }
 """Every lazily loaded public name -> "module:attribute"."""

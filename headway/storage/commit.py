@@ -34,9 +34,9 @@ from typing import Any
 
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage.boxes import Box, cover_fault
-from headway.storage.dcp_format import metadata_bytes
 from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
 from headway.storage.durable import sync_folder, write_durably
+from headway.storage.formats.dcp import metadata_bytes
 from headway.storage.manifest import (
     COMMIT,
     COPIES,

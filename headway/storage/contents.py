@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError, InputError
 from headway.storage.boxes import Box, whole
 from headway.storage.commit import committed, is_own
-from headway.storage.dcp_format import Record, read_metadata
-from headway.storage.dtypes import ITEM_BYTES
 from headway.storage.foreign_checks import HEAD_BYTES, PICKLED
+from headway.storage.formats.dcp import Record, read_metadata
+from headway.storage.formats.dtypes import ITEM_BYTES
+from headway.storage.formats.records import Saved, Stored, is_legacy, read_legacy, read_saved
+from headway.storage.formats.safetensors import is_safetensors, read_header
 from headway.storage.manifest import METADATA, CommitRecord, RankManifest, merged_objects
 from headway.storage.object_commit import checkpoint_at
 from headway.storage.objects import url_of
-from headway.storage.records import Saved, Stored, is_legacy, read_legacy, read_saved
-from headway.storage.safetensors_format import is_safetensors, read_header
 from headway.storage.sidecars import commit_record, manifests_of, rebuild
 from headway.storage.store import LocalStore, Store
 

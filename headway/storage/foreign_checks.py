@@ -1,7 +1,7 @@
 """Whether a checkpoint that somebody else wrote is whole: stock DCP, torch.save, safetensors.
 
 Torch writes a CRC-32 into every record and never looks at it; here it is
-looked at, and so is every byte of the container around it (`zip_format`).
+looked at, and so is every byte of the container around it (`formats.zip_files`).
 What the metadata says is held to what the records say: dtypes, shapes, and
 that the stored boxes tile every tensor. safetensors, and torch.save before
 1.6, have no checksum: their structure is checked, their elements are
@@ -17,13 +17,13 @@ import msgspec
 
 from headway.core.errors import FormatError
 from headway.storage.boxes import Box, cover_fault
-from headway.storage.dcp_format import Chunk, DcpMetadata, Record, read_metadata
 from headway.storage.findings import Findings
+from headway.storage.formats.dcp import Chunk, DcpMetadata, Record, read_metadata
+from headway.storage.formats.records import Saved, is_legacy, read_legacy, read_saved
+from headway.storage.formats.safetensors import is_safetensors, read_header
+from headway.storage.formats.zip_files import entries, faults, has_checksums, is_zip
 from headway.storage.manifest import METADATA
-from headway.storage.records import Saved, is_legacy, read_legacy, read_saved
-from headway.storage.safetensors_format import is_safetensors, read_header
 from headway.storage.store import Store
-from headway.storage.zip_format import entries, faults, has_checksums, is_zip
 
 TORCH_ENTRIES = {"data.pkl", "byteorder", ".format_version"}
 """Names by which a zip archive is known as torch.save's, also where a flipped bit has spoiled one of them."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from headway.storage.digests import damaged_blocks
 from headway.storage.findings import Findings
+from headway.storage.formats.zip_files import faults
 from headway.storage.manifest import COMMIT, COPIES, TWIN, CommitRecord, FileEntry, Piece, RankManifest, StoredObject
 from headway.storage.sidecars import (
     STRIDE_BYTES,
@@ -25,7 +26,6 @@ from headway.storage.sidecars import (
     whole_record,
 )
 from headway.storage.store import Store
-from headway.storage.zip_format import faults
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from headway.core.units import MIB
-from headway.storage.dcp_format import metadata_bytes
 from headway.storage.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
+from headway.storage.formats.dcp import metadata_bytes
 from headway.storage.manifest import (
     COMMIT,
     COPIES,

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 from headway.core.errors import InputError
 from headway.core.pace import Pace
-from headway.storage import parity
 from headway.storage.commit import committed, is_own
 from headway.storage.damage import Damage
 from headway.storage.draft import LEFTOVER
@@ -29,6 +28,7 @@ from headway.storage.manifest import COMMIT, COPIES, METADATA, CommitRecord
 from headway.storage.object_commit import checkpoint_at
 from headway.storage.objects import url_of
 from headway.storage.own_checks import check_own
+from headway.storage.redundancy import parity
 from headway.storage.sidecars import commit_record, rebuild
 from headway.storage.store import LocalStore, Store
 

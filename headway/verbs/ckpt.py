@@ -20,7 +20,7 @@ from headway.storage.contents import Contents, Tensor, contents
 from headway.storage.difference import difference
 from headway.storage.manifest import METADATA
 from headway.storage.objects import url_of
-from headway.storage.parity_files import state
+from headway.storage.redundancy.parity_files import state
 from headway.storage.scrub import Verified, scrub, verified
 from headway.storage.sidecars import commit_record
 from headway.storage.store import LocalStore

@@ -12,8 +12,8 @@ from headway.core.errors import InputError
 from headway.core.units import format_bytes
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.storage.commit import STEP, is_own
-from headway.storage.parity import state, warnings
-from headway.storage.repair import repair as repair_checkpoint
+from headway.storage.redundancy.parity import state, warnings
+from headway.storage.redundancy.repair import repair as repair_checkpoint
 from headway.verbs.output import emit
 
 LINES = 20

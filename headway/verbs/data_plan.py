@@ -15,9 +15,9 @@ from headway.core.errors import InputError
 from headway.core.host import host_cores
 from headway.core.units import parse_bytes
 from headway.core.whole_file import whole_file
-from headway.data.optimize import Op, Plan, Profile, Resources, op_costs
-from headway.data.optimize import plan as best_plan
-from headway.data.plan_files import ops_text, read_ops, read_stats, stats_text
+from headway.data.planning.optimize import Op, Plan, Profile, Resources, op_costs
+from headway.data.planning.optimize import plan as best_plan
+from headway.data.planning.plan_files import ops_text, read_ops, read_stats, stats_text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.verbs.output import emit
 

@@ -17,8 +17,8 @@ from rich.text import Text
 from headway.core.channel import ChannelClosed, connect, runtime_directory
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, format_seconds, parse_bytes
-from headway.data.messages import FROM_SERVER, Ask, Told
-from headway.data.server import DataServer
+from headway.data.serving.messages import FROM_SERVER, Ask, Told
+from headway.data.serving.server import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.verbs.output import emit
 

@@ -14,13 +14,13 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_fraction
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.storage.disk_logs import Lifetimes, Window, read_lifetimes, read_totals, windows
-from headway.storage.fleet import Fleet
-from headway.storage.fleet_made import made
-from headway.storage.fleet_plan import POLICIES
-from headway.storage.fleet_sim import Dgroup, SimResult, read_clusters
-from headway.storage.placement import place, replay, saved
-from headway.storage.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
+from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.logs import Lifetimes, Window, read_lifetimes, read_totals, windows
+from headway.storage.disks.made import made
+from headway.storage.disks.placement import place, replay, saved
+from headway.storage.disks.plan import POLICIES
+from headway.storage.disks.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
+from headway.storage.disks.sim import Dgroup, SimResult, read_clusters
 from headway.verbs.output import emit
 
 SHOWN_TRANSITIONS = 12
@@ -228,7 +228,7 @@ def fleet(
     results = {name: Fleet(name).simulate(models, days, seed=seed) for name in dict.fromkeys(policy)}
     first = results[policy[0]]
     answer = {
-        "schema": "headway.storage.fleet/1",
+        "schema": "headway.storage.disks.fleet/1",
         "simulated": True,
         "fleet": synthetic if synthetic is not None else str(clusters),
         "seed": seed,

@@ -12,9 +12,9 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.units import format_bytes
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.storage.dirty import BACKENDS, works
-from headway.storage.pagemap import PAGE_BYTES
-from headway.storage.region_scrub import inspect
+from headway.storage.regions.dirty import BACKENDS, works
+from headway.storage.regions.pagemap import PAGE_BYTES
+from headway.storage.regions.scrub import inspect
 from headway.verbs.output import emit
 
 SHOWN_PAGES = 10

@@ -10,7 +10,7 @@ from headway.core.errors import InputError
 from headway.core.units import format_bytes
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.storage.commit import committed, is_own
-from headway.storage.restripe import restripe as restripe_checkpoint
+from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
 from headway.verbs.output import emit
 
 
@@ -42,7 +42,7 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: bool = Fals
             f"{path} holds no checkpoint of headway's. Name one, or the folder that holds a run's step-<n>."
         )
     done = [restripe_checkpoint(step, to, cap_bytes_per_s=cap_mb_s * 1e6).to_json() for step in steps]
-    answer = {"schema": "headway.storage.restripe/1", "cap_bytes_per_s": cap_mb_s * 1e6, "checkpoints": done}
+    answer = {"schema": "headway.storage.redundancy.restripe/1", "cap_bytes_per_s": cap_mb_s * 1e6, "checkpoints": done}
     emit(answer, lambda screen: _screen(answer, screen), as_json=json)
     return 0
 

@@ -13,9 +13,9 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds, parse_bytes
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.storage.nvm import NvmStats, simulate_nvm
-from headway.storage.nvm_design import DESIGNS, Memory
-from headway.storage.nvm_traces import TRACES, read_trace
+from headway.storage.nvm.controller import NvmStats, simulate_nvm
+from headway.storage.nvm.design import DESIGNS, Memory
+from headway.storage.nvm.traces import TRACES, read_trace
 from headway.verbs.output import emit
 
 MOST_ROWS = 5_000_000

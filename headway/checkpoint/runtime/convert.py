@@ -47,10 +47,10 @@ from headway.core.whole_file import whole_file
 from headway.storage.boxes import Box
 from headway.storage.commit import commit
 from headway.storage.draft import Draft, abandon, finish_rank, open_draft
-from headway.storage.dtypes import FROM_SAFETENSORS, ITEM_BYTES
+from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
 from headway.storage.manifest import CommitRecord, RankManifest
-from headway.storage.parity import encode_rank
-from headway.storage.stripes import scheme_of
+from headway.storage.redundancy.parity import encode_rank
+from headway.storage.redundancy.stripes import scheme_of
 
 FILE_BYTES = 5 * 10**9
 """Largest safetensors file by default, as published models have it."""

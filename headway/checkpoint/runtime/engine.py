@@ -53,7 +53,7 @@ from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.storage.manifest import COMMIT, METADATA
 from headway.storage.objects import url_of
-from headway.storage.stripes import scheme_of
+from headway.storage.redundancy.stripes import scheme_of
 
 RNG, POLICY = "headway_rng", "headway_policy"
 """Names under which the process's random number generators and the policy's experience are stored."""

@@ -66,8 +66,8 @@ from headway.storage.boxes import Box
 from headway.storage.commit import commit, recover
 from headway.storage.draft import Draft, abandon, finish_rank, open_draft
 from headway.storage.manifest import COMMIT, METADATA, TWIN, Piece, RankManifest, StoredObject
-from headway.storage.parity import encode_rank
-from headway.storage.stripes import scheme_of
+from headway.storage.redundancy.parity import encode_rank
+from headway.storage.redundancy.stripes import scheme_of
 
 Place = str | os.PathLike[str]
 

@@ -34,7 +34,7 @@ from headway.checkpoint.runtime.unpack import unpack
 from headway.checkpoint.stored import open_stored
 from headway.core.errors import FormatError, InputError
 from headway.storage.boxes import Box, whole
-from headway.storage.dtypes import FROM_SAFETENSORS
+from headway.storage.formats.dtypes import FROM_SAFETENSORS
 from headway.storage.manifest import COMMIT, METADATA
 
 INDEX = ".safetensors.index.json"

@@ -1,7 +1,7 @@
 """Records whose elements do not lie row by row: compressed, transposed, or changed by one of DCP's extensions.
 
 >>> import io
->>> from headway.storage.dcp_format import Chunk, StoredTensor
+>>> from headway.storage.formats.dcp import Chunk, StoredTensor
 >>> file = io.BytesIO()
 >>> torch.save(torch.arange(4, dtype=torch.int16).view(2, 2).t(), file)
 >>> chunk = Chunk("a", 0, 0, (), (0, 0), (2, 2))
@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from headway.core.errors import DamageError, FormatError
-from headway.storage.dcp_format import Chunk, StoredTensor
+from headway.storage.formats.dcp import Chunk, StoredTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -15,7 +15,8 @@ from typing import Any
 
 from headway.core.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.core.errors import InputError
-from headway.data.autoscale import Autoscaler, Load
+from headway.data.fleet.autoscale import Autoscaler, Load
+from headway.data.fleet.master import Master, Placement
 from headway.data.fleet.messages import (
     Ask,
     Beat,
@@ -36,7 +37,6 @@ from headway.data.fleet.messages import (
     Want,
     hang_up,
 )
-from headway.data.master import Master, Placement
 
 TICK_S = 0.05
 SEND_S = 0.5

@@ -1,7 +1,7 @@
 """What master, workers and readers of a fleet tell each other, and how they reach each other.
 
 An address is the path of a unix socket, or `tcp://host:port`, which needs the
-fleet's token. Batches travel as packed memory (`headway.data.packing`), never
+fleet's token. Batches travel as packed memory (`headway.data.serving.packing`), never
 as pickles: on one machine in a memory file that is handed over, between
 machines in the message.
 
@@ -19,9 +19,9 @@ import msgspec
 
 from headway.core.channel import Channel, Listener, TcpListener, connect, connect_tcp
 from headway.core.errors import InputError
-from headway.data.master import Placement, Report
+from headway.data.fleet.master import Placement, Report
+from headway.data.fleet.splits import Pass, Split
 from headway.data.runtime.account import Spent
-from headway.data.splits import Pass, Split
 
 SCHEME = "tcp://"
 

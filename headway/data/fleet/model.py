@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headway.data.autoscale import Autoscaler, Load
+from headway.data.fleet.autoscale import Autoscaler, Load
 from headway.sim.process import Event, Process
 
 

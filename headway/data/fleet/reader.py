@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from headway.core.channel import Channel, ChannelClosed
 from headway.core.errors import BackgroundError, HeadwayError, InputError
 from headway.core.wake import Wake
+from headway.data.fleet.master import Placement
 from headway.data.fleet.messages import (
     Batch,
     Broken,
@@ -42,9 +43,8 @@ from headway.data.fleet.messages import (
     dial,
     hang_up,
 )
-from headway.data.master import Placement
+from headway.data.fleet.splits import Pass, Split
 from headway.data.runtime.account import Spent
-from headway.data.splits import Pass, Split
 
 AHEAD = 4
 """Batches that are fetched before the loop wants them."""
@@ -59,7 +59,7 @@ class Delivered(NamedTuple):
     """A batch as it came."""
 
     body: Any
-    """A buffer for `headway.data.packing.unpack`."""
+    """A buffer for `headway.data.serving.packing.unpack`."""
     spent: Spent
     """What making it took, in its worker."""
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from headway.core.channel import Channel, ChannelClosed
 from headway.core.errors import InputError
 from headway.core.wires import Packets
-from headway.data.autoscale import Autoscaler
+from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import Hub, Scaling
+from headway.data.fleet.master import Master
 from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, hang_up, listen
 from headway.data.fleet.worker import Make, serve
-from headway.data.master import Master
 from headway.runtime.agent import die_with
 
 MAX_ENDS, ENDS_S = 20, 10.0

@@ -5,8 +5,8 @@ part without sockets (a thread that makes batches, a shelf that holds them),
 the same under processes and Ray; `serve` is the process around it.
 
 >>> import numpy as np
->>> from headway.data.packing import unpack
->>> from headway.data.splits import Pass
+>>> from headway.data.serving.packing import unpack
+>>> from headway.data.fleet.splits import Pass
 >>> done = []
 >>> preparer = Preparer(lambda keys: np.array(keys.items), on_change=lambda: done.append(1))
 >>> split = Split(Pass(4, batch_size=2, shuffle=False), rank=0, first=0, end=2)
@@ -33,6 +33,7 @@ from typing import Any
 from headway.core.channel import Channel, ChannelClosed
 from headway.core.errors import BackgroundError
 from headway.core.wake import Wake
+from headway.data.fleet.master import Report
 from headway.data.fleet.messages import (
     SCHEME,
     Batch,
@@ -52,10 +53,9 @@ from headway.data.fleet.messages import (
     hang_up,
     listen,
 )
-from headway.data.master import Report
-from headway.data.packing import pack
+from headway.data.fleet.splits import BatchKeys, Split
 from headway.data.runtime.account import Spent, clocks
-from headway.data.splits import BatchKeys, Split
+from headway.data.serving.packing import pack
 
 THRESHOLD = 8
 """Batches, ready or still to be made, below which a worker has room for another split."""
@@ -63,7 +63,7 @@ SEND_S = 2.0
 """Longest that a reader may leave a batch unread before its channel is closed."""
 
 Make = Callable[[BatchKeys], Any]
-"""Prepares one batch: a nested value that `headway.data.packing` can pack."""
+"""Prepares one batch: a nested value that `headway.data.serving.packing` can pack."""
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.data.cache import TieredCache
-from headway.data.ops import Stage
+from headway.data.caches.cache import TieredCache
+from headway.data.planning.ops import Stage
 from headway.data.runtime import ops
 from headway.data.source import Source
 

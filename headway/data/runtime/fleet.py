@@ -5,7 +5,7 @@ differ in what they need: workers belong to the job, not to a rank, and their
 number follows demand. Batches are those of a `DataLoader` of the same
 arguments, bit for bit, and so are the states: a fleet, its workers, its
 master and the readers may die and come back, and each item is still delivered
-exactly once. See `headway.data.master` for how.
+exactly once. See `headway.data.fleet.master` for how.
 
     with Fleet(pipeline, num_workers="auto") as fleet:
         for batch in fleet.batches(32, shuffle=True):
@@ -39,9 +39,9 @@ from headway.core.errors import InputError
 from headway.core.host import host_cores
 from headway.data.fleet.messages import Ask, FromMaster, dial
 from headway.data.fleet.reader import Delivered, Reader
+from headway.data.fleet.splits import BatchKeys, Pass
 from headway.data.fleet.supervisor import Settings, forked, start
 from headway.data.fleet.worker import Make, Packed, serve
-from headway.data.packing import unpack
 from headway.data.runtime import account
 from headway.data.runtime.account import Spent
 from headway.data.runtime.keyed import KeyedDataset, Keys
@@ -50,8 +50,8 @@ from headway.data.runtime.pipeline import Pipeline
 from headway.data.runtime.preparers import plain, restored
 from headway.data.runtime.views import InProcess, KeysOf, View
 from headway.data.runtime.walks import OrderWalk
+from headway.data.serving.packing import unpack
 from headway.data.source import digest_of
-from headway.data.splits import BatchKeys, Pass
 
 CHECKED = 2
 """Examples that are prepared before a fleet starts."""

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from headway.core.errors import InputError
-from headway.data.order import item_seeds
+from headway.data.orders.order import item_seeds
 from headway.data.runtime import ops
 from headway.data.runtime.usage import usage
 

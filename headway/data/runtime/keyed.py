@@ -32,7 +32,7 @@ import torch
 from torch.utils.data import Subset
 
 from headway.core.rng import derived_seed
-from headway.data.order import item_seeds
+from headway.data.orders.order import item_seeds
 
 WORD = 0xFFFFFFFFFFFFFFFF
 

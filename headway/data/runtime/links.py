@@ -2,7 +2,7 @@
 
 A server that was started automatically is started again when it is lost, at
 most three times. What the link needs to go on exactly is what its own loop
-took (`headway.data.progress`) and what the lost server told of the ranks
+took (`headway.data.serving.progress`) and what the lost server told of the ranks
 that need nothing of the pass any more (`messages.Decided`).
 """
 
@@ -28,8 +28,12 @@ from torch.utils.data import default_collate, default_convert
 from headway.core.channel import Channel, ChannelClosed, connect
 from headway.core.errors import BackgroundError, HeadwayError, InputError
 from headway.core.ring import RingReader
-from headway.data.job_order import DataShareError
-from headway.data.messages import (
+from headway.data.orders.job_order import DataShareError
+from headway.data.runtime import account, serving
+from headway.data.runtime.pipeline_loader import Batches
+from headway.data.runtime.preparers import base_of, identity
+from headway.data.runtime.purity import picture
+from headway.data.serving.messages import (
     FROM_SERVER,
     PROTOCOL,
     Begin,
@@ -43,12 +47,8 @@ from headway.data.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.progress import Progress
-from headway.data.runtime import account, serving
-from headway.data.runtime.pipeline_loader import Batches
-from headway.data.runtime.preparers import base_of, identity
-from headway.data.runtime.purity import picture
-from headway.data.server import DataServer
+from headway.data.serving.progress import Progress
+from headway.data.serving.server import DataServer
 
 if TYPE_CHECKING:
     from headway.data.runtime.served import Served

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.core.tables import pick
-from headway.data.order import TAILS, Sequence, in_order, permute
+from headway.data.orders.order import TAILS, Sequence, in_order, permute
 from headway.data.runtime import account
 from headway.data.runtime.keyed import WORD, KeyedDataset, WorkerStart
 from headway.data.runtime.loader_cache import ExampleCache
@@ -55,7 +55,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     `batch_size` is per rank. `rank` and `world_size` default to
     torch.distributed's at the moment of `iter`, so a script needs no
     DistributedSampler. `tail` says what becomes of items that do not fill a
-    global batch (`headway.data.order.TAILS`); `drop_last=True` is "drop".
+    global batch (`headway.data.orders.order.TAILS`); `drop_last=True` is "drop".
     Each `iter` begins the next epoch, or goes on where `load_state_dict` was told to.
 
     `workers` says what the `num_workers` are (`threads.WORKERS`). Threads need
@@ -340,7 +340,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise InputError("cache_bytes needs a map-style dataset: a stream's examples have no index. Leave it out.")
         if self._server is None:
             return
-        from headway.data.server import DataServer
+        from headway.data.serving.server import DataServer
 
         if not isinstance(self._server, (str, os.PathLike, DataServer)):
             raise InputError(f"server is {self._server!r}; pass 'auto', the path of a socket, or DataServer(...).")

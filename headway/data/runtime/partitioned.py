@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 
 from headway.core.errors import InputError
-from headway.data.partitioned import Partitioned
-from headway.data.peers import listen
+from headway.data.caches.partitioned import Partitioned
+from headway.data.caches.peers import listen
 from headway.data.source import Source
 
 

@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.data import pipeline as measured
-from headway.data.ops import Stage, check_stages, planned_ops
-from headway.data.optimize import Op, Plan, Profile, Resources
-from headway.data.order import item_seeds
-from headway.data.pipeline import Check
+from headway.data.orders.order import item_seeds
+from headway.data.planning import pipeline as measured
+from headway.data.planning.ops import Stage, check_stages, planned_ops
+from headway.data.planning.optimize import Op, Plan, Profile, Resources
+from headway.data.planning.pipeline import Check
 from headway.data.runtime import ops
 from headway.data.runtime.chain import DROPPED, Chain
 from headway.data.runtime.pipeline_loader import PipelineLoader
@@ -42,7 +42,7 @@ class Pipeline:
 
     `map` and `filter` take a function of the example, or with `random=True` of
     (example, numpy generator). Unknown functions keep their place unless
-    `kind` says what they do (`headway.data.ops.KINDS`).
+    `kind` says what they do (`headway.data.planning.ops.KINDS`).
     """
 
     def __init__(

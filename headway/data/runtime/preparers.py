@@ -4,7 +4,7 @@ A dataset is looked at before it is served. One whose examples are the same
 each time is cached as it is. What draws from `headway.data.generator()` is
 drawn anew each time, in many threads. What draws from the generators that all
 threads share, changes itself, or holds an open file is read by one thread at a
-time; the server's notes say so. Examples travel as `headway.data.packing` has
+time; the server's notes say so. Examples travel as `headway.data.serving.packing` has
 them; tensors are marked, and are tensors again where they arrive.
 
 >>> example = (torch.arange(3, dtype=torch.bfloat16), {"label": 7})
@@ -25,10 +25,6 @@ import torch
 from torch.utils.data import Subset
 
 from headway.core.errors import InputError
-from headway.data.batches import Ints, Payload, Spent
-from headway.data.collation import TENSOR, collated
-from headway.data.flights import Work
-from headway.data.packing import Array, Marked, Stacked, pack, unpack
 from headway.data.runtime import account
 from headway.data.runtime.chain import DROPPED, Chain, size_of
 from headway.data.runtime.examples import equal
@@ -37,7 +33,11 @@ from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.trial import handle
-from headway.data.server import Preparer
+from headway.data.serving.batches import Ints, Payload, Spent
+from headway.data.serving.collation import TENSOR, collated
+from headway.data.serving.flights import Work
+from headway.data.serving.packing import Array, Marked, Stacked, pack, unpack
+from headway.data.serving.server import Preparer
 from headway.runtime.draws import drawn, fingerprints
 
 IMAGE = "image"

@@ -1,6 +1,6 @@
 """`RayFleet`: a fleet whose master and workers are Ray actors, for jobs that span many hosts.
 
-The master is the one that processes use (`headway.data.master.Master`), the
+The master is the one that processes use (`headway.data.fleet.master.Master`), the
 part of a worker that prepares is theirs too; what Ray does is to place actors,
 to start them again, and to move batches as objects. Batches, states and
 guarantees are those of `headway.data.runtime.fleet`. Call `ray.init` first;
@@ -28,17 +28,17 @@ import numpy as np
 import torch
 
 from headway.core.errors import BackgroundError, InputError
-from headway.data.autoscale import Autoscaler
+from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import Scaling
+from headway.data.fleet.master import Master, Placement, Report
 from headway.data.fleet.reader import AHEAD, PrepareError, this_process
+from headway.data.fleet.splits import Pass, Split
 from headway.data.fleet.worker import Preparer
-from headway.data.master import Master, Placement, Report
-from headway.data.packing import unpack
 from headway.data.runtime.account import Spent
 from headway.data.runtime.fleet import FleetLoader, Loaded, check_first, prepared, worker_bounds
 from headway.data.runtime.loader import fingerprint
 from headway.data.runtime.preparers import restored
-from headway.data.splits import Pass, Split
+from headway.data.serving.packing import unpack
 
 NAMESPACE = "headway"
 LOOK_S = 0.25

@@ -27,14 +27,6 @@ from headway.core import errors
 from headway.core.channel import ChannelClosed
 from headway.core.rng import derived_seed
 from headway.data.audit import AuditSum
-from headway.data.batches import Ints
-from headway.data.messages import (
-    Filled,
-    Over,
-    unpacked_items,
-)
-from headway.data.packing import unpack
-from headway.data.progress import Progress
 from headway.data.runtime import account
 from headway.data.runtime.keyed import WORD, Draws, generators_kept
 from headway.data.runtime.links import Link
@@ -42,6 +34,14 @@ from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.preparers import base_of, restored
 from headway.data.runtime.views import Empty, InProcess, View
 from headway.data.runtime.walks import State, Taken
+from headway.data.serving.batches import Ints
+from headway.data.serving.messages import (
+    Filled,
+    Over,
+    unpacked_items,
+)
+from headway.data.serving.packing import unpack
+from headway.data.serving.progress import Progress
 
 
 @dataclass(slots=True, kw_only=True)

@@ -32,10 +32,10 @@ import torch
 from headway.core.channel import ChannelClosed, connect, hold_lock, runtime_directory
 from headway.core.errors import HeadwayError
 from headway.core.host import readable
-from headway.data.messages import FROM_SERVER
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.preparers import identity, preparer_of
-from headway.data.server import Daemon, DataServer, listen
+from headway.data.serving.messages import FROM_SERVER
+from headway.data.serving.server import Daemon, DataServer, listen
 from headway.runtime import bootstrap
 
 START_S = 120.0

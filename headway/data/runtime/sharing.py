@@ -23,7 +23,7 @@ from headway.data.runtime.loader import DataLoader as OwnLoader
 from headway.data.runtime.outcome import Report, reporter
 from headway.data.runtime.trial import unfit
 from headway.data.runtime.workers import MOST_LOADERS, bound_to_the_loop
-from headway.data.server import DataServer
+from headway.data.serving.server import DataServer
 from headway.runtime.remedy import Applied, Context, Refused
 
 

@@ -19,7 +19,7 @@ import torch
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.data.audit import AuditSum
-from headway.data.order import Permutation, Sequence, occurrences
+from headway.data.orders.order import Permutation, Sequence, occurrences
 from headway.data.runtime.deliveries import Deliveries
 from headway.data.runtime.keyed import WORD, DrawsApart, Keys
 

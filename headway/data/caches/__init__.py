@@ -1,0 +1,1 @@
+"""Caches of examples: in tiers, over hosts, and how to divide them."""

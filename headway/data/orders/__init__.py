@@ -1,0 +1,1 @@
+"""Who reads which item when: seeded permutations, and the orders that several jobs share."""

@@ -1,0 +1,246 @@
+"""Which order strategy loads least for a given mix of jobs: each candidate is simulated, the best one is taken.
+
+Jobs come at their times, run at their speeds, take their indices from a
+common order through `Buffered` queues and their data through a `TieredCache`.
+What is counted are loads: items that had to be fetched and prepared. Large
+datasets are simulated on a sample of their items, with the cache scaled alike.
+
+>>> twins = {name: Reader(range(500)) for name in ("a", "b")}
+>>> choice = choose_order(twins, cache_items=10, seed=1)
+>>> choice.order, choice.loads["shared"], choice.union
+('shared', 500.0, 500)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from headway.core.errors import InputError
+from headway.core.rng import derived_seed, stream
+from headway.core.tables import pick
+from headway.data.caches.cache import TieredCache
+from headway.data.orders.job_order import Buffered, JobOrder
+from headway.data.orders.opportunistic import Opportunistic
+from headway.data.orders.order import item_seeds
+from headway.data.orders.strategies import ORDERS, PASS
+from headway.sim.process import Process
+
+LEAST_TRIALS = 3
+NEGLIGIBLE = 0.005
+"""A difference in loads that decides nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A job, as far as its input goes."""
+
+    items: ArrayLike | range
+    """[k] The items of its subset, distinct."""
+    arrives_s: float = 0.0
+    items_per_s: float = 1.0
+    """Speed at which it consumes items when none is missing."""
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` on numbers that cannot be."""
+        if not self.arrives_s >= 0:
+            raise InputError(f"arrives_s is {self.arrives_s}; pass 0 or more seconds.")
+        if not self.items_per_s > 0:
+            raise InputError(f"items_per_s is {self.items_per_s}; pass a speed above 0.")
+        if self.epochs < 1:
+            raise InputError(f"epochs is {self.epochs}; pass 1 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class OrderChoice:
+    """What the planner found."""
+
+    order: str
+    """The candidate with the fewest loads; the first one of equals."""
+    loads: dict[str, float]
+    """Candidate -> mean loads over the trials, in items of the simulated sample."""
+    union: int
+    """Items that at least one job needs, in the sample: no order with one epoch per job can load fewer."""
+    sampled_fraction: float
+    """Part of the items that was simulated."""
+
+
+def count_loads(
+    order: str,
+    readers: Mapping[str, Reader],
+    *,
+    cache_items: int,
+    seed: int,
+    policy: str = "refcount",
+) -> int:
+    """Simulate `readers` under one order and return how many items were loaded.
+
+    An item that several jobs take at one instant is loaded once, even without
+    a cache. `cache_items` items fit into the cache; `policy` is one of
+    CACHE_POLICIES (the opportunistic order always counts uses). Raises `InputError`.
+    """
+    return _Simulation(order, readers, cache_items, seed, policy).loads
+
+
+def choose_order(
+    readers: Mapping[str, Reader],
+    *,
+    cache_items: int,
+    seed: int,
+    candidates: Sequence[str] = ("shared", "dependent"),
+    policy: str = "refcount",
+    num_trials: int = 32,
+    arrival_spread_s: float = 0.0,
+    most_items: int = 2000,
+) -> OrderChoice:
+    """Simulate every candidate up to `num_trials` times, until one is clearly best, and return it.
+
+    In each trial every job arrives up to `arrival_spread_s` later than stated.
+    At most about `most_items` items of the largest job are simulated. The
+    window that a shared order needs grows with the root of the number of
+    items only, so a sample judges that order with caution. Raises `InputError`.
+    """
+    if not readers or not candidates or num_trials < 1:
+        raise InputError(
+            f"{len(readers)} readers, {len(candidates)} candidates, {num_trials} trials; give at least 1 of each."
+        )
+    largest = max(np.asarray(reader.items).size for reader in readers.values())
+    fraction = min(1.0, most_items / max(largest, 1))
+    small = _sampled(readers, fraction, seed)
+    capacity = round(cache_items * fraction)
+    found: dict[str, list[int]] = {order: [] for order in candidates}
+    for trial in range(num_trials):
+        late = stream(seed, "arrivals", trial).random(len(small)) * arrival_spread_s
+        jobs = {
+            job: replace(reader, arrives_s=reader.arrives_s + float(delay))
+            for (job, reader), delay in zip(small.items(), late, strict=True)
+        }
+        # The same seed and arrivals for every candidate: their differences vary less than they do.
+        drawn = derived_seed(seed, "trial", trial)
+        for order, counts in found.items():
+            counts.append(count_loads(order, jobs, cache_items=capacity, seed=drawn, policy=policy))
+        if _clear(np.array(list(found.values()))):
+            break
+    loads = {order: float(np.mean(counts)) for order, counts in found.items()}
+    union = _union(small).size
+    return OrderChoice(min(candidates, key=lambda name: loads[name]), loads, union, fraction)
+
+
+def _clear(counts: NDArray[np.int64]) -> bool:
+    """Return whether loads [candidates, trials] tell the best one from each other, or say that it hardly matters."""
+    means = counts.mean(axis=1)
+    best = int(means.argmin())
+    gaps = np.delete(counts, best, axis=0) - counts[best]
+    if counts.shape[1] < LEAST_TRIALS:
+        return not gaps.size
+    error = gaps.std(axis=1, ddof=1) / math.sqrt(counts.shape[1])
+    gap = gaps.mean(axis=1)
+    return bool(((gap > 3 * error) | (gap + 3 * error < NEGLIGIBLE * means[best])).all())
+
+
+class _Simulation:
+    """Jobs in an event loop; takes of one instant are settled together."""
+
+    def __init__(
+        self,
+        order: str,
+        readers: Mapping[str, Reader],
+        cache_items: int,
+        seed: int,
+        policy: str,
+    ) -> None:
+        """Run it."""
+        self.loads = 0
+        self._readers = readers
+        self._left = {job: reader.epochs for job, reader in readers.items()}
+        # Seneca's entries are counted by use, whatever the policy.
+        counted = order == "opportunistic"
+        self._form = "augmented" if counted else "encoded"
+        self._cache = TieredCache(
+            cache_items, (0, 0, 1) if counted else (1, 0, 0), policies="uses" if counted else policy
+        )
+        self._order: JobOrder = (
+            Opportunistic({}, seed, cache=self._cache) if counted else pick(ORDERS, order, "order")({}, seed)
+        )
+        self._buffered = Buffered(self._order)
+        self._taken: dict[int, list[str]] = {}
+        self._process = Process(seed)
+        for job, reader in readers.items():
+            self._process.after(reader.arrives_s, self._arrive, job)
+        self._process.run()
+
+    def _arrive(self, job: str) -> None:
+        """Let a job join, and begin to take."""
+        self._order.add(job, self._readers[job].items)
+        self._cache.expect(self._order.needed(job))
+        self._process.after(0.0, self._take, job)
+
+    def _take(self, job: str) -> None:
+        """Take one item; settle after all takes of this instant."""
+        item = self._buffered.take(job)
+        if item is None:
+            self._end_epoch(job)
+            return
+        if not self._taken:
+            self._process.after(0.0, self._settle)
+        self._taken.setdefault(item, []).append(job)
+        self._process.after(1.0 / self._readers[job].items_per_s, self._take, job)
+
+    def _end_epoch(self, job: str) -> None:
+        """Begin the next epoch, or leave."""
+        self._left[job] -= 1
+        if not self._left[job]:
+            self._buffered.remove(job)
+            return
+        self._order.restart(job)
+        self._cache.expect(self._order.needed(job))
+        self._take(job)
+
+    def _settle(self) -> None:
+        """Serve the takes of this instant: each item once from the cache, or loaded once for all of them."""
+        missing = []
+        for item, jobs in self._taken.items():
+            lost = [job for job in jobs if self._cache.get(item, job) is None]
+            if lost:
+                missing.append((item, lost))
+        self._taken = {}
+        self.loads += len(missing)
+        for item, lost in missing:
+            if isinstance(self._order, Opportunistic):
+                self._order.store(item, self._form, b"x", served=lost)
+            else:
+                self._cache.put(item, self._form, b"x", served=lost)
+
+
+def _sampled(readers: Mapping[str, Reader], fraction: float, seed: int) -> Mapping[str, Reader]:
+    """Return the readers on a fraction of the dataset, at speeds scaled alike: all times stay."""
+    if fraction == 1.0:
+        return readers
+    union = _union(readers)
+    keys = item_seeds(derived_seed(seed, "sample"), 0, union, np.zeros_like(union))
+    kept = union[keys < np.uint64(int(fraction * PASS))]
+    # Numbered anew: the bitmaps of the simulation are as small as the sample.
+    number = np.full(int(union[-1]) + 1, -1)
+    number[kept] = np.arange(kept.size)
+    small = {}
+    for job, reader in readers.items():
+        found = number[np.asarray(reader.items, np.int64)]
+        items = np.sort(found[found >= 0])
+        small[job] = replace(
+            reader, items=items if items.size else np.zeros(1, np.int64), items_per_s=reader.items_per_s * fraction
+        )
+    return small
+
+
+def _union(readers: Mapping[str, Reader]) -> NDArray[np.int64]:
+    """Return the items that at least one reader needs, ascending: by a bitmap, which a million items take 10 ms for."""
+    sets = [np.asarray(reader.items, np.int64) for reader in readers.values()]
+    flags = np.zeros(max((int(items.max()) + 1 for items in sets if items.size), default=0), bool)
+    for items in sets:
+        flags[items] = True
+    return np.flatnonzero(flags)

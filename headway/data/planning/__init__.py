@@ -1,0 +1,1 @@
+"""Input pipelines as their author declares them: measured, planned, reordered."""

@@ -1,0 +1,240 @@
+"""What there is of each item of a data server: in the cache, in batches, on its way; and how more of it is made.
+
+A place of a batch is filled from the cache, from another batch that still
+holds the item, or by a flight: one preparation for all who wait. What a
+preparation makes is offered to the cache: the most prepared of the
+deterministic forms that finds room, and what is random for the jobs that did
+not have it yet. Not for several threads at once: the service locks.
+
+>>> stock = Stock(3, ("decoded",), ServiceOptions(cache_bytes=100))
+>>> batch = Pending("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
+>>> stock.supply(Place(batch, 0), 2, expected=False, due=0)
+True
+>>> work = stock.next(now_ns=0)
+>>> flight = stock.done(work, {"decoded": b"two"}, Spent())
+>>> work.item, batch.finished().payloads, stock.counts.loads
+(2, (b'two',), 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.core.tables import pick
+from headway.data.caches.cache import TieredCache
+from headway.data.caches.partition import FORMS
+from headway.data.orders.order import item_seeds
+from headway.data.serving.batches import Payload, Pending, Place, Spent
+from headway.data.serving.counts import Counts
+from headway.data.serving.flights import Flight, Flights, Work
+from headway.data.serving.measured_split import MeasuredSplit
+
+POLICIES = {"encoded": "needed", "decoded": "needed", "augmented": "uses"}
+"""Cache policy of each form, unless another one is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """How a data server serves."""
+
+    order: str = "auto"
+    """One of `headway.data.orders.strategies.ORDERS`, or "auto" (`headway.data.serving.ordering`)."""
+    cache_bytes: int = 0
+    split: tuple[float, float, float] | str = "auto"
+    """Shares of the cache for (encoded, decoded, augmented); "auto": from what the first examples cost
+    (`headway.data.serving.measured_split`)."""
+    policies: Mapping[str, str] | None = None
+    """Form -> one of CACHE_POLICIES, in place of those in `POLICIES`."""
+    window: int = 4
+    """Batches made ahead per rank."""
+    num_threads: int = 1
+    """Threads that prepare: what CPU rates are scaled by."""
+    grace_s: float = 600.0
+    """How long a rank that does not come is waited for, where others cannot go on, or are gone."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` on numbers that cannot be."""
+        if self.window < 1 or self.num_threads < 1 or self.cache_bytes < 0:
+            raise InputError(
+                f"window is {self.window}, num_threads {self.num_threads}, cache_bytes {self.cache_bytes}; "
+                "pass 1 or more of the first two, 0 or more bytes."
+            )
+        if not self.grace_s > 0:
+            raise InputError(f"grace_s is {self.grace_s}; pass the seconds that a rank which does not come gets.")
+        if isinstance(self.split, str) and self.split != "auto":
+            raise InputError(f"split is {self.split!r}; give 3 fractions, or 'auto'.")
+
+
+class Stock:
+    """The items of one dataset: cached, held, under way."""
+
+    def __init__(self, size: int, forms: tuple[str, ...], options: ServiceOptions, *, seed: int = 0) -> None:
+        """Begin with nothing of the items 0 to `size` - 1 in `forms` (see `Service`). Raises `InputError`."""
+        for form in forms:
+            pick(dict.fromkeys(FORMS), form, "form")
+        if not forms or sorted(set(forms), key=FORMS.index) != list(forms) or forms[-1] == "encoded":
+            raise InputError(f"forms are {list(forms)}; give some of {list(FORMS)}, in that order, not 'encoded' last.")
+        self.forms, self.options = forms, options
+        self.random = forms[-1] == "augmented"
+        """Whether a finished example may go to one job once only."""
+        self.cache = TieredCache(
+            options.cache_bytes,
+            (0.0, 0.0, 0.0) if isinstance(options.split, str) else options.split,
+            policies={**POLICIES, **(options.policies or {})},
+        )
+        self.flights = Flights(random=self.random)
+        self.counts = Counts()
+        self.measured = MeasuredSplit(
+            forms, num_items=size, cache_bytes=options.cache_bytes, num_threads=options.num_threads
+        )
+        self._measuring = options.split == "auto" and options.cache_bytes > 0
+        self._seed = seed
+        self._holders = np.zeros(size, np.int32)
+        """[size] Jobs whose subset holds the item."""
+        self._made = np.zeros(size, np.uint32)
+        """[size] Preparations so far, of which each draws from a seed of its own."""
+        self._form_bytes = dict.fromkeys(FORMS, 1)
+        """Size of the latest example in each form."""
+        self._num_jobs = self._num_ahead = 0
+
+    def serve(self, subset: NDArray[np.bool_], sign: int, *, num_jobs: int, num_ahead: int) -> None:
+        """Count a job with the bitmap `subset` [size] in (`sign` 1) or out (-1): `num_jobs` are here then.
+
+        `num_ahead`: items that are prepared ahead for all of them.
+        """
+        self._holders += sign * subset
+        self.cache.num_jobs = max(num_jobs, 1)
+        self._num_jobs, self._num_ahead = num_jobs, num_ahead
+        self._divide()
+
+    @property
+    def room_for_items(self) -> int:
+        """About how many examples the cache holds when it is full; 0 while it is empty."""
+        used = sum(self.cache.used_bytes.values())
+        return round(len(self.cache) * self.options.cache_bytes / used) if used else 0
+
+    def supply(self, place: Place, item: int, *, expected: bool, due: float) -> bool:
+        """Fill one place with `item`, now or when a flight lands, which is `due` then; return whether storage is read.
+
+        `expected`: whether the cache was told that this job needs the item (`TieredCache.expect`).
+        """
+        job, flights = place.batch.job, self.flights
+        had = self.cache.served(item) if self.random else ()
+        found = self.cache.get(item, job, expected=expected)
+        if found is not None and found[0] == self.forms[-1]:
+            self.counts.hits[found[0]] += 1
+            flights.again(item, found[1], place, had)
+            return False
+        held, flight = flights.held(item, job), flights.find(item, job)
+        self.counts.shared += held is not None or flight is not None
+        if held is not None:
+            flights.share(held, place)
+            return False
+        form, payload = found or (None, None)
+        alone = flight is None
+        if flight is None:
+            flight = flights.launch(item, draw=self._draw(item), start=form, payload=payload, due=due)
+        flights.board(flight, place, due)
+        return alone and form is None
+
+    def next(self, now_ns: int) -> Work | None:
+        """Return the preparation that is due first, or None."""
+        flight = self.flights.next(now_ns)
+        if flight is None:
+            return None
+        keep = self._worth_keeping(flight)
+        return Work(flight.number, flight.item, flight.start, flight.payload, flight.draw, keep)
+
+    def done(self, work: Work, forms: Mapping[str, Payload], spent: Spent) -> Flight | None:
+        """Hand out and keep what a preparation made. Returns its flight, None when nobody asked for it."""
+        flight = self._landed(work, spent)
+        if flight is None:
+            return None
+        if self._measuring and flight.start is None:
+            self.measured.add({form: memoryview(payload).nbytes for form, payload in forms.items()}, spent)
+            if self.measured.ready:
+                self._measuring = False
+                self._divide()
+        self._keep(flight, forms)
+        self.flights.hold(flight, forms[self.forms[-1]])
+        self.flights.gone(flight.item)
+        return flight
+
+    def none(self, work: Work, error: str | None, spent: Spent) -> Flight | None:
+        """Leave the places of a flight empty: it failed, or (None) its example is left out."""
+        flight = self._landed(work, spent)
+        if flight is None:
+            return None
+        self.counts.failed += error is not None
+        self.counts.dropped += error is None
+        for place in flight.places:
+            place.skip(error)
+        self.flights.gone(flight.item)
+        return flight
+
+    def give_back(self, batch: Pending) -> None:
+        """Say that a batch was given away, or is not wanted any more: what it held can be shared no longer."""
+        for held in batch.held:
+            self.flights.release(held)
+
+    def status(self) -> dict[str, Any]:
+        """Return counts, cache and flights as plain numbers."""
+        cache = self.cache
+        return {
+            **self.counts.as_dict(),
+            "flights": len(self.flights),
+            "held_bytes": self.flights.held_bytes,
+            "cache": {
+                "capacity_bytes": cache.capacity_bytes,
+                "used_bytes": cache.used_bytes,
+                "evictions": cache.evictions,
+                "refused": cache.refused,
+            },
+        }
+
+    def _draw(self, item: int) -> int:
+        """Return the seed of another preparation of an item."""
+        self._made[item] += 1
+        return int(item_seeds(self._seed, int(self._made[item]), np.array([item]), np.zeros(1, np.int64))[0])
+
+    def _landed(self, work: Work, spent: Spent) -> Flight | None:
+        """Take a flight out and book what it cost: on the batch that asked first."""
+        flight = self.flights.land(work.number)
+        if flight is not None:
+            self.counts.booked(flight.start, spent)
+            for place in flight.places[:1]:
+                place.batch.spent.append(spent)
+        return flight
+
+    def _keep(self, flight: Flight, forms: Mapping[str, Payload]) -> None:
+        """Offer the cache what was made."""
+        cache, item = self.cache, flight.item
+        for form, payload in forms.items():
+            self._form_bytes[form] = memoryview(payload).nbytes
+        for form in [form for form in ("decoded", "encoded") if form in forms and cache.capacity_bytes[form]]:
+            if cache.put(item, form, forms[form]):
+                for less in FORMS[: FORMS.index(form)]:
+                    cache.discard(item, less)
+                break
+        if self.random and cache.capacity_bytes["augmented"]:
+            cache.put(item, "augmented", forms["augmented"], uses=int(self._holders[item]), served=flight.jobs)
+
+    def _worth_keeping(self, flight: Flight) -> tuple[str, ...]:
+        """Return the forms on the way to the last one that the cache would take."""
+        begins = -1 if flight.start is None else FORMS.index(flight.start)
+        passed = [form for form in self.forms[:-1] if FORMS.index(form) > begins]
+        if self._measuring:
+            return tuple(passed)
+        return tuple(form for form in passed if self.cache.may_keep(flight.item, form, self._form_bytes[form]))
+
+    def _divide(self) -> None:
+        """Divide the cache for the jobs that are here, once it is known what examples cost."""
+        if self.options.split == "auto" and self.options.cache_bytes and not self._measuring:
+            split = self.measured.split(num_jobs=max(self._num_jobs, 1), handover_items=2 * self._num_ahead)
+            self.cache.divide(split)

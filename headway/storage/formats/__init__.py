@@ -1,0 +1,1 @@
+"""Checkpoint formats read and written without torch."""

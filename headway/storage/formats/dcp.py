@@ -1,0 +1,234 @@
+"""The metadata of a distributed checkpoint (DCP), read and written without torch.
+
+DCP keeps one file `.metadata`, a pickle: which tensors there are, of which
+boxes each consists, and for every box the file, offset and length of its
+record (a torch.save zip). Reads what torch 2.6 to 2.13 write; what is
+written here loads in stock `torch.distributed.checkpoint`. Offsets and sizes
+of boxes are elements, those of records bytes.
+
+>>> from headway.storage.manifest import FileEntry, Piece, RankManifest
+>>> piece = Piece("w", "float32", (4,), (0,), (4,), "rank-0/__0_0.distcp", 0, 1600, 640, 16, 0)
+>>> manifest = RankManifest(7, "a", 0, 1, None, pieces=(piece,), paths={"w": ("w",)})
+>>> tensor = read_metadata(metadata_bytes([manifest])).tensors["w"]
+>>> tensor.dtype, tensor.shape, tensor.chunks[0].file, tensor.chunks[0].record_bytes
+('float32', (4,), 'rank-0/__0_0.distcp', 1600)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.errors import FormatError
+from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, StandIn, dumps, loads, path_of
+from headway.storage.manifest import METADATA, Piece, RankManifest, StoredObject, merged_objects
+
+ROOM = "torch.distributed.checkpoint.metadata"
+STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+
+DCP_VERSION = "1.0.0"
+"""The version that stock DCP writes and reads."""
+
+Path = tuple[str | int, ...]
+"""The keys that lead to a value in the nested state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Where a value is stored."""
+
+    file: str
+    """Path inside the checkpoint."""
+
+    record_offset: int
+    """Where the record begins in the file."""
+
+    record_bytes: int
+    """Length of the record."""
+
+    transforms: tuple[str, ...] = ()
+    """What stock extensions did to the record's bytes (compression), outermost last; () for plain ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk(Record):
+    """One stored box of a tensor."""
+
+    offsets: tuple[int, ...] = ()
+    """[d] Where the box begins."""
+
+    lengths: tuple[int, ...] = ()
+    """[d] How long the box is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor, whole, and the boxes that it is stored in."""
+
+    dtype: str
+    """Name in torch, without the module: `float32`."""
+
+    shape: tuple[int, ...]
+    """[d] Shape of the whole tensor."""
+
+    chunks: tuple[Chunk, ...]
+    """The stored boxes."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpMetadata:
+    """All that a `.metadata` says."""
+
+    tensors: dict[str, StoredTensor]
+    """Name -> tensor."""
+
+    objects: dict[str, Record]
+    """Name -> where the pickled value is."""
+
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Name -> keys in the nested state dict; empty where a planner did not flatten."""
+
+    version: str | None = None
+    """DCP's version of the format."""
+
+    def records(self) -> Iterable[tuple[str, Record]]:
+        """Return (name, where) of every stored record."""
+        yield from self.objects.items()
+        for fqn, tensor in self.tensors.items():
+            yield from ((fqn, chunk) for chunk in tensor.chunks)
+
+
+def read_metadata(data: bytes, name: str = METADATA) -> DcpMetadata:
+    """Return what the bytes of a `.metadata` say; `name` is the file's, for messages.
+
+    Raises `FormatError` for a pickle that is broken, names what no checkpoint needs, or is no DCP metadata, and for
+    a box or object whose record is not told.
+    """
+    whole = loads(data, name)
+    if path_of(whole) != f"{ROOM}.Metadata" or not isinstance(whole.state, dict):
+        raise FormatError(f"{name} is no metadata of a distributed checkpoint. Name the folder that dcp.save wrote.")
+    try:
+        return _metadata(whole, name)
+    except (AttributeError, KeyError, TypeError, ValueError) as cause:
+        raise FormatError(
+            f"{name} is no metadata that torch writes ({type(cause).__name__}: {cause}). Check it: headway ckpt verify"
+        ) from cause
+
+
+def _metadata(whole: StandIn, name: str) -> DcpMetadata:
+    where: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+    for index, info in (whole.get("storage_data") or {}).items():
+        offset = index.get("offset")
+        where[index.get("fqn"), None if offset is None else _size(offset)] = _record(info)
+    tensors, objects = {}, {}
+    for fqn, facts in whole.get("state_dict_metadata").items():
+        try:
+            if path_of(facts) == f"{ROOM}.BytesStorageMetadata":
+                objects[fqn] = where[fqn, None]
+            else:
+                tensors[fqn] = _tensor(fqn, facts, where)
+        except KeyError:
+            raise FormatError(f"{name} does not say where {fqn!r} is stored. Check it: headway ckpt verify") from None
+    paths = {fqn: tuple(path) for fqn, path in (whole.get("planner_data") or {}).items()}
+    return DcpMetadata(tensors, objects, paths, whole.get("version"))
+
+
+def _record(info: StandIn) -> Record:
+    file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+    if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)):
+        raise TypeError("a record without file, offset and length")
+    return Record(file, offset, length, tuple(info.get("transform_descriptors") or ()))
+
+
+def _tensor(fqn: str, facts: StandIn, where: dict[Any, Record]) -> StoredTensor:
+    chunks = []
+    for chunk in facts.get("chunks"):
+        offsets, lengths = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
+        at = where[fqn, offsets]
+        chunks.append(Chunk(at.file, at.record_offset, at.record_bytes, at.transforms, offsets, lengths))
+    properties = facts.get("properties")
+    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
+    return StoredTensor(path_of(dtype).removeprefix("torch."), _size(facts.get("size")), tuple(chunks))
+
+
+def _size(size: Any) -> tuple[int, ...]:
+    """Return a torch.Size, or a plain tuple or list in its place, as a tuple."""
+    values = size.args[0] if isinstance(size, StandIn) else size
+    return tuple(int(value) for value in values)
+
+
+def metadata_bytes(manifests: Sequence[RankManifest]) -> bytes:
+    """Return the `.metadata` of what all ranks wrote; stock DCP loads it.
+
+    Of an object that each rank has its own of, the lowest rank's is what stock DCP sees.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    objects = {fqn: next(iter(entries.values())) for fqn, entries in merged_objects(manifests).items()}
+    paths: dict[str, Path] = {}
+    for manifest in sorted(manifests, key=lambda manifest: manifest.rank):
+        paths |= manifest.paths
+        for piece in manifest.pieces:
+            pieces.setdefault(piece.fqn, []).append(piece)
+    pieces = {fqn: _filled(found) for fqn, found in pieces.items()}
+    facts: dict[str, Any] = {fqn: _tensor_facts(found) for fqn, found in pieces.items()}
+    facts |= {fqn: Instance(Global(ROOM, "BytesStorageMetadata")) for fqn in objects}
+    storage = [(_index(entry.fqn), _where(entry)) for entry in objects.values()]
+    storage += [
+        (_index(fqn, piece.offsets, at), _where(piece))
+        for fqn, found in pieces.items()
+        for at, piece in enumerate(found)
+    ]
+    origin: dict[str, Any] = {
+        "checkpoint_id": None,
+        "save_id": next((m.attempt for m in manifests), None),
+        "load_id": None,
+        "modules": [],
+    }
+    state = {
+        "state_dict_metadata": facts,
+        "planner_data": paths,
+        "storage_data": Pairs(tuple(storage)),
+        "storage_meta": Instance(Global(ROOM, "StorageMeta"), origin),
+        "version": DCP_VERSION,
+    }
+    return dumps(Instance(Global(ROOM, "Metadata"), state))
+
+
+def _filled(pieces: list[Piece]) -> list[Piece]:
+    """Return the pieces that hold elements: DCP knows a chunk by its offset, and an empty one shares a neighbour's."""
+    return [piece for piece in pieces if math.prod(piece.lengths)] or pieces[:1]
+
+
+def _tensor_facts(pieces: Sequence[Piece]) -> Instance:
+    chunks = [
+        Instance(
+            Global(ROOM, "ChunkStorageMetadata"), {"offsets": _torch_size(p.offsets), "sizes": _torch_size(p.lengths)}
+        )
+        for p in pieces
+    ]
+    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = Call(Global(ROOM, "_MEM_FORMAT_ENCODING"), (0,))
+    # dtype, layout, requires_grad, memory format, pin_memory: the order in which torch restores them
+    properties = (Global("torch", pieces[0].dtype), layout, False, contiguous, False)
+    state = {
+        "properties": Instance(Global(ROOM, "TensorProperties"), properties),
+        "size": _torch_size(pieces[0].shape),
+        "chunks": chunks,
+    }
+    return Instance(Global(ROOM, "TensorStorageMetadata"), state)
+
+
+def _torch_size(size: tuple[int, ...]) -> Call:
+    return Call(Global("torch", "Size"), (size,))
+
+
+def _index(fqn: str, offsets: tuple[int, ...] | None = None, at: int | None = None) -> Instance:
+    offset = None if offsets is None else _torch_size(offsets)
+    return Instance(Global(ROOM, "MetadataIndex"), {"fqn": fqn, "offset": offset, "index": at})
+
+
+def _where(entry: Piece | StoredObject) -> Instance:
+    at = {"relative_path": entry.file, "offset": entry.record_offset, "length": entry.record_bytes}
+    return Instance(STORAGE_INFO, at)

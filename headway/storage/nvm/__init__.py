@@ -1,0 +1,1 @@
+"""Memory controllers that verify what they read: a simulation."""

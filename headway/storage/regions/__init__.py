@@ -1,0 +1,1 @@
+"""Protected regions: a mapped file whose checksums and parity follow behind the writer's back."""
