@@ -64,7 +64,7 @@ def test_a_save_is_persisted_then_committed_and_its_image_can_be_had_from_memory
         persisted, done = told(link, Persisted), told(link, Committed)
         held, file = ask(str(tmp_path), 0, 3)
         same = os.pread(file, SIZE, 0) == b"\7" * SIZE
-        file.close()
+        os.close(file)
 
         assert persisted.phases[0].name == "checkpoint.persist"
         assert (done.step, done.path) == (3, str(tmp_path / "step-3"))
@@ -116,7 +116,7 @@ def test_an_agent_outlives_its_trainer_finishes_and_hands_its_image_to_the_next_
 
     had_died = finish(str(tmp_path), 0)
     held, file = ask(str(tmp_path), 0, 2)
-    file.close()
+    os.close(file)
 
     assert had_died
     assert held.step == 2

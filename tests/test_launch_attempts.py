@@ -51,7 +51,7 @@ dist.all_reduce(value)
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.all_reduce(value)
-os.write(1, b"sum %d\n" % int(value))  # in one piece: ranks share the line
+os.write(1, b"sum %d\\n" % int(value))  # in one piece: ranks share the line
 os._exit(0)
 """
 

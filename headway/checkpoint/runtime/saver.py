@@ -416,8 +416,6 @@ class Whose(Mapping[str, Sequence[int]]):
         """Whether every name has the same holders."""
         return isinstance(other, Whose) and (other._holders, other._buffers) == (self._holders, self._buffers)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __iter__(self) -> Iterator[str]:
         """Go over the buffers: other names are not known beforehand."""
         return iter(self._buffers)
