@@ -32,7 +32,7 @@ WORKERS = (1, 2)
 COMPUTE_S = (0.004, 0.012, 0.024) if FULL else (0.004, 0.024)
 KINDS = ("threads", "processes", "torch") if FULL else ("threads", "processes")
 """headway's loader with threads and with processes, torch's own."""
-BATCH_SIZE, EXAMPLE_BYTES, EXAMPLES = 8, 16384, 240
+BATCH_SIZE, EXAMPLE_BYTES, EXAMPLES = 8, 16384, 640
 FETCH_S, PREP_S = 0.002, 0.0005
 """Per example: its time in the pipe of the storage, its CPU time."""
 WARMUP_STEPS = 8

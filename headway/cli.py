@@ -49,7 +49,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "ckpt repair": ("headway.verbs.ckpt_repair:repair", "Rebuild what is damaged from parity and copies."),
     "ckpt reshard": ("headway.verbs.ckpt_convert:reshard", "Rewrite a checkpoint into the files of N ranks."),
     "ckpt scrub": ("headway.verbs.ckpt:scrub_", "Verify all checkpoints of a run, at a bounded rate."),
-    "ckpt show": ("headway.verbs.ckpt:show", "Show the tensors of a checkpoint: dtype, shape, boxes, files."),
+    "ckpt show": ("headway.verbs.ckpt:show", "Show the tensors and other values of a checkpoint."),
     "ckpt verify": ("headway.verbs.ckpt:verify_", "Check that a checkpoint is intact; name the damaged tensors."),
     "data audit": ("headway.verbs.data_audit:audit", "Prove that each example was delivered once per epoch."),
     "data bench": ("headway.verbs.data_bench:bench", "Measure what loading and moving batches costs on this machine."),
@@ -137,9 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ours, script = split_script(sys.argv[1:] if arguments is None else arguments)
     try:
         code = dispatch(ours, script)
-        sys.stdout.flush()
+        print(end="", flush=True)  # a standard output that was closed before the start is None, and has no flush
     except HeadwayError as error:
-        print(f"headway: {error}", file=sys.stderr)
+        complain(str(error))
         code = error.exit_code
     except SystemExit as leaving:  # how rich ends a page of help whose reader went away
         if not isinstance(leaving.__context__, BrokenPipeError):
@@ -152,11 +152,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if fault.errno not in PLACES:
             raise
         where = "" if fault.filename is None else f": {fault.filename}"
-        print(f"headway: {fault.strerror}{where}. {PLACES[fault.errno]}", file=sys.stderr)
+        complain(f"{fault.strerror}{where}. {PLACES[fault.errno]}")
         code = 2
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)
+
+
+def complain(text: str) -> None:
+    """Write one line of our own on stderr; a name in it does not steer the terminal."""
+    from headway.report.paper import STEERING
+
+    print(f"headway: {text.translate(STEERING)}", file=sys.stderr)
 
 
 def dispatch(ours: list[str], script: list[str] | None) -> int:
@@ -199,7 +206,7 @@ def misuse(ours: Sequence[str], error: CycloptsError) -> str:
         words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
         return f"`{see}` has no use for the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
     text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
-    return f"{text[:1].lower()}{text[1:].rstrip('.?')}{'?' if text.endswith('?') else '.'} See: {see} --help"
+    return f"{text[:1].lower()}{text[1:].rstrip(' .,?')}{'?' if text.endswith('?') else '.'} See: {see} --help"
 
 
 if __name__ == "__main__":

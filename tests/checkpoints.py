@@ -123,3 +123,14 @@ def some_state(seed: int = 0, rows: int = 40) -> dict[str, torch.Tensor]:
         "model.mask": torch.rand(rows, 3, generator=draw) > 0.5,
         "model.empty": torch.zeros(0, 4),
     }
+
+
+class Caller:
+    """What an attacker puts into a pickle: who loads it runs a shell."""
+
+    def __init__(self, command: str = "exit 1") -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """Return the call that loading makes."""
+        return os.system, (self.command,)

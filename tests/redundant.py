@@ -18,7 +18,7 @@ from tests.checkpoints import rows_of, write_rank
 
 @pytest.fixture(autouse=True, scope="module")
 def no_fsync():
-    """Do not wait for the disk: what is durable when is `test_durable`'s subject. Import it into a test file."""
+    """Do not wait for the disk: what is durable when is `test_durable`'s subject. A test file that names it has it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield
@@ -51,6 +51,18 @@ def protected(
     for rank in range(world_size):
         encode_rank(draft.target, rank)
     return draft.target
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of six ranks, of which any two may be lost; tests that damage it take `copy`."""
+    return protected(tmp_path_factory.mktemp("root"))
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """Return a copy of `checkpoint` that is the test's own."""
+    return shutil.copytree(checkpoint, tmp_path / "step-1")
 
 
 def content(path: Path) -> dict[str, bytes]:

@@ -5,20 +5,31 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import headway
-from headway.checkpoint.advise import BUDGET, measured_mtbf_s, propose, recorded_saves
+from headway.checkpoint.advise import (
+    BUDGET,
+    CALL_S,
+    START_S,
+    RecordedSaves,
+    behind_s,
+    measured_mtbf_s,
+    propose,
+    recorded_saves,
+)
 from headway.checkpoint.costs import best_interval_s
 from headway.ledger.ledger import Ledger
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.program import Program
 from headway.trace.runs import Run
-from tests.runs_made import MS, RunMaker, joined
+from tests.runs_made import MS, RunMaker, joined, write_folder
 
 SAVES: dict[str, Any] = {"save_ns": lambda rank, step: 40 * MS if step % 10 == 5 else 0}
 
@@ -80,6 +91,58 @@ def test_headways_own_saves_need_no_other_way_to_save() -> None:
 
     assert isinstance(rows["checkpoint.interval"], Proposal)
     assert "already" in rows["checkpoint.async"].reason
+
+
+BEHIND = RecordedSaves(
+    num_saves=4, every_steps=30, cost_s=0.3, step_s=0.02, own=False, num_bytes=80_000_000, written_bytes=80_000_000,
+    synced=True, dcp=True, late_s=0.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "busy", "facts", "crowding_s"),
+    [
+        (1, 0.0, {"env": {"OMP_NUM_THREADS": "1"}}, 0.0),
+        (1, 1.0, {"env": {"OMP_NUM_THREADS": "1"}}, 0.0),
+        (2, 1.0, {"env": {"OMP_NUM_THREADS": "1"}}, 0.04),
+        (1, 1.0, {}, 0.04),
+        (1, 1.0, {"device_type": "NVIDIA H200"}, 0.0),
+    ],
+    ids=["asleep", "a core is idle", "no core is idle", "torch's threads take all cores", "on an accelerator"],
+)
+def test_writing_behind_the_steps_costs_what_it_finds_no_idle_core_for(ranks, busy, facts, crowding_s) -> None:
+    """80 MB take 80 ms of one of two cores, while the save of 300 ms is written."""
+    program: Any = SimpleNamespace(cores=2, busy=np.full(ranks, busy), facts=facts)
+    setup = Setup.from_facts({"world_size": ranks, "cores": 2, **facts})
+
+    each_s, once_s = behind_s(program, BEHIND, setup)
+
+    assert each_s == pytest.approx(0.02 + CALL_S + crowding_s)
+    assert once_s == pytest.approx(0.08)
+    assert behind_s(program, replace(BEHIND, dcp=False), setup)[1] == pytest.approx(0.08 + START_S)
+
+
+@pytest.mark.parametrize(("replicated", "num_bytes"), [(True, 10**6), (False, 5 * 10**5)])
+def test_under_ddp_each_rank_copies_all_of_what_the_ranks_write_together(tmp_path, replicated, num_bytes) -> None:
+    made = RunMaker(ranks=2, steps=60, cores=8, **SAVES).make()
+    saved = made.trace.named("checkpoint.save")
+    events = {**made.trace.events, "corr": np.where(saved, 1, made.trace.events["corr"])}
+    names = made.trace.names if replicated else ["host.cpu" if n == "comm.wait" else n for n in made.trace.names]
+    made = replace(made, trace=replace(made.trace, events=events, names=tuple(names)))
+    found = recorded_saves(Program.from_run(Run.open(write_folder(made, tmp_path))))
+
+    assert found is not None
+    assert (found.dcp, found.num_bytes, found.written_bytes) == (True, num_bytes, 10**6)
+
+
+def test_saves_at_uneven_steps_are_said_to_come_at_a_whole_number_of_them() -> None:
+    """Gaps of 1 and 2 in turn: 1.5 steps are no interval. What a save costs is the time of all over their number."""
+    made = RunMaker(ranks=1, steps=60, cores=8, save_ns=lambda rank, step: 40 * MS if step % 3 else 0).make()
+    found = recorded_saves(Program.from_trace(made.trace, made.meta))
+
+    assert found is not None
+    assert (found.every_steps, type(found.every_steps)) == (1, int)
+    assert found.cost_s == pytest.approx(0.04, rel=0.02)
 
 
 @pytest.fixture(scope="module")

@@ -147,6 +147,10 @@ def test_examples_without_an_index_are_not_cached_but_a_sampler_of_ones_own_is_n
     made = made_of(fetch_ns=20 * MS)
 
     assert isinstance(advice(made, reason_untunable="an IterableDataset")["data.cache"], Refusal)
+    renewed = advice(made, datasets=2)["data.cache"]
+    assert isinstance(renewed, Refusal)
+    assert "made anew for each pass" in renewed.reason
+    assert isinstance(advice(made, datasets=1)["data.cache"], Proposal)
     assert isinstance(advice(made, sampler="MySampler")["data.cache"], Proposal)
 
 
@@ -237,7 +241,7 @@ def test_threads_are_refused_where_processes_do_as_well_or_examples_are_drawn() 
     same, drawn = advice(made)["data.threads"], advice(made, draws=["random"])["data.threads"]
 
     assert isinstance(same, Refusal)
-    assert "worker processes do as well" in same.reason
+    assert "by worker processes" in same.reason
     assert isinstance(drawn, Refusal)
     assert "it draws random numbers (random), and threads would share the generators" in drawn.reason
 

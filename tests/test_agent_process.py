@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import psutil
 import pytest
 
 from headway.checkpoint import agent as agents
+from headway.checkpoint import link as links
 from headway.checkpoint.agent import pace_from, socket_path
 from headway.checkpoint.link import AgentLink, ask, environment, finish
-from headway.checkpoint.messages import Committed, Failed, Hello, Persist, Persisted
+from headway.checkpoint.messages import FROM_AGENT, FROM_CALLER, Committed, Failed, Finish, Hello, Persist, Persisted
 from headway.core.arena import shared_memory
+from headway.core.channel import Listener, connect, pair, runtime_directory
 from headway.core.errors import InputError
+from headway.core.pace import Pace
 from headway.storage.commit import committed
 
 SIZE = 1 << 20
@@ -152,6 +159,80 @@ def test_a_rank_that_cannot_write_tells_its_trainer_and_rank_0(tmp_path):
 
         assert told(second, Failed).kind in ("NotADirectoryError", "FileExistsError", "OSError")
         assert "rank 1" in told(first, Failed).text
+
+
+def test_what_killed_agents_left_goes_in_time_and_an_agent_that_lives_on_stays(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("rt")))
+    monkeypatch.setattr(links, "KEEP_LOG_S", -1.0)
+    folder = runtime_directory()
+    dead = f"ckpt-{os.urandom(8).hex()}-0"
+    for suffix in (".7.log", ".sock", ".sock.lock"):
+        (folder / f"{dead}{suffix}").touch()
+    with link_to(tmp_path / "old") as old:
+        old.persist(save(3))
+        told(old, Committed)
+        with link_to(tmp_path / "new") as new:
+            new.persist(save(1))  # starts an agent, which sweeps first
+            told(new, Committed)
+        found = ask(str(tmp_path / "old"), 0, 3)
+
+    assert found is not None
+    os.close(found[1])
+    assert not list(folder.glob(f"{dead}*"))
+
+
+def test_a_successor_that_is_gone_before_its_answer_leaves_room_for_the_next(tmp_path):
+    ours, theirs = pair(types=FROM_CALLER)
+    agent, path = agents.Agent(theirs, pace=Pace()), tmp_path / "s"
+    agent._listener = Listener(path, types=FROM_CALLER)
+    for _ in range(3):
+        caller = connect(path, types=FROM_AGENT)
+        agent._call()
+        (channel,) = agent._callers
+        caller.send(Finish())
+        agent._hear_caller(channel)
+        caller.close()
+        agent._answer_successors()
+
+        assert (len(agent._callers), len(agent._selector.get_map())) == (0, 0)
+    agent.close("the test ends")
+    ours.close()
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint agent:RuntimeWarning")
+def test_a_save_whose_agent_dies_is_given_up_where_no_other_can_be_started_and_the_next_save_tries(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HEADWAY_CKPT_RATE_MB_S", "1")
+    with link_to(tmp_path) as link:
+        link.persist(save(3))
+        os.kill(link.pid, signal.SIGKILL)
+        monkeypatch.setattr(subprocess, "Popen", mock.Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
+
+        assert re.search("killed by signal 9, and no other one could be started: .*no memory", told(link, Failed).text)
+        assert link.outstanding == []
+        with pytest.raises(OSError, match="no memory"):
+            link.persist(save(3))
+        assert link.outstanding == []
+        monkeypatch.undo()
+        link.persist(save(3))
+        assert told(link, Committed).step == 3
+
+
+def test_the_log_of_an_agent_for_which_everything_goes_wrong_ends_growing(tmp_path, monkeypatch):
+    monkeypatch.setattr(agents, "MOST_LOG_BYTES", 5000)
+    with open(tmp_path / "log", "a") as said:
+        monkeypatch.setattr(sys, "stderr", said)
+        handler, log = logging.StreamHandler(said), logging.Logger("everything")
+        handler.addFilter(agents._has_room)
+        log.addHandler(handler)
+        sizes = []
+        for _ in range(100):
+            log.error("x" * 99)
+            sizes.append(os.path.getsize(said.name))
+
+    assert sizes[0] == 100
+    assert sizes[-1] == sizes[50] == 5000
 
 
 def test_the_agents_environment_runs_this_release_and_records_nothing():

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from headway.checkpoint.runtime.agreement import Agreement
+from headway.checkpoint.runtime.agreement import KEPT_WORDS, Agreement
 from headway.core.errors import InputError
 from tests.spawn import on_ranks
 
@@ -28,6 +29,20 @@ def test_all_ranks_hear_what_rank_0_says_in_its_order_and_of_every_failure():
     assert first != second
     assert heard == ["0-0", "0-1", "0-2"]
     assert (well, ill, again) == (None, "rank 1: damage", None)
+
+
+def _many_words(root):
+    agreement = Agreement(root)
+    for _ in range(3):
+        for _ in range(KEPT_WORDS // 2):
+            last = agreement.word("next", lambda: "5")
+        agreement.failure("met", None)
+    store, number = _get_default_store(), 3 * KEPT_WORDS // 2
+    return last, [store.check([f"{agreement._prefix}/next/{k}"]) for k in (1, number - KEPT_WORDS, number)]
+
+
+def test_words_that_every_rank_has_heard_long_ago_leave_the_store():
+    assert on_ranks(_many_words, 2, "/some/root") == [("5", [False, False, True])] * 2
 
 
 def test_a_rank_without_a_process_group_among_others_is_told_to_make_one(monkeypatch):

@@ -85,6 +85,7 @@ def test_a_straggler_is_named_with_its_host_and_what_it_did():
     assert cause.where == "rank 2 on made-host"
     assert "40 of 40 collectives, by 6 ms in the median" in cause.evidence
     assert "computed longer" in cause.evidence
+    assert "that they waited for it)" in cause.evidence
 
 
 def test_ranks_that_are_late_in_turn_are_one_cause_without_a_culprit():
@@ -159,6 +160,18 @@ def test_a_run_that_cannot_be_replayed_keeps_its_booked_seconds():
     assert find_causes(ledger, predict=refuse) == find_causes(ledger)
 
 
+def test_after_a_restart_the_evidence_says_what_the_replay_of_the_last_attempt_leaves_out():
+    ledger = Ledger.of(FAULTS["checkpoint.stall"].make())
+
+    def predict(edits: Any) -> Told:
+        return Told(0.015, 0.012)
+
+    again = find_causes(replace(ledger, meta={**ledger.meta, "attempt": 1}), predict=predict)[0]
+
+    assert again.evidence.partition("; 480 ms over all attempts: ")[2] == "replayed is the steady part of the last"
+    assert "all attempts" not in find_causes(ledger, predict=predict)[0].evidence
+
+
 def test_a_predicted_remedy_takes_the_place_of_general_advice():
     ledger = Ledger.of(FAULTS["input.fetch"].make())
     fix = Fix("DataLoader(num_workers=6)", 2.1, (1.9, 2.2))
@@ -174,7 +187,28 @@ def test_a_predicted_remedy_takes_the_place_of_general_advice():
         "fix": "DataLoader(num_workers=6)",
         "predicted_speedup": 2.1,
         "interval": [1.9, 2.2],
+        "at_most": False,
     }
+
+
+def test_without_a_predicted_remedy_the_gain_is_an_upper_bound_and_the_rules_advice_stands():
+    ledger = Ledger.of(FAULTS["input.fetch"].make())
+
+    bare = find_causes(ledger)[0]
+    bound = find_causes(ledger, predict=lambda edits: Told(0.015, 0.012))[0]
+    by_hand = find_causes(ledger, predict=lambda edits: Told(0.015, 0.012), fixes={"input.fetch": Fix("", 1.2)})[0]
+
+    assert (bare.at_most, bound.at_most, by_hand.at_most) == (False, True, False)
+    assert (by_hand.fix, by_hand.predicted_speedup) == (bare.fix, 1.2)
+    assert ["--set" in cause.fix for cause in (bound, by_hand)] == [True, False], "the edit is not what was predicted"
+
+
+def test_the_evidence_of_saves_names_no_part_that_took_no_time():
+    evidence = next(
+        c.evidence for c in find_causes(Ledger.of(FAULTS["checkpoint.stall"].make())) if "saves" in c.evidence
+    )
+
+    assert " 0 " not in evidence
 
 
 def test_what_lost_less_than_the_least_share_is_left_out():

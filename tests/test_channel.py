@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -399,3 +400,21 @@ def test_a_real_process_is_served_and_its_death_is_seen(tmp_path):
     with pytest.raises(ChannelClosed):
         channel.receive(5.0)
     listener.close()
+
+
+def test_what_interrupts_a_wait_comes_with_no_other_error():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    one, other = pair(types=TYPES)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            one.receive()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        other.close()
+        one.close()
+
+    assert caught.value.__context__ is None

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from headway.checkpoint.runtime.switch import Later, behind
 from headway.core.errors import BackgroundError
 from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.runtime.exit_class import HEADER
 from headway.runtime.remedy import Refused
 from headway.storage import verify
 from tests.paths import ROOT
@@ -76,27 +77,49 @@ def test_calls_of_another_kind_are_left_to_torch_and_said_so(tmp_path):
 
 
 LAST_FAILS = """
-import sys, torch
+import os, sys, torch
 import torch.distributed.checkpoint as dcp
-from headway.checkpoint.runtime.switch import behind
-from tests.remedy_context import TestContext
-behind({}, TestContext("result-equivalent"))
-for place in sys.argv[1:]:
+if "HEADWAY_RUN" not in os.environ:
+    from headway.checkpoint.runtime.switch import behind
+    from tests.remedy_context import TestContext
+    behind({}, TestContext("result-equivalent"))
+for place in sys.argv[2:]:
     dcp.save({"w": torch.ones(2)}, checkpoint_id=place)
 print("over", flush=True)
+exec(sys.argv[1])
 """
 
 
-def test_the_end_of_the_process_waits_and_prints_what_went_wrong(tmp_path):
-    (tmp_path / "file").write_text("")
-    places = [str(tmp_path / "step-1"), str(tmp_path / "file" / "step-2")]
-    done = subprocess.run(
-        [sys.executable, "-c", LAST_FAILS, *places], env=environment(None, PYTHONPATH=str(ROOT)), capture_output=True,
-        text=True, timeout=60, cwd=tmp_path,
+def last_fails(folder, end, *before):
+    """Run a script whose last save goes below a file, and that ends with `end`; returns what became of it."""
+    (folder / "file").write_text("")
+    (folder / "train.py").write_text(LAST_FAILS)
+    places = [str(folder / "step-1"), str(folder / "file" / "step-2")]
+    return subprocess.run(
+        [sys.executable, *before, str(folder / "train.py"), end, *places], env=environment(None, PYTHONPATH=str(ROOT)),
+        capture_output=True, text=True, timeout=60, cwd=folder,
     )  # fmt: skip
 
+
+def test_a_script_that_fails_itself_keeps_the_only_traceback_and_the_lost_save_is_one_line(tmp_path):
+    done = last_fails(tmp_path, "raise ValueError('its own')")
+    *_, raised, line = done.stderr.splitlines()
+
+    assert (done.returncode, done.stderr.count(HEADER)) == (1, 1)
+    assert raised == "ValueError: its own"
+    assert re.match(r"headway: the checkpoint .*/file/step-2 was not written: \[Errno 20\]", line)
+
+
+def test_a_last_save_that_fails_ends_the_job_as_the_raising_call_would_have(tmp_path):
+    plan = tmp_path / "plan.json"
+    write_plan(PlanFile((Remedy("checkpoint.async", {"every_steps": 4}, 1.1, allow=ALLOW),)), plan)
+    run = ["-m", "headway.cli", "run", "--windows", "0", "--quiet", "--out", str(tmp_path / "run")]
+    done = last_fails(tmp_path, "pass", *run, "--apply", str(plan), "--")
+    told = json.loads((tmp_path / "run" / "run.json").read_text())["exit"]
+
     assert done.stdout == "over\n"
-    assert "file/step-2 was not written: [Errno 20]" in done.stderr
+    assert (done.returncode, told["code"], told["class"], told["first_rank"]) == (1, 1, "user", 0)
+    assert "file/step-2 was not written: [Errno 20]" in told["traceback"]
     assert verify(tmp_path / "step-1").status == "good"
 
 

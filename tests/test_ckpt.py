@@ -22,7 +22,7 @@ from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.scrub import scrub
 from headway.verbs.ckpt import parse_keep
-from tests.checkpoints import some_state, unsynced, write_checkpoint
+from tests.checkpoints import Caller, some_state, unsynced, write_checkpoint
 
 
 @pytest.fixture
@@ -170,6 +170,62 @@ def test_show_tells_dtypes_shapes_and_boxes_and_takes_a_pattern(root, run):
     assert "is called 'nothing*'; it holds model.weight" in text
 
 
+def test_show_tells_the_other_values_of_every_format(root, run, tmp_path):
+    state = {"w": torch.zeros(2), "epoch": 7, "config": {"lr": 0.1}, "text": "a\x1b[31m"}
+    torch.save(state, tmp_path / "x.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "dcp")
+
+    for path in (tmp_path / "x.pt", tmp_path / "dcp"):
+        code, answer = run("show", path)
+        assert (code, answer["notes"]) == (0, [])
+        assert {row["name"]: (row["type"], row["value"]) for row in answer["values"]} == {
+            "epoch": ("int", 7), "config.lr": ("float", 0.1), "text": ("str", "a\x1b[31m"),
+        }  # fmt: skip
+        assert sorted(answer["objects"]) == ["config.lr", "epoch", "text"]
+        text = run("show", path, as_json=False)[1]
+        assert "config.lr    float  0.1" in text
+        assert "1 tensor, 8 B, 3 other values" in text
+        assert "\x1b" not in text
+    assert run("show", root, "--only", "lr")[1]["values"] == [{"name": "lr", "type": "float", "value": 0.1}]
+    assert run("show", root, "--only", "l?", as_json=False)[0] == 0
+
+
+def test_show_and_verify_say_what_loading_would_run_and_still_call_it_good(run, tmp_path):
+    torch.save({"w": torch.zeros(2), "e": Caller()}, tmp_path / "x.pt")
+    told = f"loading x.pt with weights_only=False runs {os.name}.system"
+
+    code, answer = run("verify", tmp_path / "x.pt")
+    assert (code, answer["status"], answer["damaged"], answer["notes"]) == (0, "good", [], [told])
+    assert told in run("verify", tmp_path / "x.pt", as_json=False)[1]
+    code, answer = run("show", tmp_path / "x.pt")
+    assert (code, answer["notes"]) == (0, [told])
+    assert f"e            {os.name}.system  'exit 1'" in run("show", tmp_path / "x.pt", as_json=False)[1]
+
+
+def test_an_object_that_cannot_be_read_is_listed_and_said(root, run):
+    (root / "step-30" / "rank-0" / "__0_0.distcp").unlink()
+
+    code, answer = run("show", root)
+
+    assert (code, answer["objects"]) == (0, ["lr"])
+    assert answer["values"] == [{"name": "lr", "type": "", "value": None}]
+    assert "'lr' cannot be read" in answer["notes"][0]
+    assert "not told" in run("show", root, as_json=False)[1]
+
+
+def test_names_are_whole_however_narrow_the_screen_and_steer_no_terminal(run, tmp_path):
+    name = "model.layers.0." + "x" * 120
+    torch.save({name: torch.zeros(2), "a\x1b[31m\nb": torch.zeros(1)}, tmp_path / "x\x1b[2J.pt")
+
+    text = run("show", tmp_path / "x\x1b[2J.pt", as_json=False)[1]
+
+    assert f"  {name}  float32  2 " in text
+    assert "a [31m b" in text
+    assert "\x1b" not in text + run("verify", tmp_path / "x\x1b[2J.pt", as_json=False)[1]
+
+
 def test_diff_exits_with_3_where_there_is_a_difference(root, run, tmp_path):
     torch.save(some_state(0), tmp_path / "whole.pt")
 
@@ -177,6 +233,8 @@ def test_diff_exits_with_3_where_there_is_a_difference(root, run, tmp_path):
     code, answer = run("diff", root / "step-20", root / "step-30")
     assert (code, answer["schema"], answer["equal"]) == (3, "headway.ckpt.diff/1", False)
     assert {row["name"] for row in answer["changed"]} == {"model.weight", "model.bias", "model.mask"}
+    text = run("diff", root / "step-10", root / "step-20", as_json=False)[1]
+    assert "equal by their checksums, and were not read" in " ".join(text.split())
     code, answer = run("diff", root / "step-10", tmp_path / "whole.pt")
     assert (code, answer["removed"], answer["changed"]) == (3, ["lr"], [])
     assert "elements differ" in run("diff", root / "step-20", root / "step-30", as_json=False)[1]
@@ -187,6 +245,7 @@ def test_prune_touches_nothing_until_it_is_told_to(root, run):
 
     assert (code, answer["steps"], answer["kept"], answer["removed"]) == (0, [10], [20, 30], False)
     assert [one.step for one in committed(root)] == [10, 20, 30]
+    assert answer["spared"] == []
     assert "Nothing was touched" in run("prune", root, "--keep", "last=1", as_json=False)[1]
 
     assert run("prune", root, "--keep", "last=1,every=20", "--yes")[1]["removed"]
@@ -196,9 +255,12 @@ def test_prune_touches_nothing_until_it_is_told_to(root, run):
 def test_prune_keeps_the_newest_good_one_where_all_that_stay_are_damaged(root, run):
     damage(root / "step-30" / "rank-0" / "__0_0.distcp")
 
+    text = run("prune", root, "--keep", "last=1", as_json=False)[1]
     answer = run("prune", root, "--keep", "last=1", "--yes")[1]
 
-    assert (answer["steps"], answer["kept"]) == ([10], [20, 30])
+    assert (answer["steps"], answer["kept"], answer["spared"]) == ([10], [20, 30], [20])
+    assert "Would remove step 10" in text
+    assert "Of these 20 against the rule: what it would keep is damaged." in text
 
 
 def test_prune_removes_nothing_where_nothing_is_good(root, run):
@@ -206,6 +268,7 @@ def test_prune_removes_nothing_where_nothing_is_good(root, run):
         damage(root / f"step-{step}" / "rank-0" / "__0_0.distcp")
 
     assert run("prune", root, "--keep", "last=1", "--yes")[1]["steps"] == []
+    assert "There is no step to remove." in run("prune", root, "--keep", "last=1", as_json=False)[1]
 
 
 def test_scrub_exits_with_3_when_it_finds_damage(root, run):
@@ -240,9 +303,26 @@ def test_a_folder_of_safetensors_files_is_shown_and_compared_as_one_checkpoint(t
 
     assert [row["fqn"] for row in run("show", tmp_path / "split")[1]["tensors"]] == ["a.weight", "b.bias"]
     assert run("diff", tmp_path / "split", tmp_path / "whole.safetensors")[0] == 0
+    index = tmp_path / "split" / "model.safetensors.index.json"
+    index.write_text(
+        json.dumps({"weight_map": {fqn: f"model-0000{n}-of-00002.safetensors" for n, fqn in enumerate(state, 1)}})
+    )
+    assert run("diff", index, tmp_path / "whole.safetensors")[0] == 0
+    assert run("verify", index)[1]["status"] == "good"
     shutil.copy(file, tmp_path / "split" / "again.safetensors")
     code, text = run("show", tmp_path / "split")
     assert (code, "two files of" in text, "'b.bias'" in text) == (2, True, True)
+
+
+def test_show_of_a_trainers_folder_says_what_else_is_in_it(tmp_path, run):
+    safetensors.torch.save_file({"w": torch.zeros(2)}, tmp_path / "model.safetensors")
+    torch.save({"lr": 0.1}, tmp_path / "optimizer.pt")
+
+    answer = run("show", tmp_path)[1]
+
+    assert [row["fqn"] for row in answer["tensors"]] == ["w"]
+    assert answer["notes"] == ["not shown: optimizer.pt; name one to see what is in it"]
+    assert run("show", tmp_path / "optimizer.pt")[1]["path"] == str(tmp_path / "optimizer.pt")
 
 
 def test_a_difference_from_what_has_lost_a_file_says_which(root, run):
@@ -259,12 +339,35 @@ def test_a_scrub_of_an_empty_folder_says_that_there_was_nothing(tmp_path, run):
     assert (code, "holds no committed checkpoint." in " ".join(text.split())) == (0, True)
 
 
-def test_a_device_or_a_pipe_is_no_checkpoint(tmp_path, run):
+@pytest.mark.parametrize("verb", ["verify", "show"])
+def test_a_pipe_a_circle_of_links_and_a_part_are_no_checkpoint(tmp_path, run, verb):
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "x.distcp").touch()
+    (tmp_path / "empty.pt").touch()
 
-    code, text = run("verify", tmp_path / "pipe")
+    told = {name: run(verb, tmp_path / name, as_json=False) for name in ("pipe", "loop", "x.distcp", "empty.pt")}
 
-    assert (code, "is neither a folder nor a file" in text) == (2, True)
+    assert [code for code, _ in told.values()] == [2, 2, 2, 3 if verb == "verify" else 2]
+    for name, words in zip(
+        told, ("neither a folder nor a file", "nothing at", "is a part of", "is empty"), strict=True
+    ):
+        assert words in told[name][1]
+
+
+def test_a_file_of_another_kind_is_not_called_a_broken_one(tmp_path, run):
+    (tmp_path / "notes.txt").write_text("hello")
+
+    assert "is neither a torch.save nor a safetensors file" in run("show", tmp_path / "notes.txt")[1]
+
+
+@pytest.mark.parametrize(
+    "words", [["scrub"], ["repair"], ["export", "-o", "x.pt"], ["reshard", "--world", "2", "-o", "x"]]
+)
+def test_what_works_on_folders_only_says_so_of_a_bucket(run, words):
+    code, text = run(words[0], "s3://bucket/run1", *words[1:], as_json=False)
+
+    assert (code, "s3://bucket/run1 is a bucket" in text) == (2, True)
 
 
 def test_rules_are_read_and_nonsense_is_refused():

@@ -10,7 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.checkpoint.costs import (
+    Goal,
+    behind_steps,
     best_interval_s,
+    best_steps,
     budget_steps,
     choose_snapshot,
     overlap_steps,
@@ -54,6 +57,35 @@ def test_dearer_or_longer_saves_or_a_smaller_budget_never_make_saves_more_freque
 def test_an_exact_quotient_is_not_rounded_up():
     assert overlap_steps(stall_s=0.0, duration_s=0.3, step_s=0.1) == 3
     assert budget_steps(cost_s=0.035, step_s=0.1, budget=0.035) == 10
+
+
+@given(st.floats(1e-3, 1e3), st.floats(1.0, 1e7), st.floats(1e-2, 1e3))
+def test_of_whole_numbers_of_steps_none_loses_less_than_the_best(stall_s, mtbf_s, step_s):
+    best = best_steps(stall_s, step_s=step_s, budget=0.035, mtbf_s=mtbf_s)
+
+    def lost(steps):
+        return wall_factor(steps * step_s, stall_s=stall_s, mtbf_s=mtbf_s)
+
+    assert best >= 1
+    assert lost(best) <= lost(best + 1) * (1 + 1e-9)
+    assert best == 1 or lost(best) <= lost(best - 1) * (1 + 1e-9)
+
+
+def test_between_one_step_and_two_the_failure_rate_decides_and_not_the_rounding():
+    """The optimum lies at 1.47 steps: two lose less, though one is nearer."""
+    step_s, mtbf_s = 1.0, 100.0
+    stall_s = 0.0103
+
+    assert 1 < best_interval_s(stall_s, mtbf_s) < 1.5
+    assert best_steps(stall_s, step_s=step_s, budget=0.035, mtbf_s=mtbf_s) == 2
+
+
+@pytest.mark.parametrize(("mtbf_s", "steps"), [(None, 40), (40.0, 20)])
+def test_saves_behind_the_steps_never_overtake_and_come_more_often_than_now_only_against_failures(mtbf_s, steps):
+    goal: Goal = {"step_s": 0.1, "budget": 0.035, "mtbf_s": mtbf_s}
+
+    assert behind_steps(0.05, late_s=1.0, now=40, goal=goal) == steps
+    assert behind_steps(0.05, late_s=9.0, now=40, goal=goal) == 90
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1.0, 1e7), st.floats(0.3, 3.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,7 @@ def test_checkpoints_of_ours_that_lie_alike_are_compared_by_digests_alone(tmp_pa
 
     assert found.is_equal
     assert found.read_bytes == 0
+    assert found.unread_bytes == contents(first).num_bytes
 
 
 @settings(max_examples=20)
@@ -107,9 +109,77 @@ def test_names_dtypes_shapes_and_objects_that_differ_are_told_apart(tmp_path):
 
     assert (found.added, found.removed) == (["new"], ["gone"])
     assert [(c.name, c.what, c.before, c.after) for c in found.changed] == [
-        ("dtype", "dtype", "float32", "float16"), ("lr", "object", "", ""), ("shape", "shape", "[2]", "[3]"),
+        ("dtype", "dtype", "float32", "float16"), ("lr", "value", "0.1", "0.2"), ("shape", "shape", "[2]", "[3]"),
     ]  # fmt: skip
     assert found.num_equal == 2  # a NaN is bit-equal to itself
+
+
+@pytest.mark.parametrize("second", ["torch.save", "legacy", "dcp", "ours-1"])
+@pytest.mark.parametrize("first", ["torch.save", "dcp"])
+def test_other_values_are_compared_in_any_two_forms(tmp_path, first, second):
+    w = {"w": torch.zeros(2)}
+    before = {"lr": 0.1, "cfg": {"a": [1, 2], "name": "x"}, "gone": 1, "kind": torch.zeros(1)}
+    after = {"lr": 0.2, "cfg": {"a": [1, 2], "name": "x"}, "new": 1, "kind": 3}
+
+    def path(folder: Path, form: str, others: dict) -> Path:
+        folder.mkdir()
+        if form.startswith("ours"):
+            tensors = {name: one for name, one in others.items() if isinstance(one, torch.Tensor)}
+            objects = {name: one for name, one in others.items() if name not in tensors}
+            return write_checkpoint(folder, 1, w | tensors, objects=objects)
+        return written(folder, form, w | others)
+
+    a, b = path(tmp_path / "a", first, before), path(tmp_path / "b", second, after)
+    found = difference(contents(a), contents(b))
+
+    assert (found.added, found.removed, found.num_equal) == (["new"], ["gone"], 3)
+    assert [(c.name, c.what, c.before, c.after) for c in found.changed] == [
+        ("kind", "kind", "tensor", "value"), ("lr", "value", "0.1", "0.2"),
+    ]  # fmt: skip
+
+
+HIDDEN = {
+    "a.b (2)": lambda one: {"a.b": torch.ones(2), "a": {"b": torch.full((2,), float(one))}},
+    "q.quantizer.1": lambda one: {
+        "q": torch._make_per_tensor_quantized_tensor(torch.ones(3, dtype=torch.int8), one / 4, 0)
+    },
+    "s": lambda one: {"s": torch.full((2,), float(one)).untyped_storage()},
+    "i.0": lambda one: {"i": torch.eye(3).roll(one, 0).to_sparse()},
+}
+"""What differs -> a state that differs in it, by a number."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", HIDDEN)
+def test_a_difference_shows_wherever_torch_keeps_it(tmp_path, name):
+    for number in (1, 2):
+        torch.save(HIDDEN[name](number), tmp_path / f"{number}.pt")
+    first, second = contents(tmp_path / "1.pt"), contents(tmp_path / "2.pt")
+
+    assert [change.name for change in difference(first, second).changed] == [name]
+    assert difference(first, first).is_equal
+
+
+def test_elements_of_an_unknown_dtype_are_refused_by_name(tmp_path):
+    torch.save({"w": torch.zeros(2)}, tmp_path / "a.pt")
+    held = contents(tmp_path / "a.pt")
+    tensor = replace(held.tensors["w"], dtype="float3")
+
+    with pytest.raises(FormatError, match=r"a.pt has elements of dtype 'float3'"):
+        bits(held, tensor, tensor.boxes[0])
+
+
+def test_an_object_that_holds_a_tensor_is_compared_by_its_bytes(tmp_path):
+    tensors = {"w": torch.zeros(2)}
+    a, b, c = (
+        write_checkpoint(tmp_path / name, 1, tensors, objects={"rng": {"state": torch.full((3,), value)}})
+        for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0))
+    )
+
+    assert difference(contents(a), contents(b)).is_equal
+    assert [(change.name, change.what) for change in difference(contents(a), contents(c)).changed] == [
+        ("rng", "object")
+    ]
 
 
 def test_bits_of_strided_tensors_are_those_that_torch_has(tmp_path):

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import headway.checkpoint.runtime.exchange as exchange_module
 from headway.checkpoint import restore_into
-from headway.core.errors import DamageError, HeadwayError, InputError
+from headway.checkpoint.runtime.exchange import agreed
+from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.units import KIB
 from headway.storage.manifest import MANIFEST, RankManifest, read_record
 from tests.layouts_made import write
@@ -89,6 +90,23 @@ def test_a_mistake_on_one_rank_is_raised_there_and_told_to_the_others(tmp_path):
     assert "lacks 1 of the values" in text
     assert "another rank of the group could not go on" in told
     assert text in told
+
+
+def _damaged_alone(folder: str) -> tuple[str, str]:
+    try:
+        with agreed(dist.group.WORLD):
+            if dist.get_rank():
+                raise FormatError("no checkpoint at all. Name another.")
+    except HeadwayError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_damage_on_one_rank_is_damage_on_all(tmp_path):
+    (other, told), (own, _) = on_ranks(_damaged_alone, 2, str(tmp_path))
+
+    assert (own, other) == ("FormatError", "DamageError")
+    assert "rank 1: no checkpoint at all" in told
 
 
 def test_ranks_that_want_different_tensors_are_told(tmp_path):

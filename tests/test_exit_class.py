@@ -18,6 +18,7 @@ from headway.runtime.exit_class import (
     advice,
     classify,
     exit_status,
+    failed_at_exit,
     first_failure,
     is_secondary,
     traceback_of,
@@ -191,3 +192,23 @@ def test_the_rank_that_a_run_was_ended_for_is_named_whatever_its_code():
     assert first_failure(ends).rank == 1
     assert classify(first_failure(ends)) == "hang"
     assert classify(first_failure(ends), preempted=True) == "preempted"
+
+
+@pytest.mark.parametrize(
+    ("content", "failed"),
+    [
+        (None, False),
+        ("{", False),
+        ('{"rank": 1, "remedies": [{"name": "a", "facts": {}}]}', False),
+        (
+            '{"rank": 1, "remedies": [{"name": "a", "facts": {}}, {"name": "b", "facts": {"failed_at_exit": "x"}}]}',
+            True,
+        ),
+    ],
+)
+def test_a_remedy_can_tell_of_a_failure_after_the_scripts_last_line(tmp_path, content, failed):
+    (tmp_path / "applied").mkdir()
+    if content is not None:
+        (tmp_path / "applied" / "r1.json").write_text(content)
+
+    assert failed_at_exit(tmp_path, 1) is failed

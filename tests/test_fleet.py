@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -22,6 +24,8 @@ from headway.data.fleet.splits import Pass
 from headway.data.fleet.supervisor import MAX_ENDS, Settings, start
 from headway.data.runtime.fleet import Fleet, FleetLoader, work_for
 from headway.data.serving.packing import unpack
+from tests.served_made import has_ended
+from tests.test_server import until
 
 
 class Drawn(torch.utils.data.Dataset):
@@ -141,6 +145,28 @@ def test_a_fleet_outlasts_the_ranks_that_joined_it(tmp_path):
         assert len(list(fleet.batches(5, rank=0, world_size=2))) == 4
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("job", ["", "29500"], ids=["alone", "of a job"])
+def test_a_process_that_ends_without_closing_its_fleet_leaves_only_what_its_next_attempt_goes_on_from(monkeypatch, job):
+    for key in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(key, raising=False)
+    if job:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"{job}-{os.getpid()}")
+    told, tell = os.pipe()
+    pid = os.fork()
+    if not pid:
+        fleet = Fleet(Drawn(8), num_workers=1)
+        os.write(tell, f"{fleet._supervisor} {fleet.settings.folder}".encode())
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    os.close(tell)
+    with os.fdopen(told) as file:
+        supervisor, _, folder = file.read().partition(" ")
+    until(lambda: has_ended(int(supervisor)))
+
+    assert Path(folder).exists() == bool(job)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_workers_of_other_hosts_join_over_tcp_with_the_token():

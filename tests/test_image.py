@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import zipfile
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,3 +116,20 @@ def test_too_little_memory_is_said(monkeypatch):
 
     with pytest.raises(HeadwayError, match=r"bytes of host memory for a snapshot \(No space left\)"):
         Image(plan([part("w", torch.ones(3))]), tail_bytes=0)
+
+
+@pytest.mark.parametrize(("code", "calls"), [(0, ["register", "unregister"]), (2, ["register"])])
+def test_memory_is_registered_with_cuda_once_and_taken_back_only_where_that_worked(monkeypatch, code, calls):
+    seen, host = [], torch.device("cpu")
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *what: seen.append(("register", *what)) or code,
+        cudaHostUnregister=lambda *what: seen.append(("unregister", *what)),
+    )
+    monkeypatch.setattr(images, "_CUDA", SimpleNamespace(device=nullcontext, cudart=lambda: cudart))
+    image = Image(plan([Part("w", torch.float32, (5,), (0,), (5,))]), tail_bytes=0, pin=host)
+    start, num_bytes = image.slots[0].data_ptr() - image.plan.slots[0].payload_offset, image.num_bytes
+    image.close()
+
+    assert [name for name, *_ in seen] == calls
+    assert seen[0][1:] == (start, num_bytes, 0)
+    assert all(where == start for _, where, *_ in seen)

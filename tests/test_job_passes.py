@@ -105,6 +105,21 @@ def test_passes_behind_all_ranks_are_dropped():
     assert here.passes == {}
 
 
+def test_how_a_pass_began_is_forgotten_once_it_has_started_and_every_rank_has_it_behind():
+    here = job()
+    for epoch in range(9):
+        here.enter(0, epoch, here.subset, None)
+        here.enter(1, epoch, here.subset, None)
+        assert here.may_start() == epoch
+        here.openings[epoch].started = True
+        here.tidy()
+
+        assert list(here.openings) == [epoch]
+    here.enter(0, 9, here.subset, None)
+    here.tidy()
+    assert list(here.openings) == [8, 9]
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [

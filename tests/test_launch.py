@@ -72,7 +72,7 @@ def test_a_rank_has_a_free_port_for_its_store_even_though_the_launcher_holds_it(
             print("listens")
         """,
     )
-    assert run(tmp_path / "run", [job]).stdout == "listens\n"
+    assert run(tmp_path / "run", [job], nproc_per_node=1).stdout == "listens\n"
 
 
 def test_a_held_port_is_given_to_nobody_else():
@@ -96,6 +96,31 @@ def test_a_taken_port_costs_a_line_and_another_port_is_used(tmp_path):
 
     assert done.stdout.strip() not in ("", str(port))
     assert f"port {port} is taken" in done.stderr
+
+
+def test_without_torchruns_flags_a_script_finds_the_environment_that_python_gives_it(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    code = "import json, os, sys, torch; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
+    job = script(tmp_path, code)
+    run(tmp_path / "run", [job, str(tmp_path / "alone")], {"HEADWAY": ""})
+    run(tmp_path / "other", [job, str(tmp_path / "one")], {"HEADWAY": ""}, nproc_per_node=1)
+    alone, one = (json.loads((tmp_path / name).read_text()) for name in ("alone", "one"))
+
+    ours = {name for name in alone.keys() - os.environ.keys() if name.startswith("HEADWAY")}
+    told = {"TORCHELASTIC_ERROR_FILE", "PYTHONPATH", "KINETO_LOG_LEVEL", "TORCH_FR_BUFFER_SIZE"}
+    assert alone.keys() - os.environ.keys() - ours <= told
+    assert "HEADWAY_RANK" not in alone
+    assert (one["RANK"], one["WORLD_SIZE"]) == ("0", "1")
+
+
+def test_a_process_alone_is_rank_0_whatever_the_shell_says(tmp_path):
+    train = "import torch\no = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)\nfor _ in range(3): o.step()"
+    run(tmp_path / "run", [script(tmp_path, train)], {"HEADWAY": "", "RANK": "3", "WORLD_SIZE": "8"})
+    opened = Run.open(tmp_path / "run")
+
+    assert list(opened.trace.ranks) == [0]
+    assert int(opened.trace.named("optimizer.step").sum()) == 3
 
 
 def test_with_json_the_ranks_stdout_goes_to_stderr_and_the_log(tmp_path):

@@ -13,7 +13,10 @@ from headway.storage.redundancy.parity import judge
 from headway.storage.redundancy.parity_files import ParityFacts
 from headway.storage.redundancy.repair import repair
 from headway.storage.verification import verify
-from tests.redundant import content, flip, no_fsync, protected  # noqa: F401 - no_fsync is a fixture
+from tests import redundant
+from tests.redundant import content, flip, protected
+
+no_fsync = redundant.no_fsync
 
 
 @pytest.fixture(scope="module")

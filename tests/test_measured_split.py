@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
-from headway.data.caches.partition import FORMS, partition_cache
+from headway.data.caches.partition import FORMS, partition_cache, repaced
 from headway.data.serving.batches import Spent
-from headway.data.serving.measured_split import LEAST, MOST_HANDOVER, WARM_UP, MeasuredSplit
+from headway.data.serving.measured_split import CHUNK, LEAST, MOST_HANDOVER, WARM_UP, MeasuredSplit
 
 MS = 1_000_000
 
@@ -64,11 +64,31 @@ def test_it_is_the_planner_s_own_answer():
     found = measured(fetch_ms=3, decode_ms=2)
     split = found.split(num_jobs=1, handover_items=0)
     planned = partition_cache(
-        rates=found.rates(), sizes={"encoded": 100, "decoded": 500, "stored": 100}, n=1000, bytes=100_000, num_jobs=1
-    )
+        rates=found.rates(), sizes={"encoded": 100, "decoded": 500, "stored": 100}, n=1000, bytes=100_000,
+        num_jobs=1, whole=True,
+    )  # fmt: skip
 
     assert split == pytest.approx(planned.fractions)
     assert found.planned.examples_per_s == planned.examples_per_s
+
+
+def test_the_quickest_chunk_decides_and_the_median_one_predicts():
+    found = MeasuredSplit(FORMS, num_items=1000, cache_bytes=100_000, num_threads=1)
+    for k in range(WARM_UP + LEAST):
+        cold = 1 if k >= WARM_UP + LEAST - CHUNK else 2
+        spent = Spent(round(10 * k * MS), round((10 * k + 3) * MS), 2 * cold * MS, cold * MS, 100)
+        found.add({"encoded": 100, "decoded": 500, "augmented": 300}, spent)
+    sizes = {"encoded": 100, "decoded": 500, "stored": 100}
+    rates = found.rates()
+    quick = partition_cache(
+        rates={**rates, "decode_augment_per_s": 1 / 0.003, "augment_per_s": 1 / 0.001}, sizes=sizes, n=1000,
+        bytes=100_000, num_jobs=1, whole=True,
+    )  # fmt: skip
+
+    assert rates["decode_augment_per_s"] == pytest.approx(1 / 0.006)
+    assert found.split(num_jobs=1, handover_items=0) == pytest.approx(quick.fractions)
+    assert found.planned == repaced(quick, rates=rates, sizes=sizes)
+    assert found.planned.examples_per_s < quick.examples_per_s
 
 
 @given(

@@ -15,14 +15,11 @@ from headway.checkpoint.remote import BucketFiles
 from headway.core import store_user
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.commit import StepTakenError
-from headway.storage.digests import digest_of
-from headway.storage.manifest import RankManifest, entry_of, image_name
 from headway.storage.object_commit import (
     ObjectDraft,
     abandon,
     commit,
     committed,
-    finish_rank,
     record_at,
     recover,
     remove,
@@ -30,34 +27,11 @@ from headway.storage.object_commit import (
 from headway.storage.objects import PART_BYTES, ObjectStore, open_store, url_of
 from headway.storage.store import LocalStore
 from headway.storage.verification import verify_store
+from tests import bucket_saves
+from tests.bucket_saves import save
 from tests.object_race import points, race
-from tests.object_server import object_server
 
-
-@pytest.fixture(scope="module")
-def environment():
-    with object_server("bucket") as found:
-        yield found
-
-
-@pytest.fixture
-def root(environment, monkeypatch, request):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://bucket/{request.node.name.replace('[', '-').strip(']')}"
-
-
-def save(root, step, attempt, *, ranks=2, world_size=2):
-    """Write the parts of the first `ranks` of a save."""
-    store, draft = open_store(root), ObjectDraft(root, step, attempt)
-    for rank in range(ranks):
-        image, name = bytes([step, rank]) * 5000, image_name(rank)
-        store.put(f"{draft.prefix}/{name}", [image])
-        manifest = RankManifest(
-            step, attempt, rank, world_size, entry_of(name, digest_of(image), rank=rank, kind="image")
-        )
-        finish_rank(store, draft, manifest, digest_of(image))
-    return store, draft
+environment, root = bucket_saves.environment, bucket_saves.root
 
 
 def test_a_bucket_does_what_a_folder_does(root, tmp_path):
@@ -246,3 +220,14 @@ def test_an_attempt_that_cannot_be_part_of_a_key_is_refused():
         ObjectDraft("s3://bucket/run", 1, "a/b")
     with pytest.raises(InputError, match="step is -1"):
         ObjectDraft("s3://bucket/run", -1, "a")
+
+
+def test_a_prefix_of_a_folder_is_removed_with_all_below_it_and_again_without_complaint(tmp_path):
+    store = open_store(f"file://{tmp_path}")
+    for name in ("step-1/a", "step-1/deep/b", "step-10/a", "lone"):
+        store.put(name, [b"x"])
+
+    for prefix in ("step-1", "step-1", "lone", "never"):
+        store.remove(prefix)
+
+    assert list(store.list("")) == ["step-10/a"]

@@ -138,3 +138,12 @@ def test_what_is_on_its_way_for_another_job_counts_as_cached():
     before = order.num_substituted["b"]
     order.draw("b")
     assert order.num_substituted["b"] == before
+
+
+def test_nothing_is_kept_of_a_job_that_left():
+    order = Opportunistic({"a": range(9), "b": range(9)}, 1, cache=TieredCache(0))
+    order.step()
+    order.remove("a")
+
+    assert list(order.num_given) == ["b"]
+    assert "a" not in order.num_substituted

@@ -16,18 +16,10 @@ from headway.storage.manifest import read_record
 from headway.storage.redundancy.parity import assess, check, encode_rank, judge, state, warnings
 from headway.storage.redundancy.parity_files import ParityFacts
 from headway.storage.verification import verify
-from tests.redundant import content, flip, lose, no_fsync, protected  # noqa: F401 - no_fsync is a fixture
+from tests import redundant
+from tests.redundant import content, flip, lose, protected
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Six ranks, of which any two may be lost; tests that damage it copy it."""
-    return protected(tmp_path_factory.mktemp("root"))
-
-
-@pytest.fixture
-def copy(checkpoint, tmp_path):
-    return shutil.copytree(checkpoint, tmp_path / "step-1")
+no_fsync, checkpoint, copy = redundant.no_fsync, redundant.checkpoint, redundant.copy
 
 
 def image(path, rank):

@@ -11,7 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.caches.partition import CACHE_MODELS, RATES, PartitionMap, form_rates, partition_cache
+from headway.data.caches.partition import (
+    CACHE_MODELS,
+    FORMS,
+    RATES,
+    PartitionMap,
+    form_rates,
+    partition_cache,
+    repaced,
+    resource_costs,
+)
 
 RATE = {
     "storage_bytes_per_s": 2e8, "storage_network_bytes_per_s": 1.2e9, "cache_bytes_per_s": 5e9,
@@ -107,6 +116,52 @@ def test_more_cache_or_faster_parts_never_lower_the_prediction(model, setup, tim
     base = predicted(rate, bytes)
     assert predicted(rate, bytes * times) >= base * (1 - 1e-9)
     assert predicted({name: value * times for name, value in rate.items()}, bytes) == pytest.approx(base * times)
+
+
+@settings(max_examples=100)
+@given(
+    rates=st.tuples(*[st.floats(1e7, 1e10)] * 5, *[st.floats(100, 20000)] * 3),
+    encoded=st.integers(10_000, 1_000_000),
+    times=st.integers(1, 12),
+    n=st.integers(1, 200),
+    room=st.integers(1, 600),
+)
+def test_no_other_number_of_whole_examples_is_faster(rates, encoded, times, n, room):
+    rate, bytes = dict(zip(RATES, rates, strict=True)), room * encoded
+    size = {"stored": encoded, "encoded": encoded, "decoded": times * encoded, "augmented": 2 * times * encoded}
+    split = partition_cache(rates=rate, sizes=size, n=n, bytes=bytes, num_jobs=1, whole=True)
+    seconds = np.stack(list(resource_costs(rate, size, 1.0).values())) / n
+    decoded = np.arange(min(n, room // times) + 1)
+    held = np.minimum(room - times * decoded, n - decoded)
+    every = seconds @ np.stack([held, decoded, 0 * held, n - held - decoded])
+
+    assert all(count == pytest.approx(round(count), abs=1e-6) for count in split.counts)
+    assert sum(split.counts) == pytest.approx(n)
+    assert 1 / split.examples_per_s == pytest.approx(every.max(axis=0).min())
+    assert np.dot(split.counts[:3], [size[form] for form in FORMS]) <= bytes * (1 + 1e-9)
+
+
+def test_a_split_at_other_rates_keeps_its_examples_and_changes_its_speed():
+    common = {"rates": RATE, "sizes": SIZE, "n": 1000, "bytes": 1e8}
+    split = partition_cache(**common, num_jobs=1)
+    slow = repaced(split, rates={**RATE, "storage_bytes_per_s": 1e6}, sizes=SIZE)
+
+    assert repaced(split, rates=RATE, sizes=SIZE) == split
+    assert (slow.fractions, slow.counts) == (split.fractions, split.counts)
+    assert (slow.examples_per_s, slow.bottleneck) == (
+        pytest.approx(1000 / (split.counts[3] * SIZE["encoded"] / 1e6)), "storage",
+    )  # fmt: skip
+    with pytest.raises(InputError, match="no rate that limits"):
+        repaced(split, rates={}, sizes=SIZE)
+
+
+def test_what_a_part_of_a_decoded_example_would_take_holds_encoded_ones():
+    common = {"rates": {**RATE, "storage_bytes_per_s": 1e7}, "sizes": SIZE, "n": 64, "bytes": 14e6}
+    part, whole = partition_cache(**common, num_jobs=1), partition_cache(**common, num_jobs=1, whole=True)
+
+    assert part.counts[1] % 1 > 0.05
+    assert whole.counts[1] == math.floor(part.counts[1])
+    assert whole.counts[0] == math.floor((14e6 - whole.counts[1] * SIZE["decoded"]) / SIZE["encoded"])
 
 
 def test_a_small_set_beside_a_slow_cpu_is_kept_augmented():
@@ -220,6 +275,7 @@ def test_hosts_hold_nearly_equal_parts_and_one_that_leaves_moves_its_own_only():
         ({"bytes": -1}, "bytes is -1"),
         ({"n": 0}, "n is 0"),
         ({"num_jobs": 0}, "num_jobs is 0"),
+        ({"whole": True, "model": "seneca"}, "whole is True with model 'seneca'"),
         ({"model": "senica"}, "Did you mean 'seneca'"),
     ],
 )

@@ -405,19 +405,6 @@ def test_operators_do_what_they_say():
         ops.crop(image, rng, size=(41, 10))
 
 
-def test_a_resize_keeps_pixels_together_and_writes_where_it_is_told():
-    rng = np.random.default_rng(1)
-    window = rng.integers(0, 256, (60, 70, 3), dtype=np.uint8)[5:45, 10:63]
-    place = np.zeros((24, 30, 3), np.uint8)
-
-    made = ops.resize(window, size=(24, 30))
-
-    assert made.flags.c_contiguous
-    assert ops.resize(window, size=(24, 30), out=place) is place
-    assert np.array_equal(place, made)
-    assert ops.resize(window, size=(24, 30), out=place.astype(np.float32)) is not place  # of another type
-
-
 def test_a_users_generator_is_its_own_and_ours_draws_the_same_numbers():
     kept = []
     chain = Pipeline(Numbers(4)).map(lambda x, rng: kept.append(rng) or x, random=True).loader().dataset.chain

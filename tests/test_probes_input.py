@@ -168,6 +168,18 @@ def test_loaders_are_numbered_by_first_use_and_one_made_anew_keeps_its_number(tm
     assert waits == [0, 0, 1] * 3
     assert (facts[0]["dataset_size"], facts[0]["sampler"]) == (8, "RandomSampler")
     assert (facts[1]["dataset_size"], facts[1]["sampler"]) == (4, "SequentialSampler")
+    assert (facts[0]["datasets"], facts[1]["datasets"]) == (3, 1)
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(torch.ones(8, 1)), list(range(8))])
+def test_a_loader_made_anew_over_the_same_dataset_is_told_from_one_over_another(dataset, tmp_path):
+    with recording(tmp_path) as session:
+        for _ in range(3):
+            for _ in DataLoader(dataset, batch_size=4):
+                pass
+        facts = session.probes.loaders
+
+    assert [fact["datasets"] for fact in facts.values()] == [1]
 
 
 def test_facts_of_a_loader_say_why_it_cannot_be_tuned():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -13,6 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from headway.checkpoint import FlatShard, restore_into
 from headway.checkpoint.fetch import MemoryFiles
+from headway.checkpoint.runtime import states
+from headway.checkpoint.runtime.image_file import host_bytes
+from headway.checkpoint.runtime.restore import Reading
+from headway.checkpoint.runtime.shards import is_tensor, leaves
 from headway.core.errors import DamageError, InputError
 from headway.storage.commit import commit
 from headway.storage.digests import block_bytes_for
@@ -145,6 +152,155 @@ def test_a_part_of_a_tensor_is_verified_by_its_own_blocks(tmp_path):
 
     assert torch.equal(part.tensor, torch.arange(700_000, 800_000, dtype=torch.float64))
     assert 800_000 <= report.hashed_bytes <= 800_000 + 2 * block_bytes_for(image_of(folder).stat().st_size)
+
+
+class Held:
+    """An object with a state of its own, which it may refuse to change."""
+
+    def __init__(self, *, refuses=False, **values):
+        self.values, self.refuses = values, refuses
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        epoch, self.values["epoch"] = self.values["epoch"], state["epoch"]
+        if self.refuses and state["epoch"] != epoch:
+            raise OSError("the shards of this epoch are gone")
+        self.values["seen"] = state["seen"]
+
+
+def stepped(net):
+    """An optimizer over a model's parameters, with momentum."""
+    optimizer = torch.optim.SGD([{"params": net[0].parameters()}, {"params": net[2].parameters()}], momentum=0.9)
+    net(torch.ones(2, 300)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def everything(seed, **options):
+    net = model(seed)
+    return {
+        "first": Held(epoch=seed, seen=torch.full((5,), float(seed))),
+        "model": net,
+        "opt": stepped(net),
+        "plain": {"best": float(seed)},
+        "second": Held(epoch=seed, seen=torch.full((5,), float(seed)), **options),
+    }
+
+
+def frozen(objects):
+    """All bits of some objects."""
+    state = {name: thing.state_dict() if hasattr(thing, "state_dict") else thing for name, thing in objects.items()}
+    values = {leaf.fqn: leaf.value for leaf in leaves(state)}
+    return {fqn: bytes(host_bytes(value)) if is_tensor(value) else value for fqn, value in values.items()}
+
+
+def saved(objects, root):
+    state = {name: thing.state_dict() if hasattr(thing, "state_dict") else thing for name, thing in objects.items()}
+    return write(state, root)
+
+
+def test_an_object_that_refuses_is_named_and_all_others_are_as_they_were(tmp_path):
+    source, mine = everything(1), everything(2, refuses=True)
+    folder, before, seen = saved(source, tmp_path), frozen(mine), mine["first"].values["seen"]
+
+    with pytest.raises(InputError, match=r"'second' refuses what is stored of it \(OSError: the shards.*leave it out"):
+        restore_into(folder, mine)
+
+    assert frozen(mine) == before
+    assert mine["first"].values["seen"] is seen
+    mine["second"].refuses = False
+    restore_into(folder, mine)
+    assert frozen(mine) == frozen(source)
+    assert mine["first"].values["seen"] is seen  # in place
+
+
+def test_an_object_that_refuses_even_the_state_it_had_is_said_to_be_in_none(tmp_path):
+    folder, mine = saved(everything(1), tmp_path), everything(2)
+    mine["second"].load_state_dict = lambda state: 1 / 0
+
+    with pytest.raises(InputError, match=r"'second' refuses.*the state which it had before: it is in none now"):
+        restore_into(folder, mine)
+
+    assert mine["first"].values["epoch"] == 2
+
+
+def test_parameter_groups_that_differ_are_refused_before_anything_is_changed(tmp_path):
+    folder, mine = saved(everything(1), tmp_path), everything(2)
+    parameters = [*mine["model"].parameters()]
+    for sizes in ([4], [3, 1], [1, 1, 2]):
+        cuts = [0, *itertools.accumulate(sizes)]
+        groups = [{"params": parameters[start:stop]} for start, stop in itertools.pairwise(cuts)]
+        mine["opt"] = torch.optim.SGD(groups, momentum=0.9)
+        before = frozen(mine)
+
+        rule = rf"lacks|saved with groups of \[2, 2\] parameters and has groups of {re.escape(str(sizes))}"
+        with pytest.raises(InputError, match=rule):
+            restore_into(folder, mine)
+
+        assert frozen(mine) == before
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_damage_that_is_met_while_tensors_are_filled_says_that_the_state_is_mixed(tmp_path, size, monkeypatch):
+    monkeypatch.setattr(states, "KEPT_BYTES", 1 if size == "large" else states.KEPT_BYTES)
+    folder, mine = saved(everything(1), tmp_path), everything(2)
+    flip(image_of(folder), place_of(folder, "model.2.bias").payload_offset)
+
+    with pytest.raises(DamageError, match=r"model\.2\.bias.*The state is mixed now.*restore another step"):
+        restore_into(folder, mine)
+
+    assert mine["plain"] == {"best": 2.0}
+
+
+def test_damage_of_what_is_asked_first_changes_nothing(tmp_path):
+    folder, mine = saved(everything(1), tmp_path), everything(2)
+    flip(image_of(folder), place_of(folder, "second.seen").payload_offset)
+    before = frozen(mine)
+
+    with pytest.raises(DamageError, match=r"second\.seen") as caught:
+        restore_into(folder, mine)
+
+    assert "mixed" not in str(caught.value)
+    assert frozen(mine) == before
+
+
+def test_a_large_object_and_a_module_that_refuse_when_filled_say_that_the_state_is_mixed(tmp_path, monkeypatch):
+    folder = saved(everything(1), tmp_path)
+    mine = everything(2)
+    mine["model"].register_load_state_dict_post_hook(lambda *_: 1 / 0)
+    with pytest.raises(InputError, match=r"'model' refuses what .*ZeroDivisionError.*The state is mixed now"):
+        restore_into(folder, mine)
+
+    monkeypatch.setattr(states, "KEPT_BYTES", 1)
+    with pytest.raises(InputError, match=r"'second' refuses what .*OSError.*The state is mixed now"):
+        restore_into(folder, everything(2, refuses=True))
+
+
+def test_an_error_that_is_not_ours_keeps_its_type_and_notes_that_the_state_is_mixed(folder, monkeypatch):
+    def fails(_, shards):
+        if shards:
+            raise MemoryError("none left")
+
+    monkeypatch.setattr(Reading, "_aim", fails)
+    with pytest.raises(MemoryError) as caught:
+        restore_into(folder, {"model": model(2)})
+
+    assert any("The state is mixed now" in note for note in caught.value.__notes__)
+
+
+def test_a_value_that_cannot_be_put_where_it_belongs_is_refused_before_anything_is_changed(folder):
+    state = {"model": MappingProxyType(model(2).state_dict()), "step": 0}
+    holder = write({"model": {"note": 1, "w": torch.ones(2)}}, folder.parent / "other")
+    mine = {"model": MappingProxyType({"note": 0, "w": torch.zeros(2)})}
+
+    with pytest.raises(InputError, match=r"'model\.note' lies in a mappingproxy, which cannot be filled"):
+        restore_into(holder, mine)
+
+    assert mine["model"]["w"].tolist() == [0, 0]
+    restore_into(folder, state)
+    assert torch.equal(state["model"]["0.weight"], model(1)[0].weight)
 
 
 class Wild:

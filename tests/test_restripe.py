@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import Counter
 
 import pytest
@@ -15,18 +14,16 @@ from headway.storage.redundancy.parity import check, state
 from headway.storage.redundancy.repair import repair
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.verification import verify
-from tests.redundant import content, flip, lose, no_fsync, protected, put_back  # noqa: F401 - no_fsync is a fixture
+from tests import redundant
+from tests.redundant import content, flip, lose, protected, put_back
+
+no_fsync, copy = redundant.no_fsync, redundant.copy
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Ten ranks under 4+2."""
     return protected(tmp_path_factory.mktemp("root"), "4+2", world_size=10, rows=4000)
-
-
-@pytest.fixture
-def copy(checkpoint, tmp_path):
-    return shutil.copytree(checkpoint, tmp_path / "step-1")
 
 
 def facts_of_data(path):

@@ -93,6 +93,21 @@ def test_what_the_default_collate_function_makes_of_unlike_examples_is_left_to_i
         assert equal(ours, expected)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(2000).to_sparse(),
+        lambda: torch.zeros(5000, device="meta"),
+        lambda: torch.zeros(2, 5000).T,
+    ],
+    ids=["sparse", "meta", "transposed"],
+)
+def test_a_tensor_that_is_no_plain_row_of_memory_is_left_alone(make):
+    tensor = make()
+
+    assert Rows(2, Memory()).placed(0, tensor) is tensor
+
+
 def test_a_tensor_that_needs_its_gradient_keeps_its_history():
     weight = torch.ones(2000, requires_grad=True)
 

@@ -22,22 +22,11 @@ from headway.storage.object_commit import commit, committed
 from headway.storage.objects import open_store
 from headway.storage.verification import verify_store
 from headway.verbs.ckpt import ls, prune, show, verify_
-from tests.object_server import object_server
+from tests import bucket_saves
+from tests.bucket_saves import save
 from tests.spawn import on_ranks
-from tests.test_objects import save
 
-
-@pytest.fixture(scope="module")
-def environment():
-    with object_server("bucket") as found:
-        yield found
-
-
-@pytest.fixture
-def root(environment, monkeypatch, request):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://bucket/{request.node.name.replace('[', '-').strip(']')}"
+environment, root = bucket_saves.environment, bucket_saves.root
 
 
 def test_the_verbs_read_a_bucket(root, capsys):

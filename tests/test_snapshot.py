@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from headway.checkpoint.runtime.snapshot import Snapshot
+from headway.checkpoint.runtime import snapshot as snapshots
+from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, plan
+from headway.checkpoint.runtime.snapshot import STREAMED_THREADS, Snapshot
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -49,7 +54,7 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, STREAMED_THREADS + 1])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_large_tensors_are_copied_bit_for_bit(kind, threads):
     source, before = SOURCES[kind](), torch.get_num_threads()
@@ -62,6 +67,83 @@ def test_large_tensors_are_copied_bit_for_bit(kind, threads):
         torch.set_num_threads(before)
 
     assert torch.equal(slot, source)
+
+
+class Lane:
+    """A stream that only tells what it is given."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def wait_stream(self, other):
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_room", "end"),
+    [
+        ("host", True, ["weight", "may_change", "done"]),
+        ("device", True, ["may_change", "weight", "done"]),
+        ("device", False, ["weight", "may_change", "done"]),
+    ],
+)
+def test_later_work_waits_for_buffers_and_updates_for_what_they_change(monkeypatch, mode, has_room, end):
+    log, names = [], iter(["began", "may_change", "done"])
+    main, side = Lane("main", log), Lane("side", log)
+
+    def event(enable_timing):
+        name = next(names)
+        return SimpleNamespace(record=lambda stream: log.append(name))
+
+    def slot(name):
+        return SimpleNamespace(copy_=lambda source, non_blocking: log.append(name))
+
+    def clone(tensor):
+        if not has_room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return tensor.detach()
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    weight, buffer = torch.ones(3), torch.ones(5)
+    pairs = [(slot("weight"), weight), (slot("buffer"), buffer)]
+
+    copy = snapshots._begun(side, pairs, lambda tensor: tensor is weight, mode)
+
+    assert log == ["side waits for main", "began", "buffer", "main waits for side", *end]
+    assert (copy.num_bytes, len(copy.clones)) == (32, int(mode == "device" and has_room))
+
+
+def test_a_state_on_the_host_touches_no_device():
+    assert cuda_device_of([torch.ones(1), torch.ones(2)]) is None
+
+
+@on_gpu
+@pytest.mark.parametrize("mode", ["host", "device"])
+def test_a_copy_that_nobody_waits_for_has_the_value_of_a_lazy_sign(mode):
+    source = torch.randn(1 << 20, dtype=torch.complex64, device="cuda").conj()
+    slot = torch.zeros(1 << 20, dtype=torch.complex64).pin_memory()
+    snapshot = Snapshot(mode)
+    snapshot.copy([(slot, source)], settled=lambda tensor: True)
+    snapshot.wait()
+
+    assert torch.equal(slot, source.cpu())
+
+
+@on_gpu
+def test_an_image_is_pinned_for_the_device_of_the_state_until_it_is_closed():
+    source = torch.randn(1 << 20, device="cuda")
+    image = Image(plan([Part("w", source.dtype, (1 << 20,), (0,), (1 << 20,))]), tail_bytes=0, pin=source.device)
+    snapshot = Snapshot()
+    snapshot.copy([(image.slots[0], source)], settled=lambda tensor: True)
+    snapshot.wait()
+
+    assert image.slots[0].is_pinned()
+    assert torch.equal(image.slots[0], source.cpu())
+    image.close()
 
 
 @on_gpu

@@ -1,4 +1,4 @@
-"""Room for what is stored: optimizers that took no step, objects with other keys, values in place."""
+"""Room for what is stored: optimizers that took no step, objects with other keys, values in place, odd states."""
 
 from __future__ import annotations
 
@@ -137,6 +137,28 @@ def test_an_object_gets_the_keys_that_were_saved(tmp_path):
     assert equal(new.values, saved.values)
 
 
+SAVED = {"x": {"p": 1, "q": torch.ones(2)}, "l": [torch.ones(2), {"k": 3}], "e": []}
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        None,
+        {},
+        {"x": 5, "l": {"k": 1}, "e": [torch.zeros(1)]},
+        {"x": [torch.zeros(2)], "l": [torch.zeros(2)], "e": None},
+        {"x": open, "l": torch.zeros(3), "e": {}},
+    ],
+)
+def test_an_object_gets_the_form_that_was_saved_whatever_form_it_has(tmp_path, before):
+    folder, thing = write({"thing": SAVED}, tmp_path), Counter()
+    thing.values, thing.state_dict = before, lambda: thing.values
+
+    restore_into(folder, {"thing": thing})
+
+    assert equal(thing.values, SAVED)
+
+
 def test_an_object_whose_state_is_none_gets_none(tmp_path):
     class Stateless:
         got = "nothing yet"
@@ -179,6 +201,96 @@ def test_a_scheduler_goes_on_where_it_was(tmp_path):
 
     assert equal(new.state_dict(), schedule.state_dict())
     assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_the_rate_of_a_schedule_that_an_optimizer_lacks_comes_with_its_groups(tmp_path):
+    _, optimizer = trained(OPTIMIZERS["adam"])
+    torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    folder = write({"opt": optimizer.state_dict()}, tmp_path)
+    _, new = trained(OPTIMIZERS["adam"], steps=0)
+
+    restore_into(folder, {"opt": new})
+
+    assert equal(new.state_dict(), optimizer.state_dict())
+    assert new.param_groups[0]["initial_lr"] == 0.01
+
+
+def test_groups_that_share_a_tensor_of_a_rate_get_the_rates_that_were_saved(tmp_path):
+    def made(*rates):
+        parameters = [torch.nn.Parameter(torch.ones(2)) for _ in rates]
+        groups = [{"params": [one], "lr": lr} for one, lr in zip(parameters, rates, strict=True)]
+        return torch.optim.Adam(groups, capturable=False, foreach=False)
+
+    folder = write({"opt": made(torch.tensor(0.5), torch.tensor(0.25)).state_dict()}, tmp_path)
+    rate = torch.tensor(1.0)
+    new = made(rate, rate)
+
+    restore_into(folder, {"opt": new})
+
+    assert [group["lr"].item() for group in new.param_groups] == [0.5, 0.25]
+
+
+def test_a_scheduler_keeps_its_function(tmp_path):
+    def made():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+
+    optimizer, schedule = made()
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    folder = write({"opt": optimizer.state_dict(), "sched": schedule.state_dict()}, tmp_path)
+    other, new = made()
+
+    restore_into(folder, {"sched": new, "opt": other})
+    other.step()
+    new.step()
+
+    assert other.param_groups[0]["lr"] == 0.5**4
+
+
+def test_an_optimizer_that_has_stepped_goes_back_to_one_that_had_not(tmp_path):
+    _, fresh = trained(OPTIMIZERS["adam"], steps=0)
+    folder = write({"opt": fresh.state_dict()}, tmp_path)
+    _, used = trained(OPTIMIZERS["adam"])
+
+    restore_into(folder, {"opt": used})
+
+    assert used.state_dict()["state"] == {}
+
+
+def test_a_frozen_parameter_is_filled_and_stays_frozen(tmp_path):
+    model, _ = trained(OPTIMIZERS["sgd"])
+    other, _ = trained(OPTIMIZERS["sgd"], steps=0)
+    other[0].weight.requires_grad_(False)
+
+    restore_into(write({"model": model.state_dict()}, tmp_path), {"model": other})
+
+    assert torch.equal(other[0].weight, model[0].weight)
+    assert [parameter.requires_grad for parameter in other.parameters()] == [False, *[True] * 5]
+
+
+def test_what_cannot_be_filled_is_refused_with_what_to_do(tmp_path):
+    folder = write({"model": {"w": torch.ones(3, 2)}}, tmp_path)
+
+    for memory, rule in (
+        (torch.zeros(3, 2, device="meta"), r"'model\.w' is on the meta device.*to_empty\(\)"),
+        (torch.zeros(1, 2).expand(3, 2), r"several elements of model\.w lie in one place.*contiguous\(\)"),
+        (torch.zeros(3, 2, dtype=torch.bfloat16), r"was saved as float32 \[3, 2\] and is bfloat16 \[3, 2\] here"),
+    ):
+        with pytest.raises(InputError, match=rule):
+            restore_into(folder, {"model": {"w": memory}})
+
+
+def test_a_checkpoint_without_tensors_and_names_that_differ_in_case_alone(tmp_path):
+    folder = write({"Thing": {"n": 1}, "thing": {"n": 2}}, tmp_path)
+    large, small = Counter(n=0), Counter(n=0)
+
+    restore_into(folder, {"Thing": large, "thing": small})
+
+    assert (large.values, small.values) == ({"n": 1}, {"n": 2})
+    with pytest.raises(InputError, match=r"'THING\.n' \(nearest: 'thing\.n'"):
+        restore_into(folder, {"THING": Counter(n=0)})
 
 
 def test_what_has_no_state_is_refused(tmp_path):

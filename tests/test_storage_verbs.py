@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from headway.core.errors import InputError, UnknownNameError
 from headway.verbs.storage import fit, fleet, table
+from headway.verbs.storage_restripe import restripe
 
 HEAD = "model,size,n_unique,drive_days,failed\n"
 
@@ -78,7 +80,7 @@ def test_screens_show_the_verdict(capsys, logs, tmp_path):
 
     assert "tolerated AFR" in text
     assert "of the space is saved" in text
-    assert "Simulated: 160000 disks" in " ".join(text.split())
+    assert "Simulated: 160,000 disks" in " ".join(text.split())
 
 
 def test_what_cannot_be_meant_is_refused(tmp_path):
@@ -90,5 +92,13 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
         fleet(synthetic="mixd")
     with pytest.raises(UnknownNameError, match="unknown policy"):
         fit(tmp_path / "x.csv", policy="none")
-    with pytest.raises(InputError, match=r"--afr is -1; it must be above 0"):
-        table(afr=-1)
+    for afr in (-1, 0, 2, float("nan")):  # 2: per cent, perhaps
+        with pytest.raises(InputError, match=r"--afr is .*; it must be a fraction above 0, at most 1"):
+            table(afr=afr)
+    with pytest.raises(InputError, match=r"--mttr-hours is 0; a repair takes more than 0 hours"):
+        table(mttr_hours=0)
+    for cap in (-1, float("nan")):
+        with pytest.raises(InputError, match=r"--cap-mb-s is .*; use a rate above 0"):
+            restripe(tmp_path, to="+1", cap_mb_s=cap)
+    with pytest.raises(InputError, match="s3://bucket/run1 is a bucket; parity is for folders"):
+        restripe(Path("s3://bucket/run1"), to="+1")

@@ -6,6 +6,7 @@ import io
 import shutil
 import warnings
 
+import msgspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,6 +18,7 @@ from headway.checkpoint.stored import open_stored
 from headway.core.errors import DamageError, FormatError
 from headway.storage.formats.dcp import Chunk, StoredTensor
 from headway.storage.store import LocalStore
+from tests.checkpoints import write_checkpoint
 from tests.layouts_made import write
 
 STATE = {"model": {"w": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}, "step": 3}
@@ -147,3 +149,20 @@ def test_a_truncated_file_of_stocks_is_damage(stock):
 
     with pytest.raises(DamageError, match=r"__0_0\.distcp ends at byte"):
         restore_into(stock, state)
+
+
+def test_checksums_tell_of_two_tensors_whether_they_are_alike_where_they_can(tmp_path):
+    weight = torch.randn(40, 33)
+    other = weight.clone()
+    other[20, 20] += 1
+    parts = {"a": weight, "b": weight.clone(), "c": other, "d": weight[:39], "e": torch.zeros(40, 33)}
+    stored = open_stored(write_checkpoint(tmp_path, 1, parts, world_size=3))
+    whole = open_stored(write_checkpoint(tmp_path, 2, {"a": weight}, world_size=1))
+
+    assert [stored.is_alike("a", name) for name in "abcde"] == [True, True, False, False, False]
+    # In rows or whole, with the same elements or others: as long as pieces are rows.
+    stored._pieces["w"] = whole.pieces("a")
+    stored.tensors["w"] = stored.tensors["a"]
+    assert [stored.is_alike("w", name) for name in "abce"] == [True, True, False, False]
+    stored._pieces["w"] = [msgspec.structs.replace(piece, crc32=0) for piece in whole.pieces("a")]
+    assert [stored.is_alike("w", name) for name in "ad"] == [None, False]

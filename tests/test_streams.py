@@ -151,19 +151,6 @@ def test_a_slow_reader_gets_every_byte():
     assert len(got) == 1_000_000
 
 
-def test_a_process_left_behind_with_the_pipe_open_does_not_hold_the_end_up(tmp_path):
-    streams = Streams(tmp_path, limit_bytes=1 << 20)
-    out, err = streams.attach(0, plain=False, label="default0")
-    streams.start()
-    os.close(err)
-    streams.finish(0.05)  # `out` is still open: as if a daemon had inherited it
-
-    assert streams._open[0] >= 1
-    os.close(out)
-    streams.close()
-    assert streams._open[0] == 0
-
-
 @pytest.mark.slow
 def test_on_a_terminal_rank_0_sees_one_too_and_the_status_line_never_cuts_into_its_lines(tmp_path):
     job = tmp_path / "job.py"
@@ -196,3 +183,18 @@ def test_on_a_terminal_rank_0_sees_one_too_and_the_status_line_never_cuts_into_i
     assert b"bar 1/2\rbar 2/2" in screen  # nothing was drawn while the bar's line was unfinished
     assert b"starting up" in screen.split(b"bar 2/2")[1]
     assert b"\x1b[3" not in screen  # NO_COLOR
+
+
+def test_a_process_left_behind_with_the_pipes_open_does_not_hold_the_end_up_and_nothing_is_lost(tmp_path):
+    streams = Streams(tmp_path / "logs", limit_bytes=1 << 24, stdout_to_stderr=True)
+    out, err = streams.attach(3, plain=False, label="default3")
+    streams.start()
+    text = b"a line\n" * 100_000
+
+    for begin in range(0, len(text), 1 << 16):
+        os.write(out, text[begin : begin + (1 << 16)])
+    streams.finish(float("inf"), rank=3)  # returns, although nobody has closed them
+
+    assert (tmp_path / "logs" / "r3.out").stat().st_size == len(text)
+    os.close(out), os.close(err)
+    streams.close()

@@ -188,8 +188,16 @@ def test_a_failed_run_ends_with_the_first_rank_and_its_traceback() -> None:
 
     text = render_run(demo_run() | {"exit": ending, "applied": []})
 
-    assert "Failed on rank 1: user, exit code 1." in text
+    assert "Rank 1 failed (exit code 1): ValueError: bad [0m batch." in text
     assert text.splitlines()[-1].strip() == "ValueError: bad [0m batch"
+
+
+def test_a_plan_of_one_remedy_has_one_row_of_predicted_beside_measured() -> None:
+    one, whole = {"name": "host.gc", "measured_speedup": 1.5}, {"name": "plan", "measured_speedup": 1.5}
+    refused = {"name": "data.cache", "reason_not_applied": "not pure"}
+
+    assert render_run({"applied": [one, whole]}).count("1.50x") == 1
+    assert render_run({"applied": [one, refused, whole]}).count("1.50x") == 2, "the plan's gain is that of one of two"
 
 
 def test_a_refused_remedy_says_why() -> None:
@@ -222,6 +230,17 @@ def test_an_empty_plan_says_that_nothing_is_worth_it() -> None:
     assert "Nothing to apply" in render_plan({"proposals": [], "chosen": [], "predicted_speedup": 1.0})
 
 
+def test_a_plan_that_headway_cannot_apply_says_what_wins_most_by_hand() -> None:
+    async_save = {"name": "checkpoint.async", "predicted_speedup": 1.6, "interval": [1.3, 1.7], "reason": "Copy."}
+    unsure = {"name": "comm.links", "predicted_speedup": 1.9, "interval": [1.0, 3.0], "cost": "links"}
+
+    told = render_plan({"proposals": [unsure, async_save], "chosen": []}, width=200)
+    silent = render_plan({"proposals": [unsure], "chosen": []}, width=200)
+
+    assert "By hand: checkpoint.async, predicted 1.60x (1.30 to 1.70). Copy." in told
+    assert "By hand" not in silent
+
+
 class _Tty(io.TextIOWrapper):
     def isatty(self) -> bool:
         return True
@@ -248,6 +267,10 @@ def test_the_screen_fits_where_it_is_shown(
 
     assert (screen["color"], screen["unicode"]) == (color, unicode)
     assert 56 <= screen["width"] <= 100
+
+
+def test_a_standard_output_that_was_closed_is_no_error() -> None:
+    assert screen_of(None, {"TERM": "xterm"}) == {"width": 88, "color": False, "unicode": False}
 
 
 def test_a_command_to_copy_stands_on_one_line_and_takes_a_path_with_spaces():

@@ -323,7 +323,7 @@ def test_an_iterator_that_went_through_a_fork_says_so():
         try:
             list(batches)
         except InputError as error:
-            os._exit(7 if "stayed behind in the process that forked" in str(error) else 1)
+            os._exit(7 if "of which this one is a fork" in str(error) else 1)
         os._exit(2)
 
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

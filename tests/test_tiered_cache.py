@@ -277,3 +277,14 @@ def test_a_get_that_was_not_expected_takes_nobodys_need_away():
     cache.put(1, "encoded", b"x", refs=2)
     cache.get(1, expected=False)
     assert cache.refs(1) == 2
+
+
+def test_what_is_kept_for_any_number_of_uses_does_not_note_who_had_it():
+    cache = TieredCache(4, (0.5, 0, 0.5), num_jobs=3)
+    for item, form in ((0, "encoded"), (1, "augmented")):
+        cache.put(item, form, b"x")
+        for job in "ab":
+            assert cache.get(item, job) is not None
+
+    assert (cache.served(0), cache.served(1)) == (set(), {"a", "b"})
+    assert [len(entry.served) for tier in cache._tiers.values() for entry in tier.entries.values()] == [0, 2]

@@ -16,8 +16,11 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
-from headway.ledger.causes import find_causes
+from headway.ledger.cause import Cause
+from headway.ledger.causes import Fix, find_causes
 from headway.ledger.ledger import Ledger
+from headway.plan.planner import Plan
+from headway.plan.proposal import Proposal
 from headway.report.figures import verdict
 from headway.report.screens import render_compare
 from headway.report.timeline import timeline
@@ -28,14 +31,16 @@ from headway.sim.edits import EDITS
 from headway.trace.parts import Parts
 from headway.trace.trace import Trace
 from headway.verbs.compare import unfinished
-from headway.verbs.explain import explain
+from headway.verbs.explain import explain, fixes_of, refuted
 from headway.verbs.report import heat_maps, known_steps, step_durations, timelines, window_of
 from headway.verbs.source import newest_run
 from headway.verbs.trace import interval
-from headway.verbs.verdict import applied_rows
+from headway.verbs.verdict import applied_rows, verdict_line
 from headway.verbs.why import next_command
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
+
+FAILED = HEADER + '\n  File "train.py", line 3, in <module>\nValueError: x'
 
 BEFORE = str(ROOT / "tests" / "golden" / "runs" / "before")
 
@@ -78,6 +83,15 @@ def test_help_to_a_reader_who_leaves_is_no_error():
     )  # fmt: skip
 
     assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def test_a_verb_whose_output_was_closed_ends_as_usual():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m headway.cli compare {BEFORE} {BEFORE} >&-"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_help_of_whatif_lists_every_edit():
@@ -138,6 +152,60 @@ def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
     assert hung.sentence.startswith("The run made no more progress after 30 steps and was ended: it hung. 25.0 %")
     assert "headway hang" in hung.remedy
     assert recovered == verdict(why)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ((1, "user", 0, FAILED), "Rank 0 failed after 7 steps (exit code 1): ValueError: x. "),
+        ((137, "oom", 3, None), "Rank 3 ran out of memory after 7 steps (exit code 137). "),
+        ((143, "preempted", 0, None), "The run was stopped from outside after 7 steps (exit code 143). "),
+        ((130, "user", 0, FAILED), "The run was stopped by Ctrl-C after 7 steps. "),
+        ((0, "ok", None, None), ""),
+    ],
+)
+def test_a_run_that_did_not_end_well_says_so_before_anything_else(end, said):
+    why = {"devices": 1, "wall_s": 10.0, "steps": 7, "goodput": 0.25, "ledger": {"useful": 2.5}}
+    lost = [{"cause": "input.fetch", "lost_device_s": 5.0, "fix": "read ahead", "predicted_speedup": 2.0}]
+
+    for known in (why, {**why, "causes": lost}):
+        ended = dict(zip(("code", "class", "first_rank", "traceback"), end, strict=True))
+        assert verdict({**known, "exit": ended}).sentence == said + verdict(known).sentence
+
+
+def test_why_and_the_page_know_how_the_run_ended():
+    whole = explain([Path(BEFORE)])
+
+    assert whole.to_json()["exit"] == whole.run.meta["exit"] != {}
+
+
+def proposed(name, speedup, *, applies=True):
+    return Proposal(name, "data", ("workers=2",), speedup, (speedup, speedup), applies=applies)
+
+
+def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
+    """An edit that `headway plan` predicts to cost time is no advice in `headway why`."""
+    advised = Cause("input.prep", "loader", 2.0, "", "prepare in workers; try --set workers=2", 1.2, (1.2, 1.2))
+    worse, better = proposed("data.workers", 0.65), proposed("data.cache", 1.3)
+
+    told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse,)))
+
+    assert (told.fix, told.predicted_speedup) == ("none that pays is known (predicted: data.workers 0.65x)", None)
+    assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse, better))) == advised
+    assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0))) == advised
+
+
+def test_what_headway_cannot_apply_lends_its_prediction_to_the_rules_advice():
+    remove = proposed("straggler.remove", 5.0, applies=False)
+
+    assert fixes_of(Plan(1.0, 1.0, (1.0, 1.0), (remove,))) == {"straggler.rank": Fix("", 5.0, (5.0, 5.0))}
+
+
+def test_after_a_plan_was_applied_the_next_question_is_what_changed():
+    explained = explain([Path(BEFORE)])
+
+    assert verdict_line(explained).endswith(f" Next: headway why {BEFORE}")
+    assert verdict_line(explained, Path("my runs/a")).endswith(f" Next: headway compare 'my runs/a' {BEFORE}")
 
 
 def test_equal_runs_are_not_called_faster():
@@ -256,9 +324,11 @@ def test_the_heat_map_shows_the_slow_rank_and_not_those_that_wait_for_it():
 
 def test_what_to_type_next_names_every_part_of_a_run_by_several_hosts():
     chosen = SimpleNamespace(plan=SimpleNamespace(chosen=["data.workers"]))
+    saves = SimpleNamespace(plan=SimpleNamespace(chosen=[]), causes=[SimpleNamespace(cause="checkpoint.stall")])
 
     assert next_command(chosen, [Path("my runs/a")]) == "headway plan 'my runs/a'"
     assert next_command(chosen, [Path("a"), Path("b")]) == "headway report a b -o report.html"
+    assert next_command(saves, [Path("a")]) == "headway ckpt advise a"
 
 
 @pytest.mark.parametrize("folder", ["applied", "tables"])
@@ -276,9 +346,10 @@ def test_a_damaged_file_of_a_rank_beside_its_events_costs_what_it_held_and_no_mo
 
 
 def test_a_comparison_says_when_a_run_failed():
-    ends = [{"code": 0, "class": "ok"}, {"code": 143, "class": "hang"}]
+    ends = [{"code": 0, "class": "ok"}, {"code": 143, "class": "preempted"}]
 
     assert unfinished(*(SimpleNamespace(meta={"exit": end}) for end in ends)) == [
-        "the second run failed (class hang, exit code 143): its steps are those before that"
+        "the second run did not end well, its steps are those before that: "
+        "The run was stopped from outside (exit code 143)."
     ]
     assert unfinished(*(SimpleNamespace(meta={}) for _ in ends)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import shutil
@@ -22,7 +23,7 @@ from headway.core.errors import FormatError, InputError
 from headway.storage.formats.dcp import read_metadata
 from headway.storage.manifest import COMMIT, METADATA, CommitRecord, Piece, RankManifest, encode, read_record
 from headway.storage.verification import verify, verify_store
-from tests.checkpoints import some_state, write_checkpoint
+from tests.checkpoints import Caller, some_state, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +292,54 @@ def test_a_folder_of_safetensors_has_all_that_its_index_names(tmp_path):
     assert [(d.file, d.tensor, d.what) for d in report.damaged] == [
         ("model-2.safetensors", "b", "missing"), ("model-2.safetensors", "c", "missing"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_file_that_lacks_a_tensor_of_its_index_is_damaged(tmp_path, kind):
+    for number, name in enumerate("aa", 1):  # the second is a copy of the first
+        if kind == "bin":
+            torch.save({name: torch.zeros(2)}, tmp_path / f"model-{number}.bin")
+        else:
+            save_file({name: torch.zeros(2)}, tmp_path / f"model-{number}.safetensors")
+    index = tmp_path / f"model.{kind}.index.json"
+    index.write_text(f'{{"weight_map": {{"a": "model-1.{kind}", "b": "model-2.{kind}"}}}}')
+
+    for place in (tmp_path, index):
+        assert [(d.file, d.tensor) for d in verify(place).damaged] == [(f"model-2.{kind}", "b")]
+    index.write_text(f'{{"weight_map": {{"a": "model-1.{kind}"}}}}')
+    assert [verify(place).status for place in (tmp_path, index)] == ["good", "good"]
+
+
+def test_what_loading_would_run_is_noted_and_changes_nothing_else(tmp_path):
+    state = {"w": torch.zeros(2), "e": Caller()}
+    torch.save(state, tmp_path / "new.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    own = write_checkpoint(tmp_path / "own", 1, {"w": state["w"]}, objects={"e": state["e"], "lr": 0.1})
+    call = f"{os.name}.system"
+
+    notes = {path: verify(path).notes[:1] for path in (tmp_path / "new.pt", tmp_path / "old.pt", tmp_path / "dcp", own)}
+
+    assert [verify(path).status for path in notes] == ["good"] * 4
+    assert [note for (note,) in notes.values()] == [
+        f"loading new.pt with weights_only=False runs {call}", f"loading old.pt with weights_only=False runs {call}",
+        f"'e': dcp.load runs {call}", f"'e': restoring it runs {call}",
+    ]  # fmt: skip
+
+
+def test_a_file_cut_short_and_an_empty_one_are_said_to_be(tmp_path):
+    torch.save({"w": torch.zeros(100)}, tmp_path / "x.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:700])
+    for name in ("empty.pt", "empty.safetensors"):
+        (tmp_path / name).touch()
+
+    assert "was cut short, or is still being written" in verify(tmp_path / "cut.pt").notes[0]
+    assert [verify(tmp_path / f"empty.{form}").notes for form in ("pt", "safetensors")] == [
+        ("empty.pt is empty",), ("empty.safetensors is empty",),
+    ]  # fmt: skip
+    assert verify(tmp_path / "empty.pt").status == "lost"
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.checkpoint.costs import DURABLE_S, best_steps, overlap_steps
+from headway.checkpoint.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, overlap_steps
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds
 from headway.ledger.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
@@ -32,8 +32,20 @@ BUDGET = 0.035
 COPY_BYTES_PER_S = 4e9
 """Rate at which a state is copied to host memory, where nobody measured it: half of what one core of 2020 does."""
 
-COPY_SPREAD = 2.0
-"""Factor either way by which that may be wrong."""
+TAKE_BYTES_PER_S = 1e9
+"""Rate at which the memory of the first copy comes from the system, which clears its pages: half of one such core."""
+
+START_S = 0.3
+"""What the first save of `headway.Checkpointer` holds training up for besides: the start of its agent."""
+
+WRITE_BYTES_PER_S = 1e9
+"""Bytes that one such core checks and hands to storage, in the background, per second of its own."""
+
+SYNC_BYTES_PER_S = 5e8
+"""Bytes that a local disk makes durable: what saves that were never synced left for later, and ours wait for."""
+
+SPREAD = 2.0
+"""Factor either way by which what such rates say may be wrong."""
 
 SAVING = tuple(LABEL[f"checkpoint.{name}"] for name in ("save", "sync", "rename", "snapshot", "wait"))
 BEGINS = tuple(LABEL[f"checkpoint.{name}"] for name in ("save", "snapshot"))
@@ -49,7 +61,7 @@ class RecordedSaves:
     num_saves: int
     """Of the rank that saved most often, in the replayed steps."""
 
-    every_steps: float
+    every_steps: int
     """Steps between two of them, the median."""
 
     cost_s: float
@@ -62,7 +74,13 @@ class RecordedSaves:
     """Whether headway's Checkpointer made them."""
 
     num_bytes: int
-    """Bytes that the rank with most of them writes per save; 0 = not recorded."""
+    """Bytes of the state that the rank with most of them would copy per save; 0 = not recorded."""
+
+    written_bytes: int
+    """Bytes that all ranks together write per save."""
+
+    synced: bool
+    """Whether they were made durable before training went on."""
 
     dcp: bool
     """Whether torch's distributed checkpoint made them."""
@@ -86,8 +104,9 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
             "checkpoint.interval", "checkpoint", f"checkpoints cost {won} of a step: too little to pay for a change"
         )
         return
-    yield interval(program, saves, measured_mtbf_s(ledger))
-    yield asynchronous(program, saves, shares_cores=not setup.accelerated)
+    mtbf_s = measured_mtbf_s(ledger)
+    yield interval(program, saves, mtbf_s)
+    yield asynchronous(program, saves, setup, mtbf_s)
 
 
 def recorded_saves(program: Program) -> RecordedSaves | None:
@@ -97,13 +116,15 @@ def recorded_saves(program: Program) -> RecordedSaves | None:
     found = steps[most]
     if not len(found):
         return None
-    gap = float(np.median(np.diff(found))) if len(found) > 1 else float(program.recording.num_steps)
-    every = max(gap, 1.0)
+    gaps = np.sort(np.diff(found))
+    every = max(int(gaps[(len(gaps) - 1) // 2]), 1) if len(gaps) else program.recording.num_steps
     without = program.predict(["checkpoint=none"], interval=False)
-    cost_s = max(0.0, without.base_step_s - without.step_s) * every
+    per_save = (program.recording.num_steps - program.warm) / max(1, int((found >= program.warm).sum()))
+    cost_s = max(0.0, without.base_step_s - without.step_s) * per_save
     own = bool(np.isin(LABEL["checkpoint.snapshot"], program.recording.lanes[most].label))
-    num_bytes, dcp, late_s = _written(program)
-    return RecordedSaves(len(found), every, cost_s, without.step_s, own, num_bytes, dcp, late_s)
+    copied, written, dcp, late_s = _written(program)
+    synced = dcp or any((lane.label == LABEL["checkpoint.sync"]).any() for lane in program.recording.lanes)
+    return RecordedSaves(len(found), every, cost_s, without.step_s, own, copied, written, synced, dcp, late_s)
 
 
 def measured_mtbf_s(ledger: object) -> float | None:
@@ -133,49 +154,74 @@ def interval(program: Program, saves: RecordedSaves, mtbf_s: float | None) -> Pr
         cost="none",
         risk=f"{exposure(steps, saves.step_s, late_s=saves.late_s)}, not "
         f"{format_seconds(saves.every_steps * saves.step_s / 2 + saves.late_s)}",
-        reason=f"Save every {steps} steps rather than {saves.every_steps:.0f}: that {why}. {prediction.note}".strip(),
+        reason=f"Save every {steps} steps rather than {saves.every_steps}: that {why}. {prediction.note}".strip(),
         conflicts=("checkpoint.async",),
     )
 
 
-def asynchronous(program: Program, saves: RecordedSaves, *, shares_cores: bool) -> Proposal | Refusal:
+def asynchronous(
+    program: Program, saves: RecordedSaves, setup: Setup, mtbf_s: float | None = None
+) -> Proposal | Refusal:
     """Propose to wait for a copy in memory only, and to write it behind the steps.
 
-    `shares_cores`: steps compute on the host's cores, and the low end assumes that half of the writing hits them.
+    The remedy leaves the script its own interval; where the saves would overtake each other, or the script has to be
+    changed anyway, the interval is the best one.
     """
     if saves.own:
         return Refusal("checkpoint.async", "checkpoint", "headway's Checkpointer saves behind the steps already")
     if not saves.num_bytes:
         return Refusal("checkpoint.async", "checkpoint", "the size of the saves was not recorded: save to a path")
-    copy_s = saves.num_bytes / COPY_BYTES_PER_S
-    late_s = saves.cost_s + DURABLE_S
-    rare = overlap_steps(stall_s=0.0, duration_s=late_s, step_s=saves.step_s)
-    every = max(saves.every_steps, float(rare))
-    slow_s = COPY_SPREAD * copy_s + (saves.cost_s / 2 if shares_cores else 0.0)
+    late_s = saves.cost_s + DURABLE_S + (0.0 if saves.synced else saves.num_bytes / SYNC_BYTES_PER_S)
+    stall_s, once_s = behind_s(program, saves, setup)
+    applies = saves.dcp and overlap_steps(stall_s=0, duration_s=late_s, step_s=saves.step_s) <= saves.every_steps
+    goal: Goal = {"step_s": saves.step_s, "budget": BUDGET, "mtbf_s": mtbf_s}
+    best = behind_steps(stall_s, late_s=late_s, now=saves.every_steps, goal=goal)
+    every = saves.every_steps if applies else best
+    per_save_s = stall_s + once_s * every / program.recording.recorded_steps
     slow, likely, fast = (
-        _with_copy(program, saves, every, stall_s) for stall_s in (slow_s, copy_s, copy_s / COPY_SPREAD)
+        _with_stall(program, saves, every, seconds)
+        for seconds in (SPREAD * per_save_s, per_save_s, per_save_s / SPREAD)
     )
     if likely.speedup < MIN_SPEEDUP:
-        reason = f"a copy of {format_bytes(saves.num_bytes)} takes as long as the save: nothing to win"
+        copied = format_bytes(saves.num_bytes)
+        reason = f"copying {copied}, and writing them on cores that the steps need, costs as much: nothing to win"
         return Refusal("checkpoint.async", "checkpoint", reason)
     note = f"A copy at {format_bytes(COPY_BYTES_PER_S)}/s is assumed: headway ckpt bench measures it."
+    how, writer = f"headway.Checkpointer(root, model=..., opt=...) copies and goes on, every {every} steps", "process"
+    if applies:
+        how, writer = "The script's own dcp.save copies and goes on, as often as now", "thread"
     return Proposal(
         name="checkpoint.async",
         room="checkpoint",
         edits=likely.edits,
         predicted_speedup=likely.speedup,
         interval=(min(slow.interval[0], likely.interval[0]), max(fast.interval[1], likely.interval[1])),
-        # The remedy leaves the script's own interval: where that is too short, the change is the user's.
-        applies=saves.dcp and rare <= saves.every_steps,
-        allow="result-equivalent" if saves.dcp and rare <= saves.every_steps else None,
-        parameters={"every_steps": round(every)},
-        cost=f"{format_bytes(2 * saves.num_bytes)} of host memory per rank, and one process beside it",
+        applies=applies,
+        allow="result-equivalent" if applies else None,
+        parameters={"every_steps": every},
+        cost=f"{format_bytes(2 * saves.num_bytes)} of host memory per rank, and one {writer} beside it",
         risk=exposure(every, saves.step_s, late_s=late_s) + "; writing takes cores and storage from the steps",
-        reason=f"headway.Checkpointer(root, model=..., opt=...) copies and goes on, every {every:.0f} steps: the save "
-        f"before must be durable. {note} {likely.note}".strip(),
+        reason=f"{how}: the save before must be durable. {note} {likely.note}".strip(),
         memory_bytes=2 * saves.num_bytes,
         conflicts=("checkpoint.interval",),
     )
+
+
+def behind_s(program: Program, saves: RecordedSaves, setup: Setup) -> tuple[float, float]:
+    """Return what each save behind the steps would cost the job, its copy and its crowding, and the first one besides.
+
+    Memory is taken, and an agent started, once. Writing costs the steps what of it finds no idle core: ranks that
+    compute on an accelerator leave nearly all cores idle, ranks that compute on the host their number of threads less.
+    """
+    copy_s = saves.num_bytes / COPY_BYTES_PER_S + CALL_S
+    threads = 1
+    if not setup.accelerated:
+        told = str((program.facts.get("env") or {}).get("OMP_NUM_THREADS", "")).partition(",")[0]
+        threads = int(told) if told.isdigit() else program.cores
+    idle = max(0.0, program.cores - threads * setup.ranks_per_host * float(program.busy.mean()))
+    work_s = saves.written_bytes * setup.ranks_per_host / setup.world_size / WRITE_BYTES_PER_S
+    crowding_s = max(0.0, work_s - idle * saves.cost_s) / program.cores
+    return copy_s + crowding_s, saves.num_bytes / TAKE_BYTES_PER_S + (0.0 if saves.dcp else START_S)
 
 
 def exposure(every_steps: float, step_s: float, *, late_s: float = 0.0) -> str:
@@ -185,9 +231,9 @@ def exposure(every_steps: float, step_s: float, *, late_s: float = 0.0) -> str:
     return f"a failure loses {mean} of work on average, {worst} at worst"
 
 
-def _with_copy(program: Program, saves: RecordedSaves, every: float, copy_s: float) -> Prediction:
-    """Predict saves that stop training for `copy_s` every so many steps."""
-    factor = min(1.0, copy_s / saves.cost_s * saves.every_steps / every)
+def _with_stall(program: Program, saves: RecordedSaves, every: int, stall_s: float) -> Prediction:
+    """Predict saves that stop training for `stall_s` every so many steps."""
+    factor = min(1.0, stall_s / saves.cost_s * saves.every_steps / every)
     return program.predict([f"checkpoint={factor:.4g}x"])
 
 
@@ -198,28 +244,30 @@ def _saving_steps(label: Ints, step: Ints, row: Ints) -> Ints:
     return np.unique(step[begins][first])
 
 
-def _written(program: Program) -> tuple[int, bool, float]:
-    """Return the bytes that a rank writes per save, whether DCP writes them, and how late they are committed.
-
-    Of a bare trace nothing is known: (0, False, 0).
+def _written(program: Program) -> tuple[int, int, bool, float]:
+    """Return the bytes per save that a rank copies and that all write, whether DCP writes them, and how late they are
+    committed. Of a bare trace nothing is known: (0, 0, False, 0).
     """
     if program.run is None:
-        return 0, False, 0.0
-    most, dcp = 0, False
+        return 0, 0, False, 0.0
+    most, num_writers, dcp, lanes = 0, 0, False, program.recording.lanes
     begun_ns: dict[int, int] = {}
     ended_ns: dict[int, int] = {}
-    for lane in program.recording.lanes:
+    for lane in lanes:
         rows = program.run.parts.read({"rank": (lane.rank, lane.rank + 1)}, COLUMNS)
         start, seq = rows.events["start_ns"], rows.events["seq"]
         saved = rows.named("checkpoint.save", "checkpoint.snapshot") & (start >= lane.step_end_ns[0])
         if saved.any():
-            most = max(most, int(np.median(rows.events["bytes"][saved])))
+            most, num_writers = max(most, int(np.median(rows.events["bytes"][saved]))), num_writers + 1
             dcp |= bool((rows.events["corr"][saved] == DCP).any())
         copies, commits = rows.named("checkpoint.snapshot") & saved, rows.named("checkpoint.commit")
         begun_ns |= dict(zip(seq[copies].tolist(), start[copies].tolist(), strict=True))
         ended = (start + rows.events["duration_ns"])[commits].tolist()
         ended_ns |= dict(zip(seq[commits].tolist(), ended, strict=True))
     lags_s = [(ended_ns[number] - begun_ns[number]) / NS_PER_S for number in ended_ns.keys() & begun_ns.keys()]
-    # What is recorded of a DCP save is its folder, which all ranks write into.
-    share = most // len(program.recording.lanes) if dcp else most
-    return share, dcp, max(0.0, float(np.median(lags_s))) if lags_s else 0.0
+    late_s = max(0.0, float(np.median(lags_s))) if lags_s else 0.0
+    if not dcp:
+        return most, most * num_writers, dcp, late_s
+    # What is recorded of a DCP save is its folder, which all ranks write into. Under DDP each of them holds all of it.
+    replicated = any((lane.label == LABEL["comm.wait"]).any() for lane in lanes)
+    return most if replicated else most // len(lanes), most, dcp, late_s

@@ -80,6 +80,9 @@ LINGER_S = 60.0
 NICE = 10
 """Training goes first."""
 
+MOST_LOG_BYTES = 1 << 20
+"""How long the log grows: of what goes wrong at every save the trainer hears each time, the log need not."""
+
 
 @dataclass(slots=True)
 class Waiting:
@@ -357,8 +360,12 @@ class Agent:
         for channel, asked in list(self._callers.items()):
             if asked is not None:
                 self._callers[channel] = None
-                with contextlib.suppress(ChannelClosed, TimeoutError):
+                try:
                     channel.send(Done(is_orphan=self._orphan_since_s is not None), timeout_s=1.0)
+                except TimeoutError:
+                    LOG.info("an attempt that asked does not listen")
+                except ChannelClosed:  # its descriptor's number is the next caller's
+                    self._drop(channel)
 
     def _patience_s(self) -> float:
         """Return how long to wait for messages before looking at the folder again."""
@@ -422,9 +429,15 @@ def _watched(pid: int | None) -> int:
         return -1
 
 
+def _has_room(record: logging.LogRecord) -> bool:
+    """Say whether a line still goes to the log, which is our stderr."""
+    return os.fstat(sys.stderr.fileno()).st_size < MOST_LOG_BYTES
+
+
 def main(arguments: list[str]) -> NoReturn:
     """Be the agent whose end of the channel is descriptor `arguments[0]`; `arguments[1]` goes if nothing went wrong."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger().handlers[0].addFilter(_has_room)
     connected = socket.socket(fileno=int(arguments[0]))
     pid = int.from_bytes(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
     linger_s = _number(os.environ, "HEADWAY_CKPT_LINGER_S", LINGER_S)

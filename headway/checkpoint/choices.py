@@ -7,7 +7,7 @@ forms; the redundancy of what is stored costs bytes, not time. Seconds, bytes.
 
 >>> job = Job(step_s=0.5, save_s=20.0, every_steps=100, state_bytes=10**10)
 >>> [(way.name, way.every_steps, round(way.overhead_fraction, 3)) for way in ways(job)]
-[('as now', 100, 0.4), ('interval', 1143, 0.035), ('async', 143, 0.035)]
+[('as now', 100, 0.4), ('interval', 1143, 0.035), ('async', 144, 0.035)]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.checkpoint.advise import BUDGET, COPY_BYTES_PER_S
-from headway.checkpoint.costs import DURABLE_S, Goal, best_steps, overlap_steps, positive, wall_factor
+from headway.checkpoint.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, positive, wall_factor
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import parse_bytes
@@ -35,10 +35,10 @@ class Job:
     """A step without saves."""
     save_s: float
     """What a save stops training for today."""
-    every_steps: float
+    every_steps: int
     """Steps between saves today."""
     state_bytes: int = 0
-    """What one rank saves; 0 = not known."""
+    """What one rank would copy per save; 0 = not known."""
     copy_bytes_per_s: float = COPY_BYTES_PER_S
     """Rate of a copy to host memory, per rank."""
     mtbf_s: float | None = None
@@ -64,8 +64,8 @@ class Job:
 
     @property
     def copy_s(self) -> float:
-        """What a copy of the state takes."""
-        return self.state_bytes / self.copy_bytes_per_s
+        """What a save behind the steps stops training for."""
+        return self.state_bytes / self.copy_bytes_per_s + CALL_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ def ways(job: Job) -> list[Way]:
     if job.state_bytes and not job.late_s:
         stall_s = min(job.copy_s, job.save_s)
         late_s = job.save_s + DURABLE_S
-        apart = overlap_steps(stall_s=stall_s, duration_s=stall_s + late_s, step_s=job.step_s)
-        found.append(_way(job, "async", max(best_steps(stall_s, **goal), apart), stall_s, late_s))
+        every = behind_steps(stall_s, late_s=late_s, now=job.every_steps, goal=goal)
+        found.append(_way(job, "async", every, stall_s, late_s))
     return [replace(way, speedup=(1 + now.overhead_fraction) / (1 + way.overhead_fraction)) for way in found]
 
 
@@ -132,13 +132,13 @@ def protections(job: Job) -> list[Protection]:
     return found
 
 
-def _way(job: Job, name: str, every_steps: float, stall_s: float, late_s: float) -> Way:
+def _way(job: Job, name: str, every_steps: int, stall_s: float, late_s: float) -> Way:
     interval_s = every_steps * job.step_s
     lost = None
     if job.mtbf_s is not None:
         lost = 1 - 1 / wall_factor(interval_s, stall_s=stall_s, mtbf_s=job.mtbf_s, restart_s=late_s)
     return Way(
-        name, round(every_steps), stall_s, late_s, stall_s / interval_s, 1.0, interval_s / 2 + late_s,
+        name, every_steps, stall_s, late_s, stall_s / interval_s, 1.0, interval_s / 2 + late_s,
         interval_s + late_s, lost,
     )  # fmt: skip
 
@@ -157,7 +157,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
 """What `--set` takes -> the field of `Job`, and one line for a person."""
 
 _BYTES = ("state", "copy")
-_COUNTS = ("ranks", "hosts")
+_COUNTS = ("every", "ranks", "hosts")
 
 
 def job_with(settings: list[str], recorded: Job | None = None) -> Job:

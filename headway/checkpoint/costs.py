@@ -35,6 +35,9 @@ DURABLE_FILES = 10
 metadata, record of the commit, folders."""
 DURABLE_S = 0.15
 """What that takes where nobody measured it: a shared disk syncs in about 15 ms."""
+CALL_S = 0.005
+"""What a save that goes on behind the steps holds training up for besides its copy, where nobody measured it: a hundred
+tensors are looked up and a thread is started."""
 NEVER_S = 1e18
 """An interval beyond which nothing is saved any more: thirty billion years."""
 
@@ -142,11 +145,24 @@ class Goal(TypedDict):
 
 
 def best_steps(cost_s: float, *, step_s: float, budget: float, mtbf_s: float | None = None) -> int:
-    """Return the steps between saves that lose least at a known failure rate; else the fewest within the budget."""
+    """Return the steps between saves that lose least at a known failure rate; else the fewest within the budget.
+
+    Of the two whole numbers beside `best_interval_s` the one with the smaller `wall_factor`.
+    """
     if mtbf_s is None:
         return budget_steps(cost_s=cost_s, step_s=step_s, budget=budget)
     positive("step_s", step_s)
-    return max(1, round(min(best_interval_s(cost_s, mtbf_s), NEVER_S) / step_s))
+    below = max(1, math.floor(min(best_interval_s(cost_s, mtbf_s), NEVER_S) / step_s))
+    return min(below, below + 1, key=lambda steps: wall_factor(steps * step_s, stall_s=cost_s, mtbf_s=mtbf_s))
+
+
+def behind_steps(stall_s: float, *, late_s: float, now: int, goal: Goal) -> int:
+    """Return the steps between saves that stop training for `stall_s` and are durable `late_s` after that.
+
+    They must not overtake each other; and come more often than `now` only where a known failure rate asks for it.
+    """
+    apart = overlap_steps(stall_s=0.0, duration_s=late_s, step_s=goal["step_s"])
+    return max(best_steps(stall_s, **goal), apart, now if goal["mtbf_s"] is None else 1)
 
 
 @dataclass(frozen=True, slots=True)

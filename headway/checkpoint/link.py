@@ -40,8 +40,8 @@ from headway.checkpoint.messages import (
     Persisted,
     Redundant,
 )
-from headway.core.channel import Channel, Peer, connect
-from headway.core.errors import InputError
+from headway.core.channel import Channel, Peer, connect, hold_lock
+from headway.core.errors import HeadwayError, InputError
 from headway.core.wires import ChannelClosed, Packets
 
 LOG = logging.getLogger(__name__)
@@ -80,7 +80,6 @@ class AgentLink:
         self._saves: list[_Outstanding] = []
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._unread: list[Told] = []
 
     @property
     def pid(self) -> int | None:
@@ -113,7 +112,7 @@ class AgentLink:
 
     def poll(self, timeout_s: float = 0.0) -> list[Told]:
         """Return what the agent has reported since; wait up to `timeout_s` for the first report."""
-        found, self._unread = self._unread, []
+        found: list[Told] = []
         while self._channel is not None:
             try:
                 message, fds = self._channel.receive(0.0 if found else timeout_s)
@@ -183,27 +182,36 @@ class AgentLink:
         if code == 0 and not self._saves:
             return []  # it ended in good order; the next save starts another
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code} ({why})"
-        given_up: list[Told] = []
         for entry in self._saves:
             entry.num_deaths += 1
-            if entry.num_deaths > MOST_DEATHS:
-                text = f"{entry.num_deaths} agents in a row died over it, the last one {how}. Look at its log"
-                given_up.append(Failed(entry.save.step, "AgentDied", text))
-        self._saves = [entry for entry in self._saves if entry.num_deaths <= MOST_DEATHS]
+        lost = [entry for entry in self._saves if entry.num_deaths > MOST_DEATHS]
+        text = f"{MOST_DEATHS + 1} agents in a row died over it, the last one {how}. Look at its log"
+        given_up = self._give_up(lost, text)
         if self._saves:
-            current = self._layout
-            self._start()
-            for entry in self._saves:
-                self._send(entry.layout)
-                self._send(entry.save)
-            self._send(current)
+            try:
+                self._resume()
+            except (OSError, HeadwayError) as error:  # no memory for a process, say
+                given_up += self._give_up(self._saves, f"its agent {how}, and no other one could be started: {error}")
         warnings.warn(
-            f"the checkpoint agent (process {pid}) {how}; another one is started and given its "
-            f"{len(self._saves)} unfinished saves.",
+            f"the checkpoint agent (process {pid}) {how}; another one takes over {len(self._saves)} unfinished saves.",
             RuntimeWarning,
             stacklevel=2,
         )
         return given_up
+
+    def _resume(self) -> None:
+        """Start an agent with the saves that are not over."""
+        current = self._layout
+        self._start()
+        for entry in self._saves:
+            self._send(entry.layout)
+            self._send(entry.save)
+        self._send(current)
+
+    def _give_up(self, lost: list[_Outstanding], text: str) -> list[Told]:
+        """Forget saves; return what is to be told of each."""
+        self._saves = [entry for entry in self._saves if entry not in lost]
+        return [Failed(entry.save.step, "AgentDied", text) for entry in lost]
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:
@@ -247,10 +255,12 @@ def _asked(
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what agents that were killed left long ago."""
+    """Remove what agents that were killed left long ago; one that lives, however long, holds its lock."""
     for log in folder.glob("ckpt-*.log"):
-        with contextlib.suppress(OSError):  # somebody else was first
+        with contextlib.suppress(OSError):  # it lives, or somebody else was first
             if time.time() - log.stat().st_mtime > KEEP_LOG_S:
                 socket_file = log.with_suffix("").with_suffix(".sock")
-                for left in (log, socket_file, socket_file.with_suffix(".sock.lock")):
-                    left.unlink(missing_ok=True)
+                lock_file = socket_file.with_suffix(".sock.lock")
+                with os.fdopen(hold_lock(lock_file, wait=False)):
+                    for left in (log, socket_file, lock_file):
+                        left.unlink(missing_ok=True)

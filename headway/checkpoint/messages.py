@@ -92,7 +92,7 @@ class Persist(msgspec.Struct, tag=True, frozen=True):
 
     step: int
     attempt: str
-    """The attempt, and how often it saved this step before."""
+    """The attempt; numbered where its training had gone back, and saves a step again."""
     number: int
     num_bytes: int
     """Length of the image."""

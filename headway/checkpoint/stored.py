@@ -22,16 +22,17 @@ from __future__ import annotations
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.checkpoint.fetch import Files, LocalFiles, Room, Source, StoreFiles, too_short
 from headway.core.errors import DamageError, FormatError
-from headway.storage.digests import Digested, unpack_digests
+from headway.storage.digests import Digested, crc32_combine, unpack_digests
 from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import read_saved
+from headway.storage.formats.zip_files import entries
 from headway.storage.manifest import (
     COMMIT,
     DIGESTS_FILE,
@@ -104,6 +105,11 @@ class Stored:
         return getattr(self._files, "store", None)
 
     @property
+    def held(self) -> MutableMapping[str, Buffer]:
+        """The files that are read from memory; who takes one out has it read from where the others are."""
+        return getattr(self._files, "held", {})
+
+    @property
     def folder(self) -> Path | None:
         """The folder it lies in; None where that is no folder of this host."""
         return getattr(self._files, "folder", None)
@@ -114,6 +120,23 @@ class Stored:
             tensor = self._chunked[fqn]
             self._pieces[fqn] = [self._located(fqn, tensor, chunk) for chunk in tensor.chunks]
         return self._pieces.get(fqn, [])
+
+    def is_alike(self, first: str, second: str) -> bool | None:
+        """Tell by checksums whether two tensors have the same elements; None where only reading them can tell.
+
+        CRC-32 takes one in 2**32 pairs of unlike tensors for alike.
+        """
+        if self.tensors[first] != self.tensors[second]:
+            return False
+        one, other = ({(piece.offsets, piece.lengths): piece for piece in self.pieces(fqn)} for fqn in (first, second))
+        if one.keys() == other.keys():
+            pairs = [(piece, other[box]) for box, piece in one.items()]
+            if all((a.file, a.payload_offset) == (b.file, b.payload_offset) for a, b in pairs):
+                return True
+            if all(a.crc32 and b.crc32 for a, b in pairs):
+                return all(a.crc32 == b.crc32 for a, b in pairs)
+        sums = [_checksum(list(pieces.values())) for pieces in (one, other)]
+        return None if None in sums else sums[0] == sums[1]
 
     def digests(self, file: str) -> Digested | None:
         """Return the digests of an image's blocks; None for a file that has none.
@@ -199,9 +222,10 @@ class Stored:
         start, stop = chunk.record_offset, chunk.record_offset + chunk.record_bytes
         num_bytes = math.prod(chunk.lengths) * ITEM_BYTES.get(tensor.dtype, 0)
         common = (fqn, tensor.dtype, tensor.shape, chunk.offsets, chunk.lengths)
-        place = None if chunk.transforms else self._place_in(chunk, num_bytes)
-        if place is not None:
-            return Piece(*common, chunk.file, start, chunk.record_bytes, start + place, num_bytes, 0)
+        found = None if chunk.transforms else self._place_in(chunk, num_bytes)
+        if found is not None:
+            place, crc = found
+            return Piece(*common, chunk.file, start, chunk.record_bytes, start + place, num_bytes, crc)
         if self._unpack is None:
             raise FormatError(
                 f"{self.place}/{chunk.file} holds {fqn!r} in another form than row by row. Read it where torch is."
@@ -210,8 +234,8 @@ class Stored:
         self._unpacked[name] = self._unpack(self._files.read(chunk.file, start, stop), tensor, chunk)
         return Piece(*common, name, 0, num_bytes, 0, num_bytes, 0)
 
-    def _place_in(self, chunk: Chunk, num_bytes: int) -> int | None:
-        """Return where in its record a box's elements begin; None when they are not there row by row."""
+    def _place_in(self, chunk: Chunk, num_bytes: int) -> tuple[int, int] | None:
+        """Return where in its record a box's elements begin, and their CRC-32 (0: unknown); None if not row by row."""
         start, stop, name = chunk.record_offset, chunk.record_offset + chunk.record_bytes, f"{self.place}/{chunk.file}"
         try:
             record = self._files.read(chunk.file, start, stop)
@@ -220,11 +244,24 @@ class Stored:
         if memoryview(record).nbytes < chunk.record_bytes:
             raise too_short(name, start + memoryview(record).nbytes, stop)
         try:
-            saved = read_saved(record, name)
+            listed = entries(memoryview(record).cast("B"), name)
+            saved = read_saved(record, name, listed)
             place, size = saved.place_of(saved.tensors[0])
         except (FormatError, IndexError):
             return None
-        return place if size == num_bytes else None
+        crcs = {(entry.payload_offset, entry.num_bytes): entry.crc32 for entry in listed}
+        return (place, crcs.get((place, size), 0)) if size == num_bytes else None
+
+
+def _checksum(pieces: Sequence[Piece]) -> int | None:
+    """Return the CRC-32 of a tensor's elements, row by row; None where its pieces do not tell."""
+    total = 0
+    for piece in sorted(pieces, key=lambda piece: piece.offsets):
+        if piece.lengths[1:] != piece.shape[1:] or not piece.crc32:
+            return None
+        total = crc32_combine(total, piece.crc32, piece.payload_bytes)
+    is_whole = sum(math.prod(piece.lengths) for piece in pieces) == math.prod(pieces[0].shape)
+    return total if is_whole else None
 
 
 def open_stored(place: str | Path | Store | Files, *, unpack: Unpack | None = None, trust: bool = True) -> Stored:

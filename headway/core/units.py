@@ -63,14 +63,25 @@ def parse_bytes(text: str) -> int:
 def format_bytes(count: float) -> str:
     """Return a short human form, powers of 1000.
 
-    >>> format_bytes(25_300_000)
-    '25.3 MB'
+    >>> format_bytes(25_300_000), format_bytes(999_990), format_bytes(112_900_000_000_000_000)
+    ('25.3 MB', '1.0 MB', '112.9 PB')
     """
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    if abs(count) < 1000:
+        return f"{count:.0f} B"
+    for unit in ("KB", "MB", "GB", "TB", "PB"):
         count /= 1000
+        if abs(count) < 999.95 or unit == "PB":
+            return f"{count:.1f} {unit}"
     raise AssertionError("unreachable")
+
+
+def plural(count: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> plural(1, "tensor"), plural(160000, "disk"), plural(0, "other value")
+    ('1 tensor', '160,000 disks', '0 other values')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def format_fraction(fraction: float, digits: int = 1, *, signed: bool = False) -> str:
@@ -85,18 +96,21 @@ def format_fraction(fraction: float, digits: int = 1, *, signed: bool = False) -
 def format_seconds(seconds: float) -> str:
     """Return a short human form with three significant digits.
 
-    >>> [format_seconds(x) for x in (0.0000123, 0.0456, 7.891, 754.0)]
-    ['12.3 us', '45.6 ms', '7.89 s', '12 min 34 s']
+    >>> [format_seconds(x) for x in (0.0000123, 0.0456, 0.9999, 7.891, 754.0, 2_000_000.0)]
+    ['12.3 us', '45.6 ms', '1 s', '7.89 s', '12 min 34 s', '23 d 3 h']
     """
     size = abs(seconds)
-    if size < 1e-3:
+    if size < 999.5e-6:
         return f"{seconds * 1e6:.3g} us"
-    if size < 1:
+    if size < 0.9995:
         return f"{seconds * 1e3:.3g} ms"
-    if size < 100:
+    if size < 99.95:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    days, left = divmod(hours, 24)
+    if days > 1:
+        return f"{days} d {left} h"
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 

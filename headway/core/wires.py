@@ -146,9 +146,10 @@ class Packets(Wire):
                 self.socket.sendmsg(packet, beside, socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
-                self.wait(select.POLLOUT, deadline)
+                pass  # waits below, where a Ctrl-C has no other error to be shown with
             except OSError as error:
                 raise self._gone(error) from error
+            self.wait(select.POLLOUT, deadline)
 
     def _gone(self, error: OSError) -> ChannelClosed:
         """Close and return the error; what the peer said before it went comes first."""
@@ -166,9 +167,10 @@ class Packets(Wire):
                 message, beside, flags, _ = self.socket.recvmsg(INLINE_BYTES + 1, room, socket.MSG_CMSG_CLOEXEC)
                 break
             except BlockingIOError:
-                self.wait(select.POLLIN, deadline)
+                pass  # waits below, as above
             except OSError as error:
                 raise self.broken(f"the channel broke ({error.strerror}). Connect again.") from error
+            self.wait(select.POLLIN, deadline)
         fds = [fd for _, kind, raw in beside if kind == socket.SCM_RIGHTS for fd in _descriptors(raw)]
         if not message or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             for fd in fds:

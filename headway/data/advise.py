@@ -115,6 +115,8 @@ def unthreadable(fact: Mapping[str, Any]) -> str:
 
 def unkept(fact: Mapping[str, Any]) -> str:
     """Say why the examples of a loader with these facts cannot be kept; '' if they can."""
+    if int(fact.get("datasets") or 1) > 1:
+        return "its dataset is made anew for each pass, and what is kept goes with it: make it once, before the loop"
     return OWN.format("cache_bytes") if fact.get("own") else uncacheable(fact)
 
 
@@ -200,7 +202,10 @@ def threads(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
     prediction = program.predict(edits)
     processes = workers(program, setup, facts)
     if isinstance(processes, Proposal) and prediction.speedup < THREADS_WIN * processes.predicted_speedup:
-        reason = f"worker processes do as well: {prediction.speedup:.2f}x against {processes.predicted_speedup:.2f}x"
+        reason = (
+            f"{prediction.speedup:.2f}x against {processes.predicted_speedup:.2f}x by worker processes: "
+            f"less than {THREADS_WIN:g} times as much"
+        )
         return Refusal("data.threads", "data", reason)
     prefetch = max(int(fact.get("prefetch_factor") or 2) for fact in facts.values())
     memory = count * (THREAD_BYTES + prefetch * _batch_bytes(program))

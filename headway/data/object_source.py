@@ -29,7 +29,6 @@ from __future__ import annotations
 import io
 import os
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +36,7 @@ import msgspec
 
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.store_user import USER, claim
+from headway.data.child import said
 from headway.data.source import IMAGE_SUFFIXES, NOTHING, digest_of, labels_of, tar_members
 
 T = TypeVar("T")
@@ -246,20 +246,7 @@ def apart(work: Callable[[], T], kind: Any) -> T:
     """
     if _user[0]:
         return work()
-    readable, writable = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
-        pid = os.fork()
-    if pid == 0:
-        try:
-            with os.fdopen(writable, "wb") as file:
-                file.write(msgspec.msgpack.encode(_outcome(work)))
-        finally:
-            os._exit(0)
-    os.close(writable)
-    with os.fdopen(readable, "rb") as file:
-        answer = file.read()
-    os.waitpid(pid, 0)
+    answer, _ = said(lambda: msgspec.msgpack.encode(_outcome(work)))
     if not answer:
         raise HeadwayError("the process that lists objects died. Look for what killed it: its memory, perhaps.")
     failure, found = msgspec.msgpack.decode(answer, type=tuple[tuple[str, str] | None, msgspec.Raw])

@@ -41,6 +41,9 @@ class Cause:
     interval: tuple[float, float] | None = None
     """Low and high end of `predicted_speedup`, None when unknown."""
 
+    at_most: bool = False
+    """Whether `predicted_speedup` is that of a run without the cause: what the fix wins of it is not known."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the row of the `causes` list of schema `headway.why/1`."""
         return {
@@ -51,6 +54,7 @@ class Cause:
             "fix": self.fix,
             "predicted_speedup": self.predicted_speedup,
             "interval": None if self.interval is None else list(self.interval),
+            "at_most": self.at_most,
         }
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from headway.core.errors import InputError
-from headway.core.units import NS_PER_S, format_bytes, format_seconds
+from headway.core.units import NS_PER_S, format_bytes, format_seconds, plural
 from headway.ledger.account import SpanFacts
 from headway.ledger.cause import Cause, ranked
 from headway.ledger.input_counts import count_words
@@ -100,7 +100,7 @@ class Fix:
     """A remedy that somebody predicted: what to do instead of a rule's general advice."""
 
     text: str
-    """One concrete action."""
+    """One concrete action; '' leaves the rule's advice."""
 
     predicted_speedup: float
     """Step-rate ratio after it."""
@@ -127,7 +127,8 @@ def find_causes(
     """Return the causes of a ledger, by device-seconds lost.
 
     Without `predict` the seconds are those booked; with it, those that a replay without the cause wins, and the
-    speedup is that replay's. `fixes` (cause -> Fix) puts predicted remedies in the place of general advice.
+    speedup is that replay's: the most that a fix can win. `fixes` (cause -> Fix) puts predicted remedies in the place
+    of general advice.
     """
     least_s = least_fraction * ledger.total_ns / NS_PER_S
     found = [cause for rule in RULES.values() for cause in rule(ledger) if cause.lost_device_s > 0]
@@ -151,14 +152,23 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor) -> Cause:
     except InputError:  # This run cannot be replayed so; the booked seconds stand, without a prediction.
         return _booked(cause)
     won_s = max(0.0, forecast.base_step_s - forecast.step_s) * ledger.steps * ledger.devices
-    return replace(cause, lost_device_s=won_s, predicted_speedup=forecast.speedup, interval=forecast.interval)
+    evidence = cause.evidence
+    if ledger.meta.get("attempt"):  # what the earlier attempts and the first, cold steps lost besides is in the buckets
+        evidence += (
+            f"; {format_seconds(cause.lost_device_s)} over all attempts: replayed is the steady part of the last"
+        )
+    gain, bounds = forecast.speedup, forecast.interval
+    found = replace(cause, lost_device_s=won_s, evidence=evidence)
+    return replace(found, predicted_speedup=gain, interval=bounds, at_most=True)
 
 
 def _fixed(cause: Cause, fix: Fix | None) -> Cause:
     """Put a predicted remedy in the place of the advice."""
     if fix is None:
         return cause
-    return replace(cause, fix=fix.text, predicted_speedup=fix.predicted_speedup, interval=fix.interval)
+    text = fix.text or _booked(cause).fix
+    gain, bounds = fix.predicted_speedup, fix.interval
+    return replace(cause, fix=text, predicted_speedup=gain, interval=bounds, at_most=False)
 
 
 # ---- the rules
@@ -223,7 +233,7 @@ def _where_loader(ledger: Ledger) -> str:
     named = []
     for facts in (ledger.meta.get("loaders") or {"": {}}).values():
         name, workers = facts.get("dataset") or "loader", facts.get("num_workers")
-        named.append(str(name) if workers is None else f"{name}, {_many(workers, 'worker')} per rank")
+        named.append(str(name) if workers is None else f"{name}, {plural(workers, 'worker')} per rank")
     return "; ".join(dict.fromkeys(named))
 
 
@@ -276,21 +286,16 @@ def _input_transfer(ledger: Ledger) -> list[Cause]:
     hand, start = _sub_s(ledger, "input.transfer"), _sub_s(ledger, "input.start")
     count, created = _span(ledger, "input.next").count, _span(ledger, "input.iter").count
     copies = _span(ledger, "kernel.copy")
-    evidence = f"the hand-off in {count} calls of next(loader) took {_each(hand, count)}"
+    evidence = f"the hand-off in {count:,} calls of next(loader) took {_each(hand, count)}"
     if copies.count:
         evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
     if start > 0:
-        evidence += f"; starting and ending {created} iterators took {_each(start, created)}"
+        evidence += f"; starting and ending {created:,} iterators took {_each(start, created)}"
     if start > hand:
         fix = "keep the workers between epochs: DataLoader(persistent_workers=True); try --set persistent=true"
     else:
         fix = "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device"
     return [Cause("input.transfer", _where_loader(ledger), hand + start + waited, evidence + _also(waited), fix)]
-
-
-def _many(count: int, noun: str) -> str:
-    """Return a number with its noun: '1 rank', '2 ranks'."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _comm_exposed(ledger: Ledger) -> list[Cause]:
@@ -309,7 +314,7 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
         )
         evidence += f"{format_seconds(own)} in all nothing computed beside them"
     fix = "overlap more or send less: another DDP bucket size, gradients in bf16, faster links"
-    return [Cause("comm.exposed", _many(ledger.devices, "rank"), own, evidence, fix)]
+    return [Cause("comm.exposed", plural(ledger.devices, "rank"), own, evidence, fix)]
 
 
 def _straggler_rank(ledger: Ledger) -> list[Cause]:
@@ -357,8 +362,9 @@ def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
     host = ledger.hosts.get(rank)
     margin = format_seconds(late.median_margin_ns.get(rank, 0) / NS_PER_S)
     evidence = (
-        f"last at {late.times_last.get(rank, 0)} of {late.num_collectives} collectives, by {margin} in the median; "
-        f"it {DOING[bucket]} than the others ({100 * row[bucket] / own_ns:.0f} % of the waiting)"
+        f"last at {late.times_last.get(rank, 0):,} of {late.num_collectives:,} collectives, by {margin} in the median; "
+        f"it {DOING[bucket]} than the others ({100 * row[bucket] / own_ns:.0f} % of the "
+        f"{format_seconds(own_ns / NS_PER_S)} that they waited for it)"
     )
     fix = {
         "useful": f"look at what else runs on rank {rank}'s cores or device (clocks, heat, neighbours), or replace it",
@@ -395,7 +401,7 @@ def _host_launch(ledger: Ledger) -> list[Cause]:
     if kernels.count:
         evidence += f"; {kernels.count} kernels took {_each(kernels.total_ns / NS_PER_S, kernels.count)}"
     fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
-    return [Cause("host.launch", _many(ledger.devices, "device"), own, evidence, fix)]
+    return [Cause("host.launch", plural(ledger.devices, "device"), own, evidence, fix)]
 
 
 def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
@@ -406,7 +412,9 @@ def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     evidence = f"{count:,} saves stopped training for {_each(own, count)}"
     parts = {"save": "writing", "persist": "fsync and flush", "commit": "rename"} if stock.count else {}
     parts |= {"snapshot": "copying", "wait": "waiting for a copy or an earlier save"} if copies.count else {}
-    told = [f"{text} {format_seconds(_sub_s(ledger, f'checkpoint.{key}'))}" for key, text in parts.items()]
+    told = [
+        f"{text} {format_seconds(took)}" for key, text in parts.items() if (took := _sub_s(ledger, f"checkpoint.{key}"))
+    ]
     evidence += f" ({', '.join(told)})" if told else ""
     evidence += _in_background(ledger) + _also(waited)
     fix = "save less often, or copy to host memory and write in the background; try --set checkpoint=0.5x"
@@ -428,7 +436,9 @@ def _startup_compile(ledger: Ledger) -> list[Cause]:
     """torch.compile at work, at the start and in steps."""
     own, waited = _sub_s(ledger, "startup.compile", "restart.compile"), _blamed_s(ledger, "startup")
     span = _span(ledger, "host.compile")
-    evidence = f"torch.compile worked {span.count} times, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
+    evidence = (
+        f"torch.compile worked {plural(span.count, 'time')}, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
+    )
     fix = "keep the compile cache between runs (TORCHINDUCTOR_CACHE_DIR), mark dynamic shapes to avoid recompilation"
     return [Cause("startup.compile", "training thread", own + waited, evidence + _also(waited), fix)]
 

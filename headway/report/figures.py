@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headway.core import units
 from headway.core.units import format_seconds
 
 Json = Mapping[str, Any]
@@ -105,7 +106,13 @@ def interval(bounds: object) -> str:
 
 
 def predicted(row: Json) -> str:
-    """Write a row's `predicted_speedup` with its `interval`: '1.90x (1.75 to 2.02)'; '-' when there is none."""
+    """Write a row's `predicted_speedup` with its `interval`: '1.90x (1.75 to 2.02)'; '-' when there is none.
+
+    >>> predicted({"predicted_speedup": 1.9, "interval": [1.75, 2.02], "at_most": True})
+    'at most 1.90x'
+    """
+    if row.get("at_most") and finite(row.get("predicted_speedup")) is not None:
+        return f"at most {speedup(row['predicted_speedup'])}"
     text, bounds = speedup(row.get("predicted_speedup")), interval(row.get("interval"))
     return f"{text} ({bounds})" if bounds and text != "-" else text
 
@@ -150,7 +157,8 @@ def count(value: object) -> str:
 
 def plural(number: object, noun: str) -> str:
     """Write a number with its noun: '1 step', '2 devices'."""
-    return f"{count(number)} {noun}{'' if finite(number) == 1 else 's'}"
+    known = finite(number)
+    return f"- {noun}s" if known is None else units.plural(round(known), noun)
 
 
 def clean(text: object) -> str:
@@ -205,13 +213,15 @@ def verdict(why: Json) -> Verdict:
 
     The first cause with a predicted gain leads, else the first cause: its bucket
     gives the share, its fix the remedy. A run without a cause worth naming is
-    told so, and a run that a hang ended that it hung. Where something else took
-    more of the time (the start-up of a short run, time that nobody recorded),
-    that is said behind it.
+    told so. How a run ended that did not end well comes before everything else.
+    Where something else took more of the time (the start-up of a short run,
+    time that nobody recorded), that is said behind it.
     """
     devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
+    end = ending(why.get("exit"), why.get("steps"))
+    end += " " * bool(end)
     if not finite(why.get("steps")):
-        return Verdict(f"No optimizer step was recorded in {devices} x {wall}.", "", "")
+        return Verdict(f"{end}No optimizer step was recorded in {devices} x {wall}.", "", "")
     if (why.get("hang") or {}).get("ended_the_run"):
         goodput = percent(why.get("goodput"))
         sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
@@ -222,14 +232,60 @@ def verdict(why: Json) -> Verdict:
     if first is None:
         goodput = percent(why.get("goodput"))
         rest = _larger_loss(why, "") or "; no loss stands out"
-        return Verdict(f"{goodput} of {devices} x {wall} was useful work{rest}.", "", "")
+        return Verdict(f"{end}{goodput} of {devices} x {wall} was useful work{rest}.", "", "")
     rest = _larger_loss(why, str(first.get("cause", "")).partition(".")[0])
-    sentence = f"{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}."
+    sentence = f"{end}{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}."
     gain = finite(first.get("predicted_speedup"))
     return Verdict(
         sentence, clean(first.get("fix") or ""), predicted(first) if (gain or 0) >= GAIN_WORTH_NAMING else ""
     )
 
+
+def ending(end: Json | None, steps: object = None) -> str:
+    """Say how a run ended from its `exit` {code, class, first_rank, traceback}; '' when well, or when it is not known.
+
+    >>> raised = TRACEBACK + '\\n  File "a.py"\\nKeyError: 7'
+    >>> ending({"code": 1, "class": "user", "first_rank": 0, "traceback": raised}, 3)
+    'Rank 0 failed after 3 steps (exit code 1): KeyError: 7.'
+    >>> ending({"code": 143, "class": "preempted"}), ending({"code": 0})
+    ('The run was stopped from outside (exit code 143).', '')
+    """
+    if not end or not end.get("code"):
+        return ""
+    after = f" after {plural(steps, 'step')}" if finite(steps) else ""
+    if end["code"] == CTRL_C:
+        return f"The run was stopped by Ctrl-C{after}."
+    rank = end.get("first_rank")
+    who = f"Rank {clean(rank)}" if rank is not None else "The run"
+    what = ENDINGS.get(str(end.get("class")), "failed")
+    who = "The run" if what == ENDINGS["preempted"] else who
+    raised = _raised(str(end.get("traceback") or ""))
+    return f"{who} {what}{after} (exit code {clean(end['code'])}){': ' * bool(raised)}{raised}."
+
+
+def _raised(traceback: str) -> str:
+    """Return what the last exception of a traceback said, in one short line; '' without a traceback."""
+    _, found, last = traceback.rpartition(TRACEBACK)
+    said = next((line for line in last.splitlines() if line[:1].strip()), "") if found else ""
+    line = clean(said).rstrip(".")
+    return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 3] + "..."
+
+
+TRACEBACK = "Traceback (most recent call last):"
+"""The line above the frames; the first line below them that is not indented names the exception."""
+
+LONGEST_MESSAGE = 120
+"""Characters of an exception that the verdict repeats."""
+
+CTRL_C = 130
+"""Exit code of a run that was interrupted: nobody failed."""
+
+ENDINGS: dict[str, str] = {
+    "oom": "ran out of memory",
+    "hang": "made no more progress",
+    "preempted": "was stopped from outside",
+}
+"""Exit class -> what a run or its first failing rank did, in words; any other class failed."""
 
 HUNG = "look at the rank that the others wait for: headway hang shows where it stands"
 """What to do first about a run that a hang ended."""

@@ -92,6 +92,8 @@ def timeline_part(panels: Sequence[Mapping[str, Any]]) -> str:
     drawn, present = panels[0]["ranks"], panels[0]["all_ranks"]
     some = f"{drawn} of {present} ranks are drawn." if drawn < present else ""
     missing = f" {plural(hidden, 'span')} too short to see {'is' if hidden == 1 else 'are'} left out." if hidden else ""
+    waits = " A wait for a late rank has the colour of comm here; the ledger books it as straggler."
+    waits *= "comm" in used and present > 1
     tools = "".join(
         f'<button type="button" id="timeline-{name}" aria-label="{label}">{sign}</button>'
         for name, label, sign in (("in", "Zoom in", "+"), ("out", "Zoom out", "−"), ("all", "Show everything", "All"))
@@ -107,7 +109,7 @@ def timeline_part(panels: Sequence[Mapping[str, Any]]) -> str:
         f'<figure id="timeline-figure" tabindex="0" {label}><div class="bar-tools">{tools}{hint}</div>{canvas}</figure>'
     )
     body = frame + legend(used) + _without_script()
-    return section("timeline", "Timeline of a window", (some + missing).strip(), body)
+    return section("timeline", "Timeline of a window", (some + missing + waits).strip(), body)
 
 
 def _group_chooser(panel: Mapping[str, Any]) -> str:

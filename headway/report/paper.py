@@ -46,10 +46,13 @@ class ScreenOptions(TypedDict, total=False):
     """Bars and signs beyond ASCII are allowed, default yes."""
 
 
-def screen_of(output: IO[str], environ: Mapping[str, str] = os.environ) -> ScreenOptions:
-    """Return the options that fit `output`: colour only on a tty without NO_COLOR, ASCII where UTF-8 is not spoken."""
+def screen_of(output: IO[str] | None, environ: Mapping[str, str] = os.environ) -> ScreenOptions:
+    """Return the options that fit `output`: colour only on a tty without NO_COLOR, ASCII where UTF-8 is not spoken.
+
+    None is a standard output that was closed before Python started: what is drawn then goes nowhere.
+    """
     dumb = environ.get("TERM", "") == "dumb"
-    tty = output.isatty() and not dumb
+    tty = output is not None and output.isatty() and not dumb
     columns = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if tty else DEFAULT_WIDTH
     encoding = (getattr(output, "encoding", None) or "ascii").lower().replace("-", "").replace("_", "")
     return ScreenOptions(
@@ -81,6 +84,11 @@ def draw(
     text = "\n".join(line.rstrip() for line in buffer.getvalue().split("\n")).rstrip("\n")
     return text if unicode else to_ascii(text)
 
+
+STEERING = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], " "
+)
+"""Characters by which a name in a file could steer the terminal or reorder a line -> a blank."""
 
 ASCII_SIGNS = str.maketrans(
     {
@@ -156,8 +164,18 @@ def grid(*columns: str, gap: int = 2, indent: int = 2) -> Table:
 
 
 def add_row(table: Table, *cells: str | Text, style: str = "") -> None:
-    """Add a row below the indent of a `grid`; text is taken literally."""
-    table.add_row("", *(c if isinstance(c, Text) else Text(c) for c in cells), style=style)
+    """Add a row below the indent of a `grid`; text is taken literally, but for what would steer the terminal."""
+    table.add_row("", *(c if isinstance(c, Text) else Text(c.translate(STEERING)) for c in cells), style=style)
+
+
+def uncut(table: Table) -> Table:
+    """Make a `grid` as wide as its rows are, on any screen: of a listing no name and no figure is cut.
+
+    A narrow terminal folds such lines; a pipe gets them whole.
+    """
+    console = Console(width=10_000)
+    table.width = table.__rich_measure__(console, console.options).maximum
+    return table
 
 
 def title(text: str, aside: str = "", *, width: int) -> Table:
@@ -177,7 +195,7 @@ def paragraph(text: str | Text, *, indent: int = 2, style: str = "") -> Table:
     table = Table.grid(expand=True)
     table.add_column(width=indent)
     table.add_column(ratio=1, overflow="fold")
-    table.add_row("", text if isinstance(text, Text) else Text(text, style=style))
+    table.add_row("", text if isinstance(text, Text) else Text(text.translate(STEERING), style=style))
     return table
 
 

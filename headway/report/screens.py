@@ -21,9 +21,11 @@ from rich.text import Text
 
 from headway.core.units import format_bytes, format_rate
 from headway.report.figures import (
+    GAIN_WORTH_NAMING,
     Json,
     clean,
     count,
+    ending,
     finite,
     interval,
     percent,
@@ -60,26 +62,20 @@ def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
 
 
 def _run_sentence(run: Json) -> Text:
-    """Return how the run ended and how fast it was: class and first failing rank when it did not end well."""
-    ending = run.get("exit") or {}
-    kind, code = clean(ending.get("class", "")), ending.get("code")
+    """Return how the run ended and how fast it was."""
     rate = finite(run.get("steps_per_s"))
     speed = f"{format_rate(rate)} steps/s" if rate is not None else ""
     facts = joined([speed, f"goodput {percent(run['goodput'])}" if finite(run.get("goodput")) is not None else ""])
-    if kind in ("ok", "") and not code:
-        return Text.assemble(("Done. ", "bold"), facts)
-    rank = ending.get("first_rank")
-    where = f" on rank {clean(rank)}" if rank is not None else ""
-    return Text.assemble((f"Failed{where}: {kind}, exit code {clean(code)}. ", "bold red"), facts)
+    failed = ending(run.get("exit"))
+    return Text.assemble((f"{failed} ", "bold red") if failed else ("Done. ", "bold"), facts)
 
 
 def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
     """Return the table of remedies: predicted, measured, how far apart; refused ones with their reason below."""
     table = grid("left", "right", "right", "right")
     add_row(table, "remedy", "predicted", "measured", "prediction off by", style="dim")
-    for row in sorted(rows, key=lambda r: r.get("name") == WHOLE_PLAN):
-        if row.get("reason_not_applied"):
-            continue
+    done = applied(rows)
+    for row in done:
         error = prediction_error(row)
         off = "-" if error is None else f"{100 * error:+.1f} %"
         style = "bold" if row.get("name") == WHOLE_PLAN else ""
@@ -88,12 +84,22 @@ def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
     heading = Text.assemble(
         "  ", ("Predicted and measured", "bold"), (f"  against {clean(baseline)}" * bool(baseline), "dim")
     )
-    parts: list[RenderableType] = [heading, table] if table.row_count > 1 else []
+    parts: list[RenderableType] = [heading, table] if done else []
     for row in rows:
         if row.get("reason_not_applied"):
             reason = (f"  not applied: {clean(row['reason_not_applied'])}", "dim")
             parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))
     return parts
+
+
+def applied(rows: Sequence[Json]) -> list[Json]:
+    """Return the rows of what was applied, that of the whole plan last; a plan of one remedy is that remedy's row.
+
+    >>> [row["name"] for row in applied([{"name": "plan"}, {"name": "host.gc"}])]
+    ['host.gc']
+    """
+    done = sorted((r for r in rows if not r.get("reason_not_applied")), key=lambda r: r.get("name") == WHOLE_PLAN)
+    return done if sum(r.get("name") != WHOLE_PLAN for r in rows) > 1 else done[:1]
 
 
 def prediction_error(row: Json) -> float | None:
@@ -148,11 +154,28 @@ def _plan_sentence(plan: Json) -> Text:
     """Return what the chosen remedies gain together, or that there is nothing to apply."""
     number = len(plan.get("chosen") or ())
     if not number:
-        return Text("Nothing to apply: no remedy of headway's own gains more than the noise of two runs.", style="bold")
+        nothing = "Nothing to apply: no remedy of headway's own gains more than the noise of two runs."
+        return Text(nothing + by_hand(plan), style="bold")
     together = f"{number} remedies together" if number > 1 else "One remedy"
     bounds = interval(plan.get("interval"))
     gain = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
     return Text(f"{together}: predicted {gain} the steps per second.", style="bold")
+
+
+def by_hand(plan: Json) -> str:
+    """Return the sentence on what wins most of what only the user can apply, '' where nothing is sure to win.
+
+    >>> links = {"name": "comm.links", "predicted_speedup": 1.2, "interval": [1.1, 1.3], "cost": "cables"}
+    >>> by_hand({"proposals": [links]})
+    ' By hand: comm.links, predicted 1.20x (1.10 to 1.30). cables'
+    """
+    able = [row for row in plan.get("proposals") or () if not row.get("applies") and row.get("interval")]
+    sure = [row for row in able if row["interval"][0] >= GAIN_WORTH_NAMING]
+    best = max(sure, key=lambda row: row["predicted_speedup"], default=None)
+    if best is None:
+        return ""
+    how = clean(best.get("reason") or best.get("cost") or "")
+    return f" By hand: {clean(best['name'])}, predicted {predicted(best)}. {how}".rstrip()
 
 
 def _proposals(proposals: Sequence[Json], chosen: set[str], mark: str) -> list[RenderableType]:

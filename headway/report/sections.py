@@ -26,6 +26,7 @@ from headway.report.figures import (
     clean,
     count,
     device_seconds,
+    ending,
     finite,
     interval,
     percent,
@@ -38,10 +39,13 @@ from headway.report.figures import (
     verdict,
     worth_naming,
 )
-from headway.report.screens import WHOLE_PLAN, prediction_error
+from headway.report.screens import WHOLE_PLAN, applied, by_hand, prediction_error
 
 MILD_SLOWDOWN = 1.1
 """A heat map's darkest colour stands for at least this slowdown, so that noise stays pale."""
+
+EMPTY: tuple[object, ...] = (None, "", [], {})
+"""Values of facts that say nothing."""
 
 MOST_STEP_BARS, STEP_BAR_HEIGHT = 300, 72
 """Bars in the picture of slowdowns by step, and their largest height in pixels."""
@@ -261,7 +265,7 @@ def applied_part(run: Json | None) -> str:
     rows = list((run or {}).get("applied") or ())
     if not rows:
         return ""
-    done = sorted((r for r in rows if not r.get("reason_not_applied")), key=lambda r: r.get("name") == WHOLE_PLAN)
+    done = applied(rows)
     refused = [row for row in rows if row.get("reason_not_applied")]
     known = [
         v for r in done for v in (r.get("predicted_speedup"), r.get("measured_speedup"), *(r.get("interval") or ()))
@@ -337,7 +341,7 @@ def plan_part(plan: Json | None) -> str:
     lead = (
         f"The chosen ones (✓) together: predicted {together} the steps per second."
         if chosen
-        else "Nothing that headway itself can apply gains more than the noise of two runs."
+        else f"Nothing that headway itself can apply gains more than the noise of two runs.{by_hand(plan)}"
     )
     return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')
 
@@ -451,15 +455,15 @@ def facts_part(facts: Mapping[str, Any]) -> str:
     rows = "".join(
         f"<dt>{text(str(name).replace('_', ' '))}</dt><dd>{_fact(value)}</dd>"
         for name, value in facts.items()
-        if value not in (None, "", [], {})
+        if value not in EMPTY
     )
     return section("facts", "Facts of the run", "", f'<dl class="facts">{rows}</dl>' if rows else "")
 
 
 def _fact(value: Any) -> str:
-    """Return a fact as text: mappings one entry per line, sequences joined by blanks."""
+    """Return a fact as text: mappings one entry per line without the empty ones, sequences joined by blanks."""
     if isinstance(value, Mapping):
-        return "<br>".join(f"{text(k)} = {text(v)}" for k, v in value.items() if v is not None)
+        return "<br>".join(f"{text(k)} = {text(v)}" for k, v in value.items() if v not in EMPTY)
     if isinstance(value, Sequence) and not isinstance(value, str):
         return text(" ".join(str(part) for part in value))
     return text(value)
@@ -467,14 +471,10 @@ def _fact(value: Any) -> str:
 
 def traceback_part(run: Json | None) -> str:
     """Return the first failing rank's traceback, verbatim but for characters that cannot be printed."""
-    ending = (run or {}).get("exit") or {}
-    if not ending.get("traceback"):
+    end = (run or {}).get("exit") or {}
+    if not end.get("traceback"):
         return ""
-    rank = ending.get("first_rank")
-    where = f"Rank {rank} failed first" if rank is not None else "The run failed"
-    lead = f"{where}; exit code {ending.get('code')}, class {ending.get('class')}."
     lines = "\n".join(
-        html.escape("".join(c if c.isprintable() else " " for c in line))
-        for line in str(ending["traceback"]).splitlines()
+        html.escape("".join(c if c.isprintable() else " " for c in line)) for line in str(end["traceback"]).splitlines()
     )
-    return section("failure", "How it failed", lead, f"<pre>{lines}</pre>")
+    return section("failure", "How it failed", ending({**end, "traceback": ""}), f"<pre>{lines}</pre>")

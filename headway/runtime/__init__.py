@@ -5,6 +5,6 @@ Parquet, `doctor` checks the host beforehand, `pool` runs functions on
 several ranks for tests and benchmarks. Importing this package loads no torch.
 
 >>> import sys, headway.runtime.launch
->>> headway.runtime.launch.LaunchOptions().nproc_per_node
-1
+>>> headway.runtime.launch.LaunchOptions().is_plain
+True
 """

@@ -141,6 +141,7 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, 
         attempt=int(environ.get("HEADWAY_ATTEMPT") or 0),
         role=MAIN if is_main else CHILD,
     )
+    os.environ.pop("HEADWAY_RANK", None)  # processes that the script starts may be ranks of their own
     os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_ENTRIES)
     if is_main:
@@ -195,8 +196,8 @@ def after_import(module: ModuleType) -> None:
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher gave this process: torchrun's, Slurm's or Open MPI's variable, else 0."""
-    for name in ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+    """Return the rank that the launcher gave this process: ours, torchrun's, Slurm's or Open MPI's variable, else 0."""
+    for name in ("HEADWAY_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
         if environ.get(name, "").isdigit():
             return int(environ[name])
     return 0

@@ -15,6 +15,7 @@ CLOCK_MONOTONIC; exit codes as `subprocess` gives them (-9 = SIGKILL).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -29,8 +30,8 @@ CLASSES: Final = ("ok", "user", "oom", "hang", "infra", "preempted")
 
 ADVICE: Final = {
     "ok": "nothing failed",
-    "user": "starting it again would fail again",
-    "oom": "starting it again would fail again: lower the batch size, or the number of loader workers",
+    "user": "an error of the script, which would come again",
+    "oom": "out of memory, as it would be again: lower the batch size, or the number of loader workers",
     "hang": "a rank did not come to a collective: compare the ends of RUN/logs; starting it again may help",
     "infra": "not the script's fault by all appearances: starting it again may help",
     "preempted": "stopped from outside: start it again to go on",
@@ -51,6 +52,10 @@ FIXES: Final = (
 
 BLAME: Final = ("user", "oom", "hang", "infra", "preempted", "ok")
 """Classes in the order in which they explain a run of which several launchers each saw a part."""
+
+FAILED_AT_EXIT: Final = "failed_at_exit"
+"""Fact that a remedy notes in RUN/applied when work of the script's failed after its last line: a rank that left with
+0 has failed all the same."""
 
 HEADER = "Traceback (most recent call last):"
 
@@ -216,6 +221,15 @@ def advice(end: RankEnd, cls: str) -> str:
     """Return what to do about this end: the fix of a known cause, else whether a new start may help."""
     words = end.stderr[-4096:]
     return next((fix for pattern, fix in FIXES if re.search(pattern, words)), ADVICE[cls])
+
+
+def failed_at_exit(run: Path, rank: int) -> bool:
+    """Say whether a remedy has noted in the folder `run` that work of this rank's script failed after its last line."""
+    try:
+        remedies = json.loads((run / "applied" / f"r{rank}.json").read_text())["remedies"]
+        return any(FAILED_AT_EXIT in remedy["facts"] for remedy in remedies)
+    except (OSError, ValueError, KeyError):  # no remedies, or a file that tells nothing
+        return False
 
 
 HUNG_CODE: Final = 124

@@ -34,6 +34,7 @@ from headway.runtime.exit_class import (
     advice,
     classify,
     exit_status,
+    failed_at_exit,
     first_failure,
     is_secondary,
     traceback_of,
@@ -56,8 +57,8 @@ RUNS = Path("headway-runs")
 class LaunchOptions:
     """What `headway run` was asked for; names and meanings of the first block are torchrun's."""
 
-    nproc_per_node: int | str = 1
-    """Ranks on this host: a number, 'auto', 'gpu' or 'cpu'."""
+    nproc_per_node: int | str | None = None
+    """Ranks on this host: a number, 'auto', 'gpu' or 'cpu'; None = one."""
     nnodes: int | str = 1
     """Hosts: a number or '<min>:<max>'."""
     node_rank: int = 0
@@ -107,6 +108,23 @@ class LaunchOptions:
     """Port of this host's Prometheus endpoint; 0 = a free one, None = no endpoint."""
     metrics_host: str = "127.0.0.1"
     """Address that the endpoint is bound to."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether none of torchrun's flags is given: the script is started as `python script` would start it.
+
+        Scripts that ask for RANK before they go distributed must not find one then.
+        """
+        return all(str(getattr(self, name)) == str(getattr(_PLAIN, name)) for name in TORCHRUN_FLAGS)
+
+
+TORCHRUN_FLAGS = (
+    "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts",
+    "standalone", "master_addr", "master_port", "local_addr", "role",
+)  # fmt: skip
+"""Options that only a job of several processes, hosts or attempts has."""
+
+_PLAIN = LaunchOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +267,7 @@ def specs_of(
     base = rank_env.inherited(os.environ)
     specs = []
     for place in places:
-        env = base | rank_env.torchrun_env(place, base)
+        env = base | (rank_env.ALONE if options.is_plain else rank_env.torchrun_env(place, base))
         env |= rank_env.headway_env(
             base,
             run=recording.path,
@@ -407,7 +425,7 @@ class Attempts:
         killed = suspect and not rank.told and watch is not None and watch.killed(rank.pid)
         return RankEnd(
             rank.spec.rank,
-            code,
+            code or int(failed_at_exit(self.recording.path, rank.spec.rank)),
             rank.end_ns or 0,
             text,
             tail.arrival_ns(HEADER.encode()),
@@ -459,8 +477,8 @@ def _failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, al
     how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
     how = "ended for making no progress" if first.hung else how
     do = f"who was waited for says: headway hang {shlex.quote(str(run))}" if first.hung else advice(first, end.cls)
-    what = f"{how}, class {end.cls}): {do}"
-    head = f"headway: rank {first.rank} failed first ({what}. The run is in {run}\n"
+    begin = "\n" if first.rank == 0 and first.stderr and not first.stderr.endswith("\n") else ""
+    head = f"{begin}headway: rank {first.rank} failed first ({how}): {do}. The run is in {run}\n"
     if end.traceback:
         told = alone and first.stderr.rstrip().endswith(end.traceback.rstrip())
         return head if told else head + end.traceback + "\n"

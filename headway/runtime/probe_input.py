@@ -357,6 +357,7 @@ class LoaderGroups:
     def __init__(self, probes: Probes) -> None:
         self.probes = probes
         self._loaders: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self._is_dataset: list[Callable[[Any], bool]] = []  # of each group: is this the dataset that was read last?
 
     def of(self, loader: Any) -> int:
         """Return the loader's group, and write its facts when it is new."""
@@ -367,11 +368,25 @@ class LoaderGroups:
         for group, (reference, old) in enumerate(self._loaders):
             if reference() is None and old == facts:
                 self._loaders[group] = (weakref.ref(loader), facts)
+                if not self._is_dataset[group](loader.dataset):
+                    self._is_dataset[group] = _recognised(loader.dataset)
+                    self.probes.loaders[group]["datasets"] += 1
                 return group
         self._loaders.append((weakref.ref(loader), dict(facts)))
+        self._is_dataset.append(_recognised(loader.dataset))
         self.probes.loaders[len(self._loaders) - 1] = facts
         self.probes.write_tables()
         return len(self._loaders) - 1
+
+
+def _recognised(thing: Any) -> Callable[[Any], bool]:
+    """Return what says whether something is this very thing, without keeping it alive."""
+    try:
+        reference = weakref.ref(thing)
+    except TypeError:  # a list: one that is made in its place later counts as the same
+        number = id(thing)
+        return lambda other: id(other) == number
+    return lambda other: reference() is other
 
 
 def loader_facts(loader: Any) -> dict[str, Any]:
@@ -394,6 +409,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "dataset_size": size,
         "sampler": type(loader.sampler).__name__,
         "dataset": type(loader.dataset).__name__,
+        "datasets": 1,
         "own": is_own(loader),
         "draws": None,
         "collate_draws": None,

@@ -98,9 +98,14 @@ def torchrun_env(place: Place, base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+ALONE = {"HEADWAY_RANK": "0"}
+"""What tells a process without torchrun's variables, or with some that were meant for another, which rank it is."""
+
+
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
     """Return the launcher's environment as ranks inherit it: without what an outer recording left there."""
-    return {name: value for name, value in env.items() if name not in ("HEADWAY_MAIN_PID", "HEADWAY_PLAN")}
+    ours = "HEADWAY_MAIN_PID", "HEADWAY_PLAN", "HEADWAY_RANK"
+    return {name: value for name, value in env.items() if name not in ours}
 
 
 def headway_env(
@@ -188,11 +193,13 @@ def check_host(host: str, what: str) -> None:
         ) from cause
 
 
-def num_processes(text: str | int) -> int:
-    """Return how many ranks `--nproc-per-node` means: a number, 'auto', 'gpu' or 'cpu', without importing torch.
+def num_processes(text: str | int | None) -> int:
+    """Return how many ranks `--nproc-per-node` means: a number, 'auto', 'gpu', 'cpu' or None, without importing torch.
 
     Raises `InputError` on anything else, and for 'gpu' without a CUDA device.
     """
+    if text is None:
+        return 1
     if isinstance(text, int) or text.isdigit():
         count = int(text)
         if count < 1:

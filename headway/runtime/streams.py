@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from fcntl import ioctl
 from pathlib import Path
 
+from headway.core.host import readable
 from headway.core.wake import Wake
 
 READ_BYTES = 1 << 16
@@ -122,8 +123,7 @@ class Streams:
         self._wake = Wake()
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._tails: dict[int, Tail] = {}
-        self._open: dict[int, int] = {}
-        self._closing = False
+        self._closing = self._is_reading = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._broken: set[int] = set()
@@ -145,7 +145,6 @@ class Streams:
             prefix = None if plain else f"[{label}]:".encode()
             source = _Source(rank, read_fd, log, out_fd, prefix, tail if suffix == "err" else None)
             with self._lock:
-                self._open[rank] = self._open.get(rank, 0) + 1
                 self._selector.register(read_fd, selectors.EVENT_READ, source)
             ends.append(write_fd)
         self._wake.ring()
@@ -162,12 +161,23 @@ class Streams:
         return self._tails[rank]
 
     def finish(self, timeout_s: float = 2.0, *, rank: int | None = None) -> None:
-        """Wait until every stream (of `rank`) ended; a process that a rank left behind may hold one open for ever."""
+        """Wait until all that ranks (or `rank`) wrote, who are gone, has been read.
+
+        Not for the end of their streams: a process that a rank left behind may hold one open for ever.
+        """
         deadline = time.monotonic() + timeout_s
         while self._thread is not None and time.monotonic() < deadline:
-            if not (sum(self._open.values()) if rank is None else self._open.get(rank, 0)):
+            # In this order: what is no longer in a pipe has been read by a thread that still works on it, or is done.
+            if not self._unread(rank) and not self._is_reading:
                 return
             time.sleep(0.002)
+
+    def _unread(self, rank: int | None) -> bool:
+        """Whether something is left in a pipe (of `rank`)."""
+        with self._lock:
+            keys = list(self._selector.get_map().values())
+        sources = [key.data for key in keys if key.data is not None]
+        return any(readable(source.read_fd, 0.0) for source in sources if rank in (None, source.rank))
 
     def close(self) -> None:
         """Read what is left and stop the thread."""
@@ -191,6 +201,13 @@ class Streams:
                     self._read(key.data)
 
     def _read(self, source: _Source) -> None:
+        self._is_reading = True
+        try:
+            self._take(source)
+        finally:
+            self._is_reading = False
+
+    def _take(self, source: _Source) -> None:
         try:
             data = os.read(source.read_fd, READ_BYTES)
         except OSError:  # EIO: the last writer of a pseudo-terminal is gone
@@ -223,7 +240,6 @@ class Streams:
         self._show_lines(source, len(source.partial))
         with self._lock:
             self._selector.unregister(source.read_fd)
-            self._open[source.rank] -= 1
         os.close(source.read_fd)
         source.log.close()
 

@@ -12,9 +12,10 @@ are elements, those in files bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,14 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError, InputError
 from headway.storage.boxes import Box, whole
 from headway.storage.commit import committed, is_own
-from headway.storage.foreign_checks import HEAD_BYTES, PICKLED
+from headway.storage.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse
 from headway.storage.formats.dcp import Record, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import Saved, Stored, is_legacy, read_legacy, read_saved
 from headway.storage.formats.safetensors import is_safetensors, read_header
+from headway.storage.formats.values import Value
+from headway.storage.formats.weights_only import what_runs
+from headway.storage.formats.zip_files import is_zip
 from headway.storage.manifest import METADATA, CommitRecord, RankManifest, merged_objects
 from headway.storage.object_commit import checkpoint_at
 from headway.storage.objects import url_of
@@ -101,6 +105,12 @@ class Contents:
     record: CommitRecord | None = None
     """The commit record of a checkpoint of ours."""
 
+    values: dict[str, Value] = field(default_factory=dict)
+    """Name -> value, of torch.save files, whose values are read with their tensors; of others see `opened`."""
+
+    notes: tuple[str, ...] = ()
+    """What a person should know before loading it."""
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the elements of all tensors."""
@@ -117,13 +127,17 @@ class Contents:
 def contents(path: str | Path) -> Contents:
     """Return what is in a checkpoint, or in the newest one in a folder of `step-<n>`.
 
-    A folder of safetensors files, or of torch.save files, counts as one checkpoint. Raises `InputError` when there is
-    none, `FormatError` when it is damaged too much to tell.
+    A folder of safetensors files, or of torch.save files, counts as one checkpoint, as does an index of some. Raises
+    `InputError` when there is none, `FormatError` when it is damaged too much to tell.
     """
     url = url_of(path)
     if url is not None:
         return contents_of(checkpoint_at(url))
     path = Path(path)
+    refuse(path)
+    if path.is_file() and path.name.endswith(INDEX):
+        names = sorted(set(read_index(path.read_bytes(), str(path)).values()))
+        return _joined(path.parent, [_of_file(path.parent / name) for name in names])
     if path.is_file():
         return _of_file(path)
     if (path / METADATA).exists() or is_own(path):
@@ -134,19 +148,27 @@ def contents(path: str | Path) -> Contents:
     for endings in (".safetensors", PICKLED):
         files = sorted(file for file in path.glob("*") if file.name.endswith(endings) and file.is_file())
         if files:
-            return _joined(path, [_of_file(file) for file in files])
+            held = _joined(path, [_of_file(file) for file in files])
+            rest = sorted(file.name for file in path.glob("*") if file.name.endswith(PICKLED) and file not in files)
+            note = (f"not shown: {', '.join(rest)}; name one to see what is in it",) if rest else ()
+            return replace(held, notes=held.notes + note)
+    if next(path.glob(f"*{DCP_SUFFIX}"), None):
+        return contents_of(LocalStore(path))
     raise InputError(f"{path} holds no checkpoint. Name the folder of one, or a torch.save or safetensors file.")
 
 
 def _joined(path: Path, parts: list[Contents]) -> Contents:
     """Return the contents of the files of a folder as those of one checkpoint."""
     tensors: dict[str, Tensor] = {}
+    values: dict[str, Value] = {}
     for part in parts:
         twice = next((fqn for fqn in part.tensors if fqn in tensors), None)
         if twice is not None:
             raise InputError(f"two files of {path} hold a tensor {twice!r}: it is several checkpoints. Name one file.")
         tensors |= part.tensors
-    return Contents(LocalStore(path), parts[0].format, tensors, {})
+        values |= part.values
+    notes = tuple(note for part in parts for note in part.notes)
+    return Contents(LocalStore(path), parts[0].format, tensors, {}, values=values, notes=notes)
 
 
 def contents_of(store: Store) -> Contents:
@@ -190,11 +212,42 @@ def _own_objects(manifests: list[RankManifest]) -> dict[str, Record]:
     }
 
 
+def opened(held: Contents) -> Contents:
+    """Return the contents with the values of its objects read, as far as they can be.
+
+    What an object holds becomes a value for each plain entry, as in a torch.save file. An object that holds tensors,
+    is compressed, or cannot be read stays an object.
+    """
+    values, objects, notes = dict(held.values), dict(held.objects), list(held.notes)
+    act = "dcp.load" if held.record is None else "restoring it"
+    for name, at in held.objects.items():
+        if at.transforms:
+            continue
+        try:
+            saved = read_saved(held.read(at.file, at.record_offset, at.record_offset + at.record_bytes), at.file)
+        except FormatError as cause:
+            notes.append(f"{name!r} cannot be read: {cause}")
+            continue
+        note = what_runs(saved.named, f"{name!r}: {act}")
+        notes += [note] if note else []
+        if not saved.tensors:
+            del objects[name]
+            for value in saved.values:
+                fqn = f"{name}.{value.name}" if value.name else name
+                values[fqn] = Value(fqn, value.value)
+    return replace(held, objects=objects, values=values, notes=tuple(notes))
+
+
 def _of_file(path: Path) -> Contents:
     store, name = LocalStore(path.parent), path.name
-    data = store.read(name)
+    try:
+        data = store.read(name)
+    except FileNotFoundError:
+        raise FormatError(f"{path} is missing. Check what is left: headway ckpt verify") from None
     size = memoryview(data).nbytes
-    if is_safetensors(data, size):
+    if not size:
+        raise FormatError(f"{path} is empty. Use another copy.")
+    if is_safetensors(data, size) or name.endswith(".safetensors"):
         header = read_header(memoryview(data)[: max(HEAD_BYTES, _header_bytes(data))], size, str(path))
         tensors = {
             fqn: Tensor(
@@ -203,9 +256,28 @@ def _of_file(path: Path) -> Contents:
             for fqn, told in header.tensors.items()
         }
         return Contents(store, "safetensors", tensors, {})
+    if not (is_zip(data) or is_legacy(data) or name.endswith(PICKLED)):
+        raise FormatError(f"{path} is neither a torch.save nor a safetensors file. Name one, or a checkpoint's folder.")
     saved = read_legacy(data, str(path)) if is_legacy(data) else read_saved(data, str(path))
-    found = {stored.fqn or "tensor": _tensor_of(saved, stored, name) for stored in saved.tensors}
-    return Contents(store, "torch.save", found, {})
+    names = _Names()
+    tensors = {names.free(stored.fqn or "tensor"): _tensor_of(saved, stored, name) for stored in saved.tensors}
+    values = {names.free(value.name or "value"): value for value in saved.values}
+    note = what_runs(saved.named, f"loading {name} with weights_only=False")
+    return Contents(store, "torch.save", tensors, {}, values=values, notes=(note,) if note else ())
+
+
+class _Names:
+    """Names that were given: keys may hold dots, so that two ways through a file's dicts are written alike."""
+
+    def __init__(self) -> None:
+        self._taken: set[str] = set()
+
+    def free(self, name: str) -> str:
+        """Return the name, with a number behind it where it is taken."""
+        tries = itertools.chain([name], (f"{name} ({number})" for number in itertools.count(2)))
+        found = next(one for one in tries if one not in self._taken)
+        self._taken.add(found)
+        return found
 
 
 def _header_bytes(data: Buffer) -> int:
@@ -222,7 +294,10 @@ def bits(held: Contents, tensor: Tensor, stored: StoredBox) -> NDArray[np.uint8]
 
     Raises `FormatError` when the record does not hold what the metadata says.
     """
-    item = ITEM_BYTES[tensor.dtype]
+    item = ITEM_BYTES.get(tensor.dtype)
+    if item is None:
+        raise FormatError(f"{stored.file} has elements of dtype {tensor.dtype!r}, which headway does not know. Load it \
+with torch.")  # fmt: skip
     stop = stored.record_offset + stored.record_bytes
     data = np.frombuffer(held.read(stored.file, stored.record_offset, stop), np.uint8)
     layout, run = stored.layout, data

@@ -13,14 +13,17 @@ True
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from headway.storage.boxes import BoxIndex
-from headway.storage.contents import Contents, StoredBox, Tensor, bits
+from headway.storage.contents import Contents, StoredBox, Tensor, bits, opened
 from headway.storage.digests import Digested
+from headway.storage.formats.dtypes import ITEM_BYTES
+from headway.storage.formats.values import Value
 from headway.storage.sidecars import digests_of
 
 
@@ -32,7 +35,8 @@ class Change:
     """Name of the tensor or object."""
 
     what: str
-    """`dtype`, `shape`, `content`, `object`, or `kind`: a tensor became an object, or the other way round."""
+    """`dtype`, `shape`, `content`, `value`; `object`: the bytes of one that cannot be told further; or `kind`: a
+    tensor became something else, or the other way round."""
 
     before: str = ""
     """What the first one has."""
@@ -63,6 +67,9 @@ class Difference:
     read_bytes: int = 0
     """Bytes of elements that had to be read."""
 
+    unread_bytes: int = 0
+    """Bytes of elements that are equal by the digests of their blocks, and were not read: what was committed."""
+
     @property
     def is_equal(self) -> bool:
         """Whether there is no difference."""
@@ -77,12 +84,14 @@ class Difference:
         return {
             "equal": self.is_equal, "added": self.added, "removed": self.removed, "changed": changed,
             "num_equal": self.num_equal, "read_bytes": self.read_bytes,
+            "unread_bytes": self.unread_bytes,
         }  # fmt: skip
 
 
 def difference(first: Contents, second: Contents) -> Difference:
-    """Compare two checkpoints, tensor by tensor, bit by bit."""
-    names = {*first.tensors, *first.objects}, {*second.tensors, *second.objects}
+    """Compare two checkpoints bit by bit: their tensors, and what their other values are, whatever bytes say it."""
+    first, second = opened(first), opened(second)
+    names = {*first.tensors, *first.values, *first.objects}, {*second.tensors, *second.values, *second.objects}
     found = Difference(sorted(names[1] - names[0]), sorted(names[0] - names[1]))
     digests = _Digests(first), _Digests(second)
     for name in sorted(names[0] & names[1]):
@@ -122,10 +131,13 @@ class _Digests:
 def _change(
     name: str, first: Contents, second: Contents, digests: tuple[_Digests, _Digests], found: Difference
 ) -> Change | None:
-    if name not in first.tensors or name not in second.tensors:
-        if name not in first.objects or name not in second.objects:
-            kinds = ["tensor" if name in held.tensors else "object" for held in (first, second)]
-            return Change(name, "kind", kinds[0], kinds[1])
+    kind, other = _kind(first, name), _kind(second, name)
+    if kind != other:
+        return Change(name, "kind", kind, other)
+    if kind == "value":
+        old, new = first.values[name], second.values[name]
+        return None if old.whole == new.whole else Change(name, "value", *_told(old, new))
+    if kind == "object":
         pickled = [
             bytes(held.read(at.file, at.record_offset, at.record_offset + at.record_bytes))
             for held, at in ((first, first.objects[name]), (second, second.objects[name]))
@@ -140,6 +152,15 @@ def _change(
     return Change(name, "content", num_elements=num_elements) if num_elements else None
 
 
+def _kind(held: Contents, name: str) -> str:
+    return "tensor" if name in held.tensors else "value" if name in held.values else "object"
+
+
+def _told(old: Value, new: Value) -> tuple[str, str]:
+    """Return two values that differ so that it shows: by their types where they look alike."""
+    return (old.text, new.text) if old.kind == new.kind else (f"{old.kind} {old.text}", f"{new.kind} {new.text}")
+
+
 def _differing(
     first: Contents, before: Tensor, second: Contents, after: Tensor, digests: tuple[_Digests, _Digests],
     found: Difference,
@@ -151,6 +172,7 @@ def _differing(
             theirs = after.boxes[at]
             told = digests[0].of(mine) if mine.box == theirs.box else None
             if told is not None and told == digests[1].of(theirs):
+                found.unread_bytes += math.prod(shared.lengths) * ITEM_BYTES[before.dtype]
                 continue
             ours = bits(first, before, mine)[shared.within(mine.box)]
             other = bits(second, after, theirs)[shared.within(theirs.box)]

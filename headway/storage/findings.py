@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headway.core.errors import FormatError
 from headway.core.pace import Pace
 from headway.storage.damage import Damage
 
@@ -33,6 +34,18 @@ class Findings:
 
     notes: list[str] = field(default_factory=list)
     """What a person should know, and what is no damage."""
+
+    tensors: dict[str, frozenset[str]] = field(default_factory=dict)
+    """File -> names of the tensors in it, of torch.save and safetensors files that could be read."""
+
+    def note(self, sentence: str | None) -> None:
+        """Keep what a person should know, once."""
+        if sentence is not None and sentence not in self.notes:
+            self.notes.append(sentence)
+
+    def explain(self, cause: FormatError) -> None:
+        """Keep why something cannot be read; the advice to check it is followed already."""
+        self.note(str(cause).removesuffix(" Check it: headway ckpt verify"))
 
     def add(self, file: str, tensor: str | None, offset_bytes: int, what: str, num_bytes: int = 0) -> None:
         """Note a damaged place; one that goes on where the last one of its kind ended makes that one longer."""

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from headway.core.errors import FormatError
+from headway.core.errors import FormatError, InputError
 from headway.storage.boxes import Box, cover_fault
 from headway.storage.findings import Findings
 from headway.storage.formats.dcp import Chunk, DcpMetadata, Record, read_metadata
 from headway.storage.formats.records import Saved, is_legacy, read_legacy, read_saved
 from headway.storage.formats.safetensors import is_safetensors, read_header
+from headway.storage.formats.weights_only import what_runs
 from headway.storage.formats.zip_files import entries, faults, has_checksums, is_zip
-from headway.storage.manifest import METADATA
+from headway.storage.manifest import COMMIT, METADATA
 from headway.storage.store import Store
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 TORCH_ENTRIES = {"data.pkl", "byteorder", ".format_version"}
 """Names by which a zip archive is known as torch.save's, also where a flipped bit has spoiled one of them."""
@@ -34,8 +40,24 @@ HEAD_BYTES = 1 << 20
 OF_ONE_RANK = re.compile(r"__\d+\.metadata")
 """What metadata is called where ranks saved without talking to each other (`use_collectives=False`)."""
 
+INDEX = ".index.json"
+"""What the file that says which tensor is in which of several files ends in."""
+
+DCP_SUFFIX = ".distcp"
+"""What the files of a stock DCP checkpoint are called."""
+
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 """What files that torch.save wrote are called."""
+
+
+def refuse(path: Path) -> None:
+    """Raise `InputError` where nothing is at `path` that could be a checkpoint, or only a part of one."""
+    if not path.exists():
+        raise InputError(f"there is nothing at {path}. Name the folder of a checkpoint, or a file of one.")
+    if not (path.is_dir() or path.is_file()):
+        raise InputError(f"{path} is neither a folder nor a file. Name the folder of a checkpoint, or a file of one.")
+    if path.is_file() and (path.suffix == DCP_SUFFIX or path.name in (METADATA, COMMIT)):
+        raise InputError(f"{path} is a part of a distributed checkpoint. Name the folder that holds its {METADATA}.")
 
 
 def check_dcp(store: Store, findings: Findings, *, deep: bool = True) -> None:
@@ -63,7 +85,7 @@ def _read_metadata(store: Store, name: str, findings: Findings) -> DcpMetadata |
         metadata = read_metadata(data, name)
     except FormatError as cause:
         findings.add(name, None, 0, "pickle", len(data))
-        findings.notes.append(str(cause))
+        findings.explain(cause)
         return None
     strange = [fqn for fqn, path in metadata.paths.items() if ".".join(map(str, path)) != fqn]
     if 2 * len(strange) < len(metadata.paths):  # a planner that names in its own way differs everywhere
@@ -102,7 +124,10 @@ def _check_record(
     found = list(faults(data, payloads=deep))
     for fault in found:
         findings.add(record.file, fqn, start + fault.offset, fault.what, fault.num_bytes)
-    if found or not isinstance(record, Chunk):
+    if found:
+        return
+    if not isinstance(record, Chunk):
+        findings.note(_of_object(data, fqn, record.file))
         return
     if not has_checksums(entries(data, record.file)):
         findings.unchecked_bytes += record.record_bytes
@@ -111,13 +136,21 @@ def _check_record(
         facts = [(tensor.dtype, tensor.shape) for tensor in stored]
     except FormatError as cause:
         findings.add(record.file, fqn, start, "pickle", record.record_bytes)
-        findings.notes.append(str(cause))
+        findings.explain(cause)
         return
     # a tensor that is a class of its own holds others, which may be anything
     if len(facts) == 1 and facts != [(metadata.tensors[fqn].dtype, record.lengths)]:
         findings.add(record.file, fqn, start, "facts", record.record_bytes)
         told = f"{metadata.tensors[fqn].dtype} {list(record.lengths)}"
         findings.notes.append(f"{fqn!r} is {told} in {METADATA}, but its record holds {facts}")
+
+
+def _of_object(data: Buffer, fqn: str, file: str) -> str | None:
+    """Say what dcp.load runs as it loads an object: it trusts the pickles of all that is no tensor."""
+    try:
+        return what_runs(read_saved(data, file).named, f"{fqn!r}: dcp.load")
+    except FormatError as cause:  # whole by its checksums, and of another writer
+        return str(cause)
 
 
 def _note_unclaimed(found: Sequence[DcpMetadata], sizes: Mapping[str, int], findings: Findings) -> None:
@@ -136,6 +169,10 @@ def _note_unclaimed(found: Sequence[DcpMetadata], sizes: Mapping[str, int], find
 
 def check_file(store: Store, name: str, size: int, findings: Findings, *, deep: bool = True) -> str | None:
     """Check one file of `size` bytes by what it is; return its format, or None where it is no checkpoint's."""
+    if not size and name.endswith((*PICKLED, ".safetensors")):
+        findings.add(name, None, 0, "truncated")
+        findings.note(f"{name} is empty")
+        return "safetensors" if name.endswith(".safetensors") else "torch.save"
     head = store.read(name, 0, HEAD_BYTES)
     tail = bytes(memoryview(store.read(name, max(0, size - 22), size))[:4])
     if is_zip(head) or tail == b"PK\x05\x06":
@@ -165,32 +202,43 @@ def _check_zip(store: Store, name: str, size: int, findings: Findings, *, deep: 
         return None
     saved: Saved | None = None
     found = list(faults(data, payloads=deep))
+    if not listed:
+        findings.note(f"{name} has no end that fits it: it was cut short, or is still being written")
     try:
         saved = read_saved(data, name, listed) if listed else None
     except FormatError as cause:
-        findings.notes.append(str(cause))
+        findings.explain(cause)
         if not found:
             findings.add(name, None, 0, "pickle", size)
     if not has_checksums(listed):
         findings.unchecked_bytes += size
     findings.checked_bytes += size
+    if saved is not None:
+        _note_saved(saved, name, findings)
     for fault in found:
         key = (fault.entry or "").rpartition("/data/")[2]
         findings.add(name, saved.names_of(key) if saved else None, fault.offset, fault.what, fault.num_bytes)
     return "torch.save"
 
 
+def _note_saved(saved: Saved, name: str, findings: Findings) -> None:
+    """Note which tensors a torch.save file holds, and what loading it would run."""
+    findings.tensors[name] = frozenset(tensor.fqn for tensor in saved.tensors)
+    findings.note(what_runs(saved.named, f"loading {name} with weights_only=False"))
+
+
 def _check_legacy(store: Store, name: str, size: int, findings: Findings) -> str:
     data = store.read(name)
     try:
         saved = read_legacy(data, name)
+        _note_saved(saved, name, findings)
         elements = sum(length for _, length in saved.storages.values())
         findings.unchecked_bytes += elements
         findings.checked_bytes += size - elements
-        findings.notes.append(f"{name}: torch.save wrote no checksum before 1.6; {elements} bytes are unchecked")
+        findings.note("torch.save before 1.6 wrote no checksum: elements of tensors were not checked")
     except FormatError as cause:
         findings.add(name, None, 0, "truncated", size)
-        findings.notes.append(str(cause))
+        findings.explain(cause)
     return "torch.save, before 1.6"
 
 
@@ -202,12 +250,11 @@ def _check_safetensors(store: Store, name: str, size: int, findings: Findings) -
         header = read_header(head, size, name)
         findings.checked_bytes += header.data_offset
         findings.unchecked_bytes += size - header.data_offset
-        findings.notes.append(
-            f"{name}: safetensors has no checksum; the {size - header.data_offset} bytes of its elements are unchecked"
-        )
+        findings.tensors[name] = frozenset(header.tensors)
+        findings.note("safetensors has no checksum: elements of tensors were not checked")
     except FormatError as cause:
         findings.add(name, None, 0, "header", size)
-        findings.notes.append(str(cause))
+        findings.explain(cause)
     return "safetensors"
 
 
@@ -218,15 +265,26 @@ def check_folder(store: Store, sizes: Mapping[str, int], findings: Findings, *, 
     """
     names = [name for name in sizes if name.endswith((*PICKLED, ".safetensors"))]
     formats = {check_file(store, name, sizes[name], findings, deep=deep) for name in names} - {None}
-    for index in [name for name in sizes if name.endswith(".index.json")]:
+    for index in [name for name in sizes if name.endswith(INDEX)]:
         try:
-            told = msgspec.json.decode(bytes(store.read(index)))["weight_map"]
-            files = {str(file) for file in told.values()}
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as cause:
+            told = read_index(bytes(store.read(index)), index)
+        except FormatError as cause:
             findings.add(index, None, 0, "index")
-            findings.notes.append(f"{index} cannot be read: {cause}")
+            findings.explain(cause)
             continue
-        for file in sorted(files - set(sizes)):
-            for fqn in [fqn for fqn, where in told.items() if where == file]:
+        for fqn, file in told.items():
+            if file not in sizes or fqn not in findings.tensors.get(file, (fqn,)):
                 findings.add(file, fqn, 0, "missing")
     return " and ".join(sorted(str(kind) for kind in formats)) or None
+
+
+def read_index(data: bytes, name: str) -> dict[str, str]:
+    """Return tensor -> file, as an index of several files tells it; raise `FormatError` where it is none.
+
+    >>> read_index(b'{"weight_map": {"w": "a.safetensors"}}', "model.safetensors.index.json")
+    {'w': 'a.safetensors'}
+    """
+    try:
+        return {str(fqn): str(file) for fqn, file in msgspec.json.decode(data)["weight_map"].items()}
+    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as cause:
+        raise FormatError(f"{name} is no index of files: {cause}. Name a file that ends in {INDEX}.") from cause

@@ -160,6 +160,8 @@ class ObjectStore:
                 self._tried(prefix, lambda: self._obstore.delete(self._client, names))
         with suppress(FileNotFoundError):
             if prefix:
+                # Of a `file://` root a prefix may be a folder, which can be asked for but not deleted.
+                self._tried(prefix, lambda: self._obstore.head(self._client, prefix))
                 self._tried(prefix, lambda: self._obstore.delete(self._client, prefix))
 
     def _entries(self, prefix: str) -> tuple[Any, ...]:

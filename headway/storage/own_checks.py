@@ -9,11 +9,15 @@ are. Small files are held to their roots. What was written after the commit
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
+from headway.core.errors import FormatError
 from headway.storage.digests import damaged_blocks
 from headway.storage.findings import Findings
+from headway.storage.formats.records import read_saved
+from headway.storage.formats.weights_only import what_runs
 from headway.storage.formats.zip_files import faults
 from headway.storage.manifest import COMMIT, COPIES, TWIN, CommitRecord, FileEntry, Piece, RankManifest, StoredObject
 from headway.storage.sidecars import (
@@ -25,7 +29,7 @@ from headway.storage.sidecars import (
     matches,
     whole_record,
 )
-from headway.storage.store import Store
+from headway.storage.store import LocalStore, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ def check_own(store: Store, findings: Findings, *, deep: bool = True) -> CommitR
             _check_small(store, record, entry, findings)
         else:
             _check_image(store, record, entry, sizes[entry.name], names, owners, findings, deep=deep)
+    if deep and isinstance(store, LocalStore):  # from a bucket it would be a request for every object
+        _note_objects(store, manifests.values(), findings)
     _note_extras(record, sizes, findings)
     return record
 
@@ -169,6 +175,14 @@ def _check_without_digests(
                 findings.add(entry.name, name, start + fault.offset, fault.what, fault.num_bytes)
     if len(findings.damaged) == before and size == entry.num_bytes:
         _add_lost(entry, owners, 0, "root", findings)
+
+
+def _note_objects(store: Store, manifests: Iterable[RankManifest], findings: Findings) -> None:
+    """Note what restoring the objects runs; what is damaged is named elsewhere."""
+    for entry in (entry for manifest in manifests for entry in manifest.objects):
+        with suppress(FormatError, FileNotFoundError):
+            record = store.read(entry.file, entry.record_offset, entry.record_offset + entry.record_bytes)
+            findings.note(what_runs(read_saved(record, entry.file).named, f"{entry.fqn!r}: restoring it"))
 
 
 def _note_extras(record: CommitRecord, sizes: Mapping[str, int], findings: Findings) -> None:

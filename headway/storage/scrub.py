@@ -23,6 +23,7 @@ from headway.core.errors import InputError
 from headway.storage.commit import Committed, committed, is_own
 from headway.storage.durable import write_durably
 from headway.storage.manifest import METADATA
+from headway.storage.objects import url_of
 from headway.storage.verification import Report, verify
 
 NOTES = ".verified.json"
@@ -61,6 +62,9 @@ def scrub(
 
     `tell` is called with each report as it comes. A checkpoint that is removed meanwhile is left out.
     """
+    url = url_of(root)
+    if url is not None:
+        raise InputError(f"{url} is a bucket; a scrub keeps notes in a folder. Use: headway ckpt verify {url} --all")
     if not Path(root).is_dir():
         raise InputError(f"{root} is no folder. Name the folder that holds the step-<n> of a run.")
     if (Path(root) / METADATA).exists() or is_own(Path(root)):

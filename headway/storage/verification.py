@@ -17,14 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.core.errors import InputError
 from headway.core.pace import Pace
 from headway.storage.commit import committed, is_own
 from headway.storage.damage import Damage
 from headway.storage.draft import LEFTOVER
 from headway.storage.findings import Findings
-from headway.storage.foreign_checks import check_dcp, check_file, check_folder
-from headway.storage.manifest import COMMIT, COPIES, METADATA, CommitRecord
+from headway.storage.foreign_checks import (
+    DCP_SUFFIX,
+    INDEX,
+    check_dcp,
+    check_file,
+    check_folder,
+    read_index,
+    refuse,
+)
+from headway.storage.manifest import COPIES, METADATA, CommitRecord
 from headway.storage.object_commit import checkpoint_at
 from headway.storage.objects import url_of
 from headway.storage.own_checks import check_own
@@ -33,9 +40,6 @@ from headway.storage.sidecars import commit_record, rebuild
 from headway.storage.store import LocalStore, Store
 
 Status = Literal["good", "repairable", "lost", "not_a_checkpoint"]
-
-DCP_SUFFIX = ".distcp"
-"""What the files of a stock DCP checkpoint are called."""
 
 EXIT_CODES: dict[Status, int] = {"good": 0, "repairable": 3, "lost": 3, "not_a_checkpoint": 2}
 """Status -> what `headway ckpt verify` exits with."""
@@ -92,25 +96,23 @@ class Report:
 def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> Report:
     """Check a checkpoint, or the newest one in a folder of `step-<n>`.
 
-    `path` is a folder (ours, stock DCP, or of torch.save or safetensors files), one such file, or a URL. Without `deep`
-    elements are not read: sizes, metadata and containers only. `bytes_per_s` bounds the rate of reading; 0 does not.
+    `path` is a folder (ours, stock DCP, or of torch.save or safetensors files), one such file, an index of several, or
+    a URL. Without `deep` elements are not read: sizes, metadata and containers only. `bytes_per_s` bounds the rate of
+    reading; 0 does not.
     Raises `InputError` when there is nothing at `path`.
     """
     url = url_of(path)
     if url is not None:
         return verify_store(checkpoint_at(url), deep=deep, bytes_per_s=bytes_per_s)
     path, findings = Path(path), Findings(Pace(bytes_per_s))
-    if not path.exists():
-        raise InputError(f"there is nothing at {path}. Name the folder of a checkpoint, or a file of one.")
+    refuse(path)
     if path.is_file():
-        if path.suffix == DCP_SUFFIX or path.name in (METADATA, COMMIT):
-            raise InputError(
-                f"{path} is a part of a distributed checkpoint. Name the folder that holds its {METADATA}."
-            )
-        kind = check_file(LocalStore(path.parent), path.name, path.stat().st_size, findings, deep=deep)
-        return _report(path, kind, findings)
-    if not path.is_dir():
-        raise InputError(f"{path} is neither a folder nor a file. Name the folder of a checkpoint, or a file of one.")
+        store, size = LocalStore(path.parent), path.stat().st_size
+        if path.name.endswith(INDEX):
+            told = {path.name, *read_index(path.read_bytes(), str(path)).values()}
+            sizes = {name: at.stat().st_size for name in sorted(told) if (at := path.parent / name).is_file()}
+            return _report(path, check_folder(store, sizes, findings, deep=deep), findings)
+        return _report(path, check_file(store, path.name, size, findings, deep=deep), findings)
     if LEFTOVER.fullmatch(path.name):
         return _report(path, None, Findings(notes=["it is a save that was never committed"]))
     if is_own(path) or (path / METADATA).exists() or next(path.glob(f"*{DCP_SUFFIX}"), None):

@@ -65,10 +65,10 @@ class Run:
         hosts = _facts(path)
         numbers = _attempts(path)
         if not numbers:
-            raise FormatError(
-                f"{path} holds no events: the script never imported torch, or ended before it did. "
-                f"What it printed is in {path / 'logs'}."
-            )
+            off = any((facts.get("env") or {}).get("HEADWAY", "").lower() in ("off", "0") for facts in hosts)
+            why = "the script never imported torch, or ended before it did"
+            why = "HEADWAY=off switched the recording off" if off else why
+            raise FormatError(f"{path} holds no events: {why}. What it printed is in {path / 'logs'}.")
         parts = _load(path, numbers[-1])
         if len(hosts) == 1:
             return cls(path, {**hosts[0], **_counted(parts)}, _with_facts(parts, hosts[0]))

@@ -13,10 +13,11 @@ from rich.text import Text
 
 from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.core.units import format_bytes, format_seconds
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.core.units import format_bytes, format_seconds, plural
+from headway.report.figures import clean
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.storage.commit import Committed, committed, recover, remove
-from headway.storage.contents import Contents, Tensor, contents
+from headway.storage.contents import Contents, Tensor, contents, opened
 from headway.storage.difference import difference
 from headway.storage.manifest import METADATA
 from headway.storage.objects import url_of
@@ -110,7 +111,7 @@ def _list_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
             str(row["world_size"] or ""), _protection(row), (row["root"] or "")[:12], look,
             style="bold red" if row["verified"] not in (None, "good") else "",
         )  # fmt: skip
-    return draw([table], **screen)
+    return draw([uncut(table)], **screen)
 
 
 def _protection(row: Mapping[str, Any]) -> str:
@@ -125,41 +126,45 @@ def show(path: Path, /, *, only: str = "*", json: bool = False) -> int:
     """Show what a checkpoint holds: its tensors with dtype, shape, stored boxes and files, and its other values.
 
     Reads checkpoints of headway, of torch.distributed.checkpoint, and files
-    of torch.save and safetensors; no torch is needed and nothing in them is run.
+    of torch.save and safetensors; no torch is needed and nothing in them is
+    run. What loading them would run is named.
 
     Example: `headway ckpt show checkpoints/step-400 --only 'model.layers.0.*'`
 
     Parameters
     ----------
     path
-        A checkpoint; a folder of them stands for the newest.
+        A checkpoint, a file, or an index of files; a folder of checkpoints stands for the newest.
     only
         Names to show, with * and ? for any characters.
     json
         Print one JSON object instead of text.
     """
-    held = contents(path)
+    held = opened(contents(path))
     tensors = {fqn: tensor for fqn, tensor in held.tensors.items() if fnmatchcase(fqn, only)}
-    objects = [name for name in held.objects if fnmatchcase(name, only)]
-    if not tensors and not objects and only != "*":
+    values = [value.to_json() | {"name": name} for name, value in held.values.items() if fnmatchcase(name, only)]
+    values += [{"name": name, "type": "", "value": None} for name in held.objects if fnmatchcase(name, only)]
+    if not tensors and not values and only != "*":
         raise InputError(f"nothing in {path} is called {only!r}; it holds {_few(held)}. Use --only with * and ?.")
     answer = {
         "schema": "headway.ckpt.show/1",
-        "path": held.store.place,
+        "path": str(path) if Path(path).is_file() else held.store.place,
         "format": held.format,
         "step": held.record.step if held.record else None,
         "world_size": held.record.world_size if held.record else None,
         "root": held.record.root if held.record else None,
         "num_bytes": sum(tensor.num_bytes for tensor in tensors.values()),
         "tensors": [_tensor_row(fqn, tensor) for fqn, tensor in tensors.items()],
-        "objects": objects,
+        "objects": [value["name"] for value in values],
+        "values": values,
+        "notes": list(held.notes),
     }
-    emit(answer, lambda screen: _show_screen(answer, screen), as_json=json)
+    emit(answer, lambda screen: _show_screen(answer, held, screen), as_json=json)
     return 0
 
 
 def _few(held: Contents) -> str:
-    names = [*held.tensors, *held.objects]
+    names = [*held.tensors, *held.values, *held.objects]
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -182,20 +187,29 @@ def _tensor_row(fqn: str, tensor: Tensor) -> dict[str, Any]:
     }
 
 
-def _show_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOptions) -> str:
     table = grid("left", "left", "left", "right", "right", "left")
     add_row(table, "tensor", "dtype", "shape", "size", "boxes", "files", style="dim")
     for row in answer["tensors"]:
         files = sorted({box["file"] for box in row["boxes"]})
-        named = files[0] if len(files) == 1 else f"{len(files)} files"
+        named = files[0] if len(files) == 1 else plural(len(files), "file")
         shape = "x".join(map(str, row["shape"])) or "one element"
         size = format_bytes(row["num_bytes"])
-        add_row(table, row["fqn"], row["dtype"], shape, size, str(len(row["boxes"])), named)
-    facts = [f"{len(answer['tensors'])} tensors, {format_bytes(answer['num_bytes'])}", f"format {answer['format']}"]
-    facts += [f"step {answer['step']}, {answer['world_size']} ranks"] if answer["step"] is not None else []
-    parts: list[Any] = [table, "", paragraph(", ".join(facts))]
-    if answer["objects"]:
-        parts.append(paragraph(f"{len(answer['objects'])} other values: {', '.join(answer['objects'][:12])}"))
+        add_row(table, clean(row["fqn"]), row["dtype"], shape, size, str(len(row["boxes"])), clean(named))
+    parts: list[Any] = [uncut(table), ""] if answer["tensors"] else []
+    if answer["values"]:
+        others = grid("left", "left", "left")
+        add_row(others, "other value", "type", "value", style="dim")
+        for row in answer["values"]:
+            told = held.values.get(row["name"])
+            add_row(others, clean(row["name"]), clean(row["type"]), told.text if told else "not told: see --json")
+        parts += [uncut(others), ""]
+    facts = [f"{plural(len(answer['tensors']), 'tensor')}, {format_bytes(answer['num_bytes'])}"]
+    facts += [plural(len(answer["values"]), "other value")] if answer["values"] else []
+    facts += [f"format {answer['format']}"]
+    facts += [f"step {answer['step']}, {plural(answer['world_size'], 'rank')}"] if answer["step"] is not None else []
+    parts.append(paragraph(", ".join(facts)))
+    parts += [paragraph(f"note: {note}", style="yellow") for note in answer["notes"]]
     return draw(parts, **screen)
 
 
@@ -204,15 +218,16 @@ def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: bo
 
     Works on checkpoints of headway, of torch.distributed.checkpoint, and on
     files of torch.save and safetensors; no torch is needed and nothing in
-    them is run. Exit code 0 good, 3 damaged, 2 no checkpoint. A folder of
-    checkpoints stands for the newest one.
+    them is run. A note names what loading them would run. Exit code 0 good,
+    3 damaged, 2 no checkpoint. A folder of checkpoints stands for the newest
+    one.
 
     Example: `headway ckpt verify checkpoints/step-400`
 
     Parameters
     ----------
     path
-        A checkpoint, a folder of checkpoints, or a file.
+        A checkpoint, a folder of checkpoints, a file, or an index of files.
     all
         Every checkpoint of a folder of them.
     shallow
@@ -236,6 +251,7 @@ def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: bo
         answer = {"schema": "headway.ckpt.verify/1", "status": worst.status, "checkpoints": told}
         answer["damaged"] = [{"path": one["path"], **damage} for one in told for damage in one["damaged"]]
         answer["checked_bytes"] = sum(report.checked_bytes for report in reports)
+        answer["notes"] = [{"path": one["path"], "note": note} for one in told for note in one["notes"]]
     emit(answer, lambda screen: _verify_screen(reports, screen), as_json=json)
     return worst.exit_code
 
@@ -249,27 +265,31 @@ def _verify_screen(reports: list[Report], screen: ScreenOptions) -> str:
     for report in reports:
         style = {"good": "bold green", "not_a_checkpoint": "bold"}.get(report.status, "bold red")
         words = report.status.replace("_", " ")
-        parts.append(Text.assemble("  ", (words, style), f"  {report.path}"))
+        parts.append(Text.assemble("  ", (words, style), f"  {clean(report.path)}"))
         if report.damaged:
             parts.append(_damage_table(report))
         checked = f"{format_bytes(report.checked_bytes)} checked"
         if report.unchecked_bytes:
             checked += f", {format_bytes(report.unchecked_bytes)} have no checksum"
         parts.append(paragraph(f"{report.format or 'no known format'}; {checked}", style="dim"))
-        parts += [paragraph(remark, style="dim") for remark in report.notes[:LINES]]
+        parts += [paragraph(f"note: {note}", style="yellow") for note in report.notes[:LINES]]
+        if len(report.notes) > LINES:
+            parts.append(
+                paragraph(f"and {plural(len(report.notes) - LINES, 'more note')}; --json has all", style="dim")
+            )
         if report.status == "repairable":
             parts.append(paragraph(f"Run: headway ckpt repair {report.path}"))
     return draw(parts, **screen)
 
 
 def _damage_table(report: Report) -> Any:
-    table = grid("left", "right", "left", "fill")
+    table = grid("left", "right", "left", "left")
     add_row(table, "file", "at byte", "what", "tensor", style="dim")
     for damage in report.damaged[:LINES]:
-        add_row(table, damage.file, str(damage.offset_bytes), damage.what, damage.tensor or "")
+        add_row(table, clean(damage.file), str(damage.offset_bytes), damage.what, clean(damage.tensor or ""))
     if len(report.damaged) > LINES:
         add_row(table, f"and {len(report.damaged) - LINES} more", "", "", "", style="dim")
-    return table
+    return uncut(table)
 
 
 def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int:
@@ -334,20 +354,33 @@ def diff(first: Path, second: Path, /, *, json: bool = False) -> int:
 
 
 def _diff_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    table = grid("left", "left", "fill")
+    table = grid("left", "left", "left")
     for word, names in (("removed", answer["removed"]), ("added", answer["added"])):
         for name in names[:LINES]:
-            add_row(table, word, name, "")
+            add_row(table, word, clean(name), "")
     for change in answer["changed"][:LINES]:
-        told = f"{change['num_elements']} elements differ" if change["what"] == "content" else ""
-        if change["before"]:
-            told = f"{change['what']}: {change['before']} -> {change['after']}"
-        add_row(table, "changed", change["name"], told or "the pickled bytes differ")
+        add_row(table, "changed", clean(change["name"]), _changed(change))
     rest = sum(max(0, len(answer[kind]) - LINES) for kind in ("removed", "added", "changed"))
     verdict = "The two are equal." if answer["equal"] else "The two differ."
-    parts: list[Any] = [] if answer["equal"] else [table, ""]
+    parts: list[Any] = [] if answer["equal"] else [uncut(table), ""]
     parts += [paragraph(f"and {rest} more", style="dim")] if rest else []
-    return draw([*parts, paragraph(f"{verdict} {answer['num_equal']} values are bit-equal.")], **screen)
+    verb = "is" if answer["num_equal"] == 1 else "are"
+    parts.append(paragraph(f"{verdict} {plural(answer['num_equal'], 'value')} {verb} bit-equal."))
+    if answer["unread_bytes"]:
+        told = f"{format_bytes(answer['unread_bytes'])} are equal by their checksums, and were not read"
+        parts.append(paragraph(f"{told}: headway ckpt verify says whether they are intact.", style="dim"))
+    return draw(parts, **screen)
+
+
+def _changed(change: Mapping[str, Any]) -> str:
+    """Say what became of a value that both have."""
+    if change["what"] == "content":
+        count = change["num_elements"]
+        return f"{plural(count, 'element')} {'differs' if count == 1 else 'differ'}"
+    if change["what"] == "object":
+        return "the pickled bytes differ"
+    what = "" if change["what"] == "value" else f"{change['what']}: "
+    return f"{what}{change['before']} -> {change['after']}"
 
 
 def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool = False) -> int:
@@ -375,7 +408,8 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
         emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
         return 0
     found = committed(_folder(root))
-    surplus = rule.surplus(one.step for one in found)
+    unwanted = rule.surplus(one.step for one in found)
+    surplus = set(unwanted)
     stays = [one for one in found if one.step not in surplus]
     if surplus and not any(_intact(one) for one in reversed(stays)):
         good = next((one for one in reversed(found) if one.step in surplus and _intact(one)), None)
@@ -390,7 +424,7 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
     answer = {
         "schema": "headway.ckpt.prune/1", "root": str(root), "removed": yes,
         "steps": [one.step for one in goes], "kept": [one.step for one in found if one.step not in surplus],
-        "num_bytes": freed, "leftovers": [str(path) for path in leftovers],
+        "spared": sorted(unwanted - surplus), "num_bytes": freed, "leftovers": [str(path) for path in leftovers],
     }  # fmt: skip
     emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
     return 0
@@ -420,12 +454,17 @@ def parse_keep(text: str) -> Keep:
 
 
 def _prune_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    steps = ", ".join(map(str, answer["steps"])) or "none"
     word = "Removed" if answer["removed"] else "Would remove"
-    parts: list[Any] = [paragraph(f"{word} steps: {steps} ({format_bytes(answer['num_bytes'])}).")]
-    parts.append(paragraph(f"Stays: {', '.join(map(str, answer['kept'])) or 'none'}."))
+    size, steps = format_bytes(answer["num_bytes"]), ", ".join(map(str, answer["steps"]))
+    few = "step" if len(answer["steps"]) == 1 else "steps"
+    parts: list[Any] = [paragraph(f"{word} {few} {steps} ({size})." if steps else "There is no step to remove.")]
+    if answer["kept"]:
+        parts.append(paragraph(f"Stays: {', '.join(map(str, answer['kept']))}."))
+    if answer["spared"]:
+        spared = ", ".join(map(str, answer["spared"]))
+        parts.append(paragraph(f"Of these {spared} against the rule: what it would keep is damaged."))
     if answer["leftovers"]:
-        parts.append(paragraph(f"Removed besides: {len(answer['leftovers'])} saves that were never committed."))
+        parts.append(paragraph(f"Removed besides: {plural(len(answer['leftovers']), 'save')} never committed."))
     if not answer["removed"] and answer["steps"]:
         parts.append(paragraph("Nothing was touched. Add --yes to remove them.", style="bold"))
     return draw(parts, **screen)

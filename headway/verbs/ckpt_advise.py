@@ -20,7 +20,7 @@ from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes
 from headway.ledger.ledger import Ledger
 from headway.plan.setup import Setup
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
 from headway.sim.program import Program
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
@@ -90,7 +90,7 @@ def _recorded(path: Path) -> tuple[list[Any], Job]:
 def _advice(answer: Mapping[str, Any], found: list[Way], screen: ScreenOptions) -> str:
     job = answer["job"]
     words = f"A step takes {format_seconds(job['step_s'])} without saves; a save stops it for "
-    words += f"{format_seconds(job['save_s'])}, every {job['every_steps']:.0f} steps. "
+    words += f"{format_seconds(job['save_s'])}, every {job['every_steps']} steps. "
     known = job["mtbf_s"] is not None
     words += f"A failure every {format_seconds(job['mtbf_s'])}." if known else "How often it fails is not known."
     table = grid("left", "right", "right", "right", "right", "right", "right", "right")
@@ -103,7 +103,8 @@ def _advice(answer: Mapping[str, Any], found: list[Way], screen: ScreenOptions) 
             format_fraction(way.overhead_fraction), f"{way.speedup:.2f}x", format_seconds(way.exposure_s),
             format_seconds(way.worst_exposure_s), lost,
         )  # fmt: skip
-    lines: list[Any] = [paragraph(words), "", table, ""]
+    head = title("headway ckpt advise", answer["run"] or "", width=screen.get("width", 88))
+    lines: list[Any] = [head, "", paragraph(words), "", table, ""]
     for row in answer["proposals"]:
         if "predicted_speedup" in row:
             low, high = row["interval"]
@@ -194,4 +195,5 @@ def _figures(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         add_row(costs, "dcp.save", stock, stock)
     restored = f"  Restored, verified: {format_seconds(answer['restored_s'])}."
     note = f"Rates of {format_bytes(answer['measured_bytes'])} on one rank, scaled; ranks share a disk and memory."
-    return draw([rates, "", costs, Text(restored), "", paragraph(note, style="dim")], **screen)
+    head = title("headway ckpt bench", answer["folder"], width=screen.get("width", 88))
+    return draw([head, "", rates, "", costs, Text(restored), "", paragraph(note, style="dim")], **screen)

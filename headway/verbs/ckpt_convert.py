@@ -10,9 +10,10 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
-from headway.core.units import format_bytes, parse_bytes
+from headway.core.units import format_bytes, parse_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.storage.manifest import CommitRecord
+from headway.storage.objects import url_of
 from headway.verbs.ckpt_repair import checkpoint_at
 from headway.verbs.output import emit
 
@@ -141,7 +142,7 @@ def reshard(
 
 def _source(path: Path) -> Path:
     """Return what a path names: a file, a checkpoint, or the newest checkpoint in it."""
-    return checkpoint_at(path) if path.is_dir() else path
+    return checkpoint_at(path) if path.is_dir() or url_of(path) else path
 
 
 def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bool) -> int:
@@ -158,7 +159,8 @@ def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bo
 
 def _exported(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     size = format_bytes(answer["num_bytes"])
-    parts = [paragraph(f"{answer['tensors']} tensors, {size}, in {len(answer['files'])} files:")]
+    told = f"{plural(answer['tensors'], 'tensor')}, {size}, in {plural(len(answer['files']), 'file')}:"
+    parts = [paragraph(told)]
     parts += [paragraph(name, indent=4) for name in answer["files"][:LINES]]
     if answer["left_out"]:
         named = ", ".join(answer["left_out"][:LINES])
@@ -168,9 +170,9 @@ def _exported(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def _rewritten(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    size, ranks = format_bytes(answer["num_bytes"]), answer["world_size"]
+    size, ranks = format_bytes(answer["num_bytes"]), plural(answer["world_size"], "rank")
     parts = [
-        paragraph(f"{answer['out']}: {size} in the files of {ranks} rank{'s' if ranks > 1 else ''}, committed."),
+        paragraph(f"{answer['out']}: {size} in the files of {ranks}, committed."),
         paragraph(f"root {answer['root']}", style="dim"),
     ]
     return draw(parts, **screen)

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from headway.core.errors import InputError
-from headway.core.units import format_bytes
+from headway.core.units import format_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.storage.commit import STEP, is_own
+from headway.storage.objects import url_of
 from headway.storage.redundancy.parity import state, warnings
 from headway.storage.redundancy.repair import repair as repair_checkpoint
 from headway.verbs.output import emit
@@ -65,6 +64,9 @@ def checkpoint_at(path: Path) -> Path:
 
     Raises `InputError` for what is no folder.
     """
+    url = url_of(path)
+    if url is not None:
+        raise InputError(f"{url} is a bucket; this works on folders. Copy the checkpoint into one, and name that.")
     if not path.is_dir():
         raise InputError(
             f"{path} is no folder. Name the folder of a checkpoint, or the one that holds a run's step-<n>."
@@ -81,17 +83,19 @@ def _screen(answer: Mapping[str, Any], lost: list[str], screen: ScreenOptions) -
     files = answer["files"]
     if files:
         size = format_bytes(answer["rebuilt_bytes"])
-        verb = "rebuilt" if answer["status"] == "repaired" else "to rebuild"
-        parts.append(paragraph(f"{len(files)} files {verb}; {size} came from parity:"))
+        told = f"rebuilt; {size} came from parity" if answer["status"] == "repaired" else "to rebuild"
+        parts.append(paragraph(f"{plural(len(files), 'file')} {told}:"))
         parts += [paragraph(name, indent=4) for name in files[:LINES]]
     if lost:
-        ranks = ", ".join(str(rank) for rank in sorted({entry["rank"] for entry in answer["missing"]}))
-        parts.append(paragraph(f"lost of ranks {ranks}:", style="bold red"))
+        ranks = sorted({entry["rank"] for entry in answer["missing"]})
+        told = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        parts.append(paragraph(f"lost of {told}:", style="bold red"))
         parts += [paragraph(line, indent=4) for line in lost[:LINES]]
     more = max(len(files), len(lost)) - LINES
     if more > 0:
         parts.append(paragraph(f"... and {more} more; --json names all", style="dim"))
     parts += [paragraph(f"warning: {text}", style="yellow") for text in answer["warnings"]]
     kept = answer["redundancy"]
-    parts.append(paragraph(f"{answer['path']}: parity {kept['scheme']}, {kept['status']}", style="dim"))
-    return draw([*parts, Text(f"  {VERDICTS[answer['status']]}", style="bold")], **screen)
+    parity = "no parity" if kept["scheme"] == "none" else f"parity {kept['scheme']}, {kept['status']}"
+    parts.append(paragraph(f"{answer['path']}: {parity}", style="dim"))
+    return draw([*parts, paragraph(VERDICTS[answer["status"]], style="bold")], **screen)

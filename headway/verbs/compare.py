@@ -7,6 +7,7 @@ from pathlib import Path
 
 from headway.ledger.compare import compare as compare_ledgers
 from headway.ledger.ledger import Ledger
+from headway.report.figures import ending
 from headway.report.terminal import render_compare
 from headway.trace.runs import Run
 from headway.verbs.output import emit
@@ -47,9 +48,5 @@ def compare(before: Path, after: Path, /, *, threshold: float = 0.05, whole: boo
 
 def unfinished(*runs: Run) -> list[str]:
     """Return a note per run that did not end well: its steps are compared as far as it came."""
-    ends = [(name, run.meta.get("exit") or {}) for name, run in zip(("first", "second"), runs, strict=True)]
-    return [
-        f"the {name} run failed (class {end.get('class')}, exit code {end['code']}): its steps are those before that"
-        for name, end in ends
-        if end.get("code")
-    ]
+    ends = [(name, ending(run.meta.get("exit"))) for name, run in zip(("first", "second"), runs, strict=True)]
+    return [f"the {name} run did not end well, its steps are those before that: {end}" for name, end in ends if end]

@@ -115,7 +115,7 @@ def _measured(
             "measure the script first, then ask of OUT/cold."
         )
     answer = measure(
-        script, steps=STEPS if steps is None else steps, nproc_per_node=nproc_per_node or "1", module=module, out=out
+        script, steps=STEPS if steps is None else steps, nproc_per_node=nproc_per_node, module=module, out=out
     )
     emit(answer, lambda screen: _measured_screen(answer, screen), as_json=json)
     return 0

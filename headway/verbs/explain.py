@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes
 from headway.ledger.cause import Cause
-from headway.ledger.causes import Fix, find_causes
+from headway.ledger.causes import TRY, Fix, find_causes
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
@@ -69,6 +69,7 @@ class Explanation:
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
         memory = memory_headroom(self.run.meta) if self.run else {}
         answer["memory"] = memory
+        answer["exit"] = self.run.meta.get("exit") if self.run else None
         answer["notes"] = [*answer["notes"], *self.notes, *memory_notes(memory)]
         return answer
 
@@ -133,7 +134,8 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
         return Explanation(source, run.parts, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
-    causes = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused))
+    found = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused))
+    causes = [refuted(cause, plan) for cause in found]
     notes = tuple(f"{name} was not applied to this run: {why}" for name, why in refused.items())
     return Explanation(source, run.parts, ledger, tuple(causes), run, program, plan, notes=notes)
 
@@ -149,13 +151,28 @@ def outcomes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def fixes_of(plan: Plan, refused: Collection[str] = ()) -> dict[str, Fix]:
-    """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script."""
+    """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
+
+    Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
+    """
     fixes: dict[str, Fix] = {}
     for row in plan.proposals:
         for cause in CAUSES_OF_REMEDY.get(row.name, ()):
             best = fixes.get(cause)
             if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
-                how = "headway plan, then headway run --apply" if row.applies else "predicted only"
+                how = "headway plan, then headway run --apply"
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
-                fixes[cause] = Fix(f"{row.name}: {', '.join(row.edits)} ({how})", row.predicted_speedup, row.interval)
+                text = f"{row.name}: {', '.join(row.edits)} ({how})" if row.applies else ""
+                fixes[cause] = Fix(text, row.predicted_speedup, row.interval)
     return fixes
+
+
+def refuted(cause: Cause, plan: Plan) -> Cause:
+    """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
+    tried = [row for row in plan.proposals if cause.cause in CAUSES_OF_REMEDY.get(row.name, ())]
+    if TRY not in cause.fix or not tried or any(row.clear for row in tried):
+        return cause
+    told = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
+    return replace(
+        cause, fix=f"none that pays is known (predicted: {told})", predicted_speedup=None, interval=None, at_most=False
+    )

@@ -124,7 +124,7 @@ def measure(
     script: Sequence[str],
     *,
     steps: int = STEPS,
-    nproc_per_node: str = "1",
+    nproc_per_node: str | None = None,
     module: bool = False,
     out: Path | None = None,
 ) -> dict[str, Any]:
@@ -141,7 +141,6 @@ def measure(
         )
     check(LaunchOptions(nproc_per_node=nproc_per_node, module=module), script)
     folder = claim_folder(out) if out else next_folder(RUNS, f"{Path(script[0]).stem}-stalls")
-    ranks = int(nproc_per_node) if nproc_per_node.isdigit() else nproc_per_node
     phases: dict[str, Phase] = {}
     for number, name in enumerate(MEASUREMENTS, 1):
         phase = name.partition(".")[2]
@@ -154,8 +153,8 @@ def measure(
         plan = folder / f"{phase}.json"
         write_plan(PlanFile((Remedy(name, parameters),)), plan)
         options = LaunchOptions(
-            nproc_per_node=ranks, module=module, out=folder / phase, apply=plan, remedies=MEASUREMENTS, windows=0.0,
-            quiet=True, json=True,
+            nproc_per_node=nproc_per_node, module=module, out=folder / phase, apply=plan, remedies=MEASUREMENTS,
+            windows=0.0, quiet=True, json=True,
         )  # fmt: skip
         report = launch(options, script)
         phases[phase] = checked(phase, Phase.read(folder / phase), report)

@@ -73,7 +73,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
             raise InputError("no rank was started. Start it on every host.")
         facts, explanation = summarise(report.run, plan, baseline)
         answer.update(facts)
-        line = verdict_line(explanation)
+        line = verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
     except HeadwayError as reason:
         line = f"nothing to account for: {reason}"
     except Exception as fault:  # our fault, and the job is done: its exit code stands

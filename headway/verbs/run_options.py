@@ -21,7 +21,9 @@ def _help(text: str) -> Parameter:
 class RunOptions:
     """What `headway run` takes before the `--`."""
 
-    nproc_per_node: Annotated[str, _help("Ranks on this host: a number, auto, cpu or gpu.")] = "1"
+    nproc_per_node: Annotated[
+        str | None, _help("Ranks on this host: a number, auto, cpu or gpu. Without it, one, started as python does.")
+    ] = None
     nnodes: Annotated[str, _help("Hosts: a number or MIN:MAX.")] = "1"
     node_rank: Annotated[int, _help("Index of this host, for the static rendezvous.")] = 0
     rdzv_backend: Annotated[str, _help("Rendezvous of several hosts, as torchrun's.")] = "static"
@@ -69,14 +71,12 @@ class RunOptions:
 
     def launch_options(self, remedies: dict[str, str], baseline: Path | None) -> LaunchOptions:
         """Return what the launcher takes. Raises `InputError` for values that cannot be."""
-        ranks = int(self.nproc_per_node) if self.nproc_per_node.isdigit() else self.nproc_per_node
         same = (
-            "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone", "max_restarts", "role",
-            "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module", "no_python", "out",
-            "no_launch", "windows", "grace_s", "quiet", "json", "metrics_port", "metrics_host",
+            "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone",
+            "max_restarts", "role", "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module",
+            "no_python", "out", "no_launch", "windows", "grace_s", "quiet", "json", "metrics_port", "metrics_host",
         )  # fmt: skip
         return LaunchOptions(
-            nproc_per_node=ranks,
             rdzv_conf=rendezvous_settings(self.rdzv_conf),
             apply=self.plan_path,
             baseline=str(baseline) if baseline else None,

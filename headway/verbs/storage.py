@@ -12,8 +12,8 @@ from rich.text import Text
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.core.units import format_bytes, format_fraction
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.core.units import format_bytes, format_fraction, plural
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.storage.disks.fleet import Fleet
 from headway.storage.disks.logs import Lifetimes, Window, read_lifetimes, read_totals, windows
 from headway.storage.disks.made import made
@@ -31,7 +31,8 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
     """List the schemes of redundancy: the failure rate each tolerates, its space, how long data lives.
 
     A scheme tolerates the AFR (failures per disk and year) up to which it
-    keeps the data as safe as 6-of-9 does at its own highest AFR, and rebuilds with as many bytes read.
+    keeps the data as safe as 6-of-9 does at its own highest AFR, and
+    rebuilds with as many bytes read.
 
     Example: `headway storage table --afr 0.015`
 
@@ -46,11 +47,13 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
     json
         Print one JSON object instead of text.
     """
-    for name, value in {"--afr": afr, "--default-afr": default_afr, "--mttr-hours": mttr_hours}.items():
-        if not 0 < value < math.inf:
+    for name, value in {"--afr": afr, "--default-afr": default_afr}.items():
+        if not 0 < value <= 1:
             raise InputError(
-                f"{name} is {value:g}; it must be above 0. Pass a rate such as 0.02 (2 % of disks a year)."
+                f"{name} is {value:g}; it must be a fraction above 0, at most 1. Pass 0.02 for 2 % of disks a year."
             )
+    if not 0 < mttr_hours < math.inf:
+        raise InputError(f"--mttr-hours is {mttr_hours:g}; a repair takes more than 0 hours. Pass 24 for a day.")
     k0, n0, _ = DEFAULT
     default = (k0, n0, default_afr)
     rows = [_scheme_row(scheme, afr, default, mttr_hours) for scheme in SCHEMES.values()]
@@ -96,7 +99,7 @@ def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         f"{answer['mttr_hours']:g} hours a repair. {answer['default']} is trusted with "
         f"{format_fraction(answer['default_afr'])}; dim: not enough for that AFR."
     )
-    return draw([rows, "", paragraph(words, style="dim")], **screen)
+    return draw([uncut(rows), "", paragraph(words, style="dim")], **screen)
 
 
 def fit(*logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, json: bool = False) -> int:
@@ -171,13 +174,13 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         add_row(rows, "model", "scheme", "disk-days", "AFR", "tolerated", style="dim")
         for row in [one for one in answer["lived"] if one["disk_days"] >= 10_000]:
             add_row(
-                rows, row["model"], row["scheme"], f"{row['disk_days']:.0f}", format_fraction(row["afr"], 2),
+                rows, row["model"], row["scheme"], f"{row['disk_days']:,.0f}", format_fraction(row["afr"], 2),
                 format_fraction(row["tolerated"]), style="bold red" if row["exceeded"] else "",
             )  # fmt: skip
         words = (
-            f"{answer['days']} days, {len(answer['transitions'])} transitions: mean IO "
+            f"{plural(answer['days'], 'day')}, {plural(len(answer['transitions']), 'transition')}: mean IO "
             f"{format_fraction(answer['mean_io'], 2)}, peak {format_fraction(answer['peak_io'])} of what the disks can "
-            "move. Rows below 10 000 disk-days are left out."
+            "move. Rows below 10,000 disk-days are left out."
         )
     else:
         rows = grid("left", "right", "right", "right", "left", "left")
@@ -185,13 +188,14 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         known = [row for row in answer["models"] if row["reason"] == "known"]
         for row in known:
             add_row(
-                rows, row["model"], f"{row['num_disks']:.0f}", format_fraction(row["afr"][1], 2),
+                rows, row["model"], f"{row['num_disks']:,.0f}", format_fraction(row["afr"][1], 2),
                 format_fraction(row["afr"][2], 2), row["scheme"], f"tolerates {format_fraction(row['tolerated'])}",
             )  # fmt: skip
         few = len(answer["models"]) - len(known)
-        words = f"{few} models have too few disks to be judged and stay under the default scheme."
+        verbs = "has too few disks to be judged and stays" if few == 1 else "have too few disks to be judged and stay"
+        words = f"{plural(few, 'model')} {verbs} under the default scheme."
     verdict = f"  {format_fraction(answer['saving'])} of the space is saved."
-    return draw([rows, "", paragraph(words, style="dim"), Text(verdict, style="bold")], **screen)
+    return draw([uncut(rows), "", paragraph(words, style="dim"), Text(verdict, style="bold")], **screen)
 
 
 def fleet(
@@ -201,8 +205,9 @@ def fleet(
     """Simulate years of a fleet of disks whose schemes follow its failure rates, beside other policies.
 
     Failures are drawn from each model's true AFR; the planner sees only
-    them. `pacemaker` plans ahead under a cap on IO; `instant` is the same with infinite IO;
-    `reactive` moves when it is late, by re-encoding; `static` never moves.
+    them. `pacemaker` plans ahead under a cap on IO; `instant` is the same
+    with infinite IO; `reactive` moves when it is late, by re-encoding;
+    `static` never moves.
 
     Example: `headway storage fleet --synthetic mixed --days 1095`
 
@@ -263,20 +268,28 @@ def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOpt
     for name, row in answer["policies"].items():
         add_row(
             rows, name, format_fraction(row["savings"]), format_fraction(row["mean_io"], 2),
-            format_fraction(row["peak_io"]), f"{row['under_protected_disk_days']:.0f}",
+            format_fraction(row["peak_io"]), f"{row['under_protected_disk_days']:,.0f}",
             style="bold" if name == next(iter(answer["policies"])) else "",
         )  # fmt: skip
     changes = sorted(first.transitions, key=lambda change: -change.io_bytes)[:SHOWN_TRANSITIONS]
-    plan = grid("right", "left", "left", "right", "right", "fill")
+    plan = grid("right", "left", "left", "right", "right", "left")
     add_row(plan, "day", "change", "to", "disks", "IO", "models", style="dim")
     for change in sorted(changes, key=lambda change: change.day):
         add_row(
             plan, f"{change.day}", f"{change.kind}, {change.method}", f"{change.source} > {change.target}",
-            f"{change.num_disks}", format_bytes(change.io_bytes), ", ".join(change.dgroups),
+            f"{change.num_disks:,}", format_bytes(change.io_bytes), ", ".join(change.dgroups),
         )  # fmt: skip
     words = (
-        f"Simulated: {answer['num_disks']} disks of {len(answer['models'])} models, {answer['days']} days, seed "
-        f"{answer['seed']}. The bound, each disk always under its best scheme, saves "
-        f"{format_fraction(first.oracle_savings)}. Below: the largest of {len(first.transitions)} transitions."
+        f"Simulated: {plural(answer['num_disks'], 'disk')} of {plural(len(answer['models']), 'model')}, "
+        f"{plural(answer['days'], 'day')}, seed {answer['seed']}. The bound, each disk always under its best scheme, "
+        f"saves {format_fraction(first.oracle_savings)}. {_below(len(first.transitions))}"
     )
-    return draw([rows, "", paragraph(words, style="dim"), "", plan], **screen)
+    below: list[Any] = ["", uncut(plan)] if changes else []
+    return draw([uncut(rows), "", paragraph(words, style="dim"), *below], **screen)
+
+
+def _below(count: int) -> str:
+    """Say what the table of transitions shows of `count` of them."""
+    if count <= SHOWN_TRANSITIONS:
+        return f"Below: {plural(count, 'transition')}." if count else "No scheme changed."
+    return f"Below: the largest of {plural(count, 'transition')}."

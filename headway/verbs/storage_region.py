@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.text import Text
-
 from headway.core.errors import InputError
-from headway.core.units import format_bytes
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.core.units import format_bytes, plural
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.storage.regions.dirty import BACKENDS, works
 from headway.storage.regions.pagemap import PAGE_BYTES
 from headway.storage.regions.scrub import inspect
@@ -73,8 +71,8 @@ def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     pages = answer["num_bytes"] // answer["page_bytes"]
     lines: list[Any] = [
         paragraph(
-            f"{answer['file']}: {format_bytes(answer['num_bytes'])}, {pages} pages in stripes of {answer['stripe']} + "
-            f"{answer['parity']}, opened {answer['epoch']} times",
+            f"{answer['file']}: {format_bytes(answer['num_bytes'])}, {plural(pages, 'page')} in stripes of "
+            f"{answer['stripe']} + {answer['parity']}, opened {plural(answer['epoch'], 'time')}",
             style="dim",
         ),
         "",
@@ -88,13 +86,13 @@ def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
             add_row(rows, str(row["page"]), str(row["offset_bytes"]), state, style="red" if state == "lost" else "")
         if len(differ) > SHOWN_PAGES:
             add_row(rows, "...", "", f"{len(differ) - SHOWN_PAGES} more")
-        lines += [rows, ""]
+        lines += [uncut(rows), ""]
     if answer["repaired"]:
-        lines.append(paragraph(f"{len(answer['repaired'])} pages were rebuilt and written back."))
+        lines.append(paragraph(f"Rebuilt and written back: {plural(len(answer['repaired']), 'page')}."))
     if answer["damaged_sidecar_stripes"]:
-        stripes = len(answer["damaged_sidecar_stripes"])
-        lines.append(paragraph(f"Parity or checksums of {stripes} stripes were damaged in the sidecar."))
-    return draw([*lines, Text(f"  {VERDICTS[answer['status']]}", style="bold")], **screen)
+        stripes = plural(len(answer["damaged_sidecar_stripes"]), "stripe")
+        lines.append(paragraph(f"Damaged in the sidecar: parity or checksums of {stripes}."))
+    return draw([*lines, paragraph(VERDICTS[answer["status"]], style="bold")], **screen)
 
 
 def backends(*, json: bool = False) -> int:
@@ -125,4 +123,4 @@ def _backends_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     for row in answer["backends"]:
         mark = "auto" if row["name"] == answer["auto"] else ""
         add_row(rows, row["name"], "works" if row["works"] else f"does not: {row['reason']}", mark)
-    return draw([paragraph(f"Linux {answer['kernel']}", style="dim"), "", rows], **screen)
+    return draw([paragraph(f"Linux {answer['kernel']}", style="dim"), "", uncut(rows)], **screen)

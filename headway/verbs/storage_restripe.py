@@ -8,8 +8,9 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.units import format_bytes
-from headway.report.paper import ScreenOptions, add_row, draw, grid
+from headway.report.paper import ScreenOptions, add_row, draw, grid, uncut
 from headway.storage.commit import committed, is_own
+from headway.storage.objects import url_of
 from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
 from headway.verbs.output import emit
 
@@ -33,8 +34,11 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: bool = Fals
     json
         Print one JSON object instead of text.
     """
-    if cap_mb_s < 0:
+    if not cap_mb_s >= 0:
         raise InputError(f"--cap-mb-s is {cap_mb_s:g}; use a rate above 0, or 0 for no cap.")
+    url = url_of(path)
+    if url is not None:
+        raise InputError(f"{url} is a bucket; parity is for folders. Name a folder.")
     own = path.is_dir() and is_own(path)
     steps = [path] if own else [step.path for step in committed(path) if step.ours]
     if not steps:
@@ -53,4 +57,4 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     for row in answer["checkpoints"]:
         sizes = (format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]))
         add_row(table, row["path"], row["before"], row["after"], *sizes)
-    return draw([table], **screen)
+    return draw([uncut(table)], **screen)

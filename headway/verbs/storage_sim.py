@@ -12,7 +12,7 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds, parse_bytes
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.storage.nvm.controller import NvmStats, simulate_nvm
 from headway.storage.nvm.design import DESIGNS, Memory
 from headway.storage.nvm.traces import TRACES, read_trace
@@ -110,4 +110,4 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         "NVM accesses are lines of 64 bytes. x: all of them per one for data; worst read: lines read for one that "
         "missed; slower: than without redundancy. Nothing here was measured on hardware."
     )
-    return draw([head, "", rows, "", paragraph(words, style="dim")], **screen)
+    return draw([head, "", uncut(rows), "", paragraph(words, style="dim")], **screen)

@@ -60,6 +60,11 @@ def applied_rows(
     return rows
 
 
-def verdict_line(explanation: Explanation) -> str:
-    """Return the last line of a run: the verdict in one sentence, and what to type next."""
-    return f"{verdict(explanation.to_json()).line()} Next: headway why {shlex.quote(explanation.source)}"
+def verdict_line(explanation: Explanation, baseline: Path | None = None) -> str:
+    """Return the last line of a run: the verdict in one sentence, and what to type next.
+
+    After a run that has a `baseline` the question is what changed, else where the time went.
+    """
+    verb = ["why"] if baseline is None else ["compare", str(baseline)]
+    command = shlex.join(["headway", *verb, explanation.source])
+    return f"{verdict(explanation.to_json()).line()} Next: {command}"

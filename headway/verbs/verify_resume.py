@@ -55,15 +55,13 @@ def verify_resume(
         raise InputError("there is no script to verify. Put it behind --: headway data verify-resume -- train.py")
     if batches < 2:
         raise InputError(f"--batches is {batches}; an interruption needs a batch before and after it. Pass 2 or more.")
-    ranks: int | str = 1 if nproc_per_node is None else nproc_per_node
-    ranks = int(ranks) if str(ranks).isdigit() else ranks
-    check(LaunchOptions(nproc_per_node=ranks, module=module), script)
+    check(LaunchOptions(nproc_per_node=nproc_per_node, module=module), script)
     folder = claim_folder(out) if out else next_folder(RUNS, f"{Path(script[0]).stem}-resume")
     plan = folder / "check.json"
     write_plan(PlanFile((Remedy("check.resume", {"batches": batches}),)), plan)
     options = LaunchOptions(
-        nproc_per_node=ranks, module=module, out=folder / "run", apply=plan, remedies=CHECKS, windows=0.0, quiet=True,
-        json=True,
+        nproc_per_node=nproc_per_node, module=module, out=folder / "run", apply=plan, remedies=CHECKS, windows=0.0,
+        quiet=True, json=True,
     )  # fmt: skip
     report = launch(options, script)
     if report.code:

@@ -44,7 +44,13 @@ def why(*source: Path, model: str | None = None, json: bool = False) -> int:
 
 
 def next_command(explanation: Explanation, paths: Sequence[Path]) -> str:
-    """Return what to type next about `paths`: the plan where there is one (it takes one run), else the report."""
-    if explanation.plan is not None and explanation.plan.chosen and len(paths) == 1:
-        return shlex.join(["headway", "plan", str(paths[0])])
+    """Return what to type next about `paths`: the plan where there is one (it takes one run), else the report.
+
+    What saves cost is not for a plan to mend where headway cannot apply it: the advice on checkpoints says how.
+    """
+    if explanation.plan is not None and len(paths) == 1:
+        if explanation.plan.chosen:
+            return shlex.join(["headway", "plan", str(paths[0])])
+        if explanation.causes and explanation.causes[0].cause == "checkpoint.stall":
+            return shlex.join(["headway", "ckpt", "advise", str(paths[0])])
     return shlex.join(["headway", "report", *map(str, paths), "-o", "report.html"])

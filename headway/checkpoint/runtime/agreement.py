@@ -30,6 +30,9 @@ LONGEST_S = 1800.0
 
 POLL_S = 0.005
 
+KEPT_WORDS = 64
+"""Words on a subject that stay in the store. A save needs every rank, so none is that many saves behind."""
+
 
 class Agreement:
     """The words of one Checkpointer; every rank makes its Checkpointers of one root in the same order."""
@@ -61,6 +64,8 @@ class Agreement:
             word = say()
             if self._store is not None:
                 self._store.set(key, word)
+                if self._counts[subject] > KEPT_WORDS:
+                    self._store.delete_key(self._place(subject, self._counts[subject] - KEPT_WORDS))
             return word
         return str(self._store.get(key).decode())
 
@@ -84,5 +89,8 @@ class Agreement:
 
     def _key(self, subject: str) -> str:
         """Return the place of the next word on a subject; ranks ask in the same order."""
-        count = self._counts[subject] = self._counts.get(subject, 0) + 1
+        self._counts[subject] = self._counts.get(subject, 0) + 1
+        return self._place(subject, self._counts[subject])
+
+    def _place(self, subject: str, count: int) -> str:
         return f"{self._prefix}/{subject}/{count}"

@@ -55,9 +55,9 @@ def layout_of(laid: Plan, state: LocalState) -> Layout:
 
 
 class Arenas:
-    """`count` images by number."""
+    """`count` images by number, locked for copies from the CUDA device `pin`."""
 
-    def __init__(self, count: int, *, pin: bool = False) -> None:
+    def __init__(self, count: int, *, pin: torch.device | None = None) -> None:
         self._count, self._pin = count, pin
         self._images: dict[int, Image] = {}
         self.untold: set[int] = set()
@@ -122,7 +122,8 @@ class Arenas:
         old = self._images.pop(number, None)
         if old is not None:
             old.close()
-        room = aligned(tail_bytes + SPARE_TAIL_BYTES)
+        # A quarter more: objects that grow at every save seldom need an image anew.
+        room = aligned(tail_bytes + tail_bytes // 4 + SPARE_TAIL_BYTES)
         self._images[number] = Image(self._plan, tail_bytes=room, pin=self._pin)
         self.untold.add(number)
         return self._images[number]

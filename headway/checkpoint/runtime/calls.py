@@ -22,6 +22,9 @@ plain one: nothing is imported anew. Errors of ours come as they are.
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -40,7 +43,11 @@ from headway.checkpoint.runtime.planner import HeadwayPlanner
 from headway.checkpoint.runtime.plugins import HeadwayReader, HeadwayWriter, Place
 from headway.checkpoint.runtime.restore import Verify
 from headway.checkpoint.runtime.stager import HeadwayStager, Save
-from headway.core.errors import FormatError, HeadwayError
+from headway.core.errors import FormatError, HeadwayError, InputError
+from headway.runtime import state_account
+
+_NUMBERS = itertools.count(1)
+"""Saves behind the training, in the order of their calls: what the record calls them by."""
 
 
 def save(
@@ -56,15 +63,7 @@ def save(
     its own) call it. Returns once the checkpoint is committed. Raises the first rank's `HeadwayError` as it is.
     """
     writer = HeadwayWriter(checkpoint_id, redundancy=redundancy, overwrite=overwrite)
-    with _plain_errors():
-        try:
-            done: Metadata = state_dict_saver.save(
-                state_dict, storage_writer=writer, planner=planner or HeadwayPlanner(),
-                process_group=process_group or own_group(),
-            )  # fmt: skip
-            return done
-        finally:
-            writer.abandon()
+    return _saved(state_dict, writer, planner, process_group or own_group())
 
 
 def async_save(
@@ -80,30 +79,52 @@ def async_save(
     """Save as `save` does, behind the training: return once the state has been copied.
 
     What goes wrong afterwards is raised by the future, else by the next call. Group and `stager` are made at the
-    first call and kept; the thread is a plain one: nothing is imported anew.
+    first call and kept; the thread is a plain one: nothing is imported anew. Raises `InputError` for a group without
+    a CPU backend: its collectives would run on the device, beside those of the training.
     """
+    begun_ns = time.perf_counter_ns()
     stager, group = stager or _own_stager(), process_group or own_group()
+    if group is not None and "cpu:" not in dist.get_backend_config(group):
+        backend = dist.get_backend(group)
+        raise InputError(f"a group of {backend} cannot save behind the training. Leave process_group out.")
     writer = HeadwayWriter(checkpoint_id, redundancy=redundancy, overwrite=overwrite)
-    state = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state_dict.items()}
-    staged = stager.stage(state)
-    result = Save()
-    running = state_dict_saver.async_save(
-        staged, storage_writer=writer, planner=planner or HeadwayPlanner(), process_group=group, async_stager=_Staged()
-    )
-    assert isinstance(running, Future), "what is staged already is no future"
-    del staged, state
+    with state_account.inside("checkpoint.snapshot"):
+        state = {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in state_dict.items()}
+        staged = [stager.stage(state)]
+    result, number, num_bytes = Save(), next(_NUMBERS), stager.num_bytes
 
-    def hand_on(done: Future[Any]) -> None:
-        writer.abandon()
+    def write() -> None:
+        start_ns = time.perf_counter_ns()
         try:
-            with _plain_errors():
-                result.set_result(done.result())
+            # Taken out of the list: once it is written nobody holds the copy, and its memory serves the next one.
+            done = _saved(staged.pop(), writer, planner, group)
         except BaseException as error:  # whatever it is, it is the caller's
             result.set_exception(error)
+            return
+        end_ns = time.perf_counter_ns()
+        state_account.background("checkpoint.persist", start_ns, end_ns, bytes=num_bytes, step=number)
+        state_account.background("checkpoint.commit", end_ns, end_ns, bytes=0, step=number)
+        result.set_result(done)
 
-    running.add_done_callback(hand_on)
+    # Not by way of torch's async_save: what it does per tensor before its thread begins would hold training up.
+    threading.Thread(target=write, name="headway-checkpoint").start()
     stager.watch(result)
+    state_account.snapshotted(begun_ns, time.perf_counter_ns(), bytes=num_bytes, step=number)
     return result
+
+
+def _saved(
+    state: dict[str, Any], writer: HeadwayWriter, planner: SavePlanner | None, group: dist.ProcessGroup | None
+) -> Metadata:
+    """Save through DCP; leave nothing half-written behind."""
+    with _plain_errors():
+        try:
+            done: Metadata = state_dict_saver.save(
+                state, storage_writer=writer, planner=planner or HeadwayPlanner(), process_group=group
+            )
+            return done
+        finally:
+            writer.abandon()
 
 
 def load(
@@ -146,14 +167,6 @@ def _group_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
 @lru_cache(maxsize=1)
 def _own_stager() -> HeadwayStager:
     return HeadwayStager()
-
-
-class _Staged(HeadwayStager):
-    """Hands on a state that is staged already."""
-
-    def stage(self, state_dict: Any) -> Any:
-        """Return the state as it is."""
-        return state_dict
 
 
 @contextmanager

@@ -193,7 +193,8 @@ class Checkpointer:
         """Put all objects into the state of a checkpoint: of `step`, or of the newest that is whole.
 
         All ranks call it. A damaged one is passed over, which the report says (`skipped`). Without any checkpoint
-        nothing changes and the report's step is None. Raises `InputError` when names, shapes or types do not fit,
+        nothing changes and the report's step is None. Raises `InputError` when names, shapes or types do not fit, or an
+        object refuses its state: nothing is changed then, on any rank, unless the message says otherwise.
         `DamageError` when no step, or not the one that was asked for, is whole.
         """
         saver = self._ready()
@@ -279,9 +280,9 @@ class Checkpointer:
         """Hear of saves, tell the policy of the step, and the caller of failures."""
         saver.complete()
         saver.listen()
-        for durable_s in saver.durable_s:
-            self._meter.durable(durable_s)
-        saver.durable_s.clear()
+        if saver.durable_s is not None:
+            self._meter.durable(saver.durable_s)
+            saver.durable_s = None
         timing = self._meter.step(under_way=saver.is_under_way)
         if timing is not None:
             self._policy.observe(timing)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from headway.checkpoint.fetch import Fetcher, fetch
 from headway.checkpoint.reads import Read, ReadPlan, Transfer
-from headway.core.errors import DamageError, HeadwayError, InputError
+from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.units import KIB, MIB
 
 BUCKET_BYTES = 16 * MIB
@@ -41,11 +41,17 @@ Put = Callable[[Transfer, torch.Tensor], None]
 """Takes the elements of a transfer, [*box.lengths], on the group's device."""
 
 
+def says_damage(error: BaseException) -> bool:
+    """Tell whether an error means that a checkpoint cannot be used; any other is the caller's, or ours."""
+    return isinstance(error, (DamageError, FormatError, OSError, EOFError))
+
+
 @contextmanager
 def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Do something that may fail on one rank only, and let all ranks of `group` raise when it does on any.
 
-    What failed here is raised as it is, what failed elsewhere as `HeadwayError` with the rank's message.
+    What failed here is raised as it is; what failed elsewhere as `DamageError` where it was damage, else as
+    `HeadwayError`, with the rank's message.
     """
     if group is None or group.size() == 1:
         yield
@@ -55,13 +61,16 @@ def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
         yield
     except BaseException as found:
         error = found
-    told: list[str | None] = [None] * group.size()
-    dist.all_gather_object(told, None if error is None else str(error) or type(error).__name__, group=group)
+    told: list[tuple[str, bool] | None] = [None] * group.size()
+    mine = None if error is None else (str(error) or type(error).__name__, says_damage(error))
+    dist.all_gather_object(told, mine, group=group)
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
-    if failed:
-        raise HeadwayError(f"another rank of the group could not go on. Look at its error: {failed[0]}")
+    for rank, failure in enumerate(told):
+        if failure is not None:
+            text, is_damage = failure
+            kind = DamageError if is_damage else HeadwayError
+            raise kind(f"another rank of the group could not go on. Look at its error: rank {rank}: {text}")
 
 
 def exchange(

@@ -21,7 +21,7 @@ import logging
 import math
 import os
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -131,7 +131,7 @@ class _Sparse(io.RawIOBase):
         return bytes(found)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)  # of 2 kB each: shapes that change from save to save must not pile up
 def template(dtype: torch.dtype, lengths: tuple[int, ...], *, skips: bool = True) -> Template:
     """Return the record of a contiguous tensor as the installed torch writes it; raises `FormatError`.
 
@@ -224,10 +224,11 @@ class Image:
     Close it once no slot is in use any more.
     """
 
-    def __init__(self, laid: Plan, *, tail_bytes: int, pin: bool = False) -> None:
+    def __init__(self, laid: Plan, *, tail_bytes: int, pin: torch.device | None = None) -> None:
         """Write all records but their elements, with room for `tail_bytes` of objects.
 
-        `pin` locks the pages for copies from a CUDA device. Raises `HeadwayError` when the host has no memory for it.
+        `pin` locks the pages for copies from a CUDA device, that one and all others. Raises `HeadwayError` when the
+        host has no memory for it.
         """
         self.plan = laid
         self.num_bytes = aligned(max(laid.num_bytes + tail_bytes, RECORD_BYTES))
@@ -236,7 +237,7 @@ class Image:
         """Room for objects."""
         check_room(self.num_bytes)
         self.file, self.mapped = shared_memory("headway-image", self.num_bytes)
-        self._pinned = False
+        self._pinned: torch.device | None = None
         try:
             os.posix_fallocate(self.file.fileno(), 0, self.num_bytes)
         except OSError as cause:
@@ -252,8 +253,8 @@ class Image:
         self.slots = [self._slot(slot) for slot in laid.slots]
         """[pieces] One tensor per slot of the plan, which views the memory."""
         self._write_records()
-        if pin:
-            self._pin()
+        if pin is not None:
+            self._pin(pin)
 
     def render(self) -> None:
         """Write the records of a plan that is `rendered`; the slots hold the elements."""
@@ -281,8 +282,9 @@ class Image:
 
     def close(self) -> None:
         """Give the memory back, in this process; slots must not be used any more."""
-        if self._pinned:
-            _CUDA.cudart().cudaHostUnregister(self._whole.data_ptr())
+        if self._pinned is not None:
+            with _CUDA.device(self._pinned):
+                _CUDA.cudart().cudaHostUnregister(self._whole.data_ptr())
         self.slots = []
         del self._whole
         self.memory.release()
@@ -309,12 +311,24 @@ class Image:
                 at = slot.record_offset + offset
                 self.memory[at : at + len(piece)] = piece
 
-    def _pin(self) -> None:
-        """Register the memory with CUDA: copies from the device run at full speed, beside the computation."""
-        code = _CUDA.cudart().cudaHostRegister(self._whole.data_ptr(), self.num_bytes, 0)
-        self._pinned = int(code) == 0
-        if not self._pinned:
-            LOG.warning("cudaHostRegister failed with %s: copies from the device wait for the host", code)
+    def _pin(self, device: torch.device) -> None:
+        """Register the memory with CUDA: copies from devices run at full speed, beside the computation.
+
+        With the state's own device current: another would get a context for it, some hundred megabytes of its memory.
+        """
+        with _CUDA.device(device):
+            code = _CUDA.cudart().cudaHostRegister(self._whole.data_ptr(), self.num_bytes, 0)
+        if int(code) == 0:
+            self._pinned = device
+        else:
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)  # takes the error: torch would find it at the next kernel of training
+            LOG.warning("cudaHostRegister failed with %s: the host waits for copies from the device", code)
+
+
+def cuda_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
+    """Return the first CUDA device that a state lies on; None where it lies on none, which then is left alone."""
+    return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
 
 
 def check_room(num_bytes: int) -> None:

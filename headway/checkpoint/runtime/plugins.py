@@ -29,6 +29,7 @@ import os
 import re
 import socket
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -316,13 +317,15 @@ class HeadwayReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Fill what the plan wants; the future is done on return.
 
-        Raises `DamageError` naming file, byte and tensor when stored bytes differ from what was written.
+        Raises `DamageError` naming file, byte and tensor when stored bytes differ from what was written, `InputError`
+        when tensors that are tied here were saved with unlike values.
         """
         stored = self._opened()
         reading = Reading(stored, self._verify, None)
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         shards = [_shard(stored, item, target) for item, target in zip(tensors, targets, strict=True)]
+        _check_ties(reading, tensors, targets, shards)
         reading.read([shard for shard in shards if shard.box.num_elements], None)
         for item, target, shard in zip(tensors, targets, shards, strict=True):
             if shard.tensor is not target:  # stored in another type than it is wanted
@@ -358,6 +361,27 @@ def _shard(stored: Stored, item: ReadItem, target: torch.Tensor) -> LocalShard:
     if dtype_name(target.dtype) != dtype:
         target = torch.empty(target.shape, dtype=getattr(torch, dtype), device=target.device)
     return LocalShard(fqn, shape, Box(offsets, tuple(item.lengths)), target, ())
+
+
+def _check_ties(
+    reading: Reading, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], shards: Sequence[LocalShard]
+) -> None:
+    """Raise `InputError` unless all that goes to one memory is stored with the same elements."""
+    tied: dict[tuple[Any, ...], dict[str, list[LocalShard]]] = {}
+    for item, target, shard in zip(items, targets, shards, strict=True):
+        if shard.box.num_elements:
+            # Where the tensor begins of which this is a part: names of one tensor may be stored in unlike parts.
+            skip = sum(at * stride for at, stride in zip(item.dest_offsets, target.stride(), strict=True))
+            start = target.data_ptr() - skip * target.element_size()
+            place = target.device, start, target.dtype, target.stride(), shard.shape
+            tied.setdefault(place, {}).setdefault(shard.fqn, []).append(shard)
+    for (first, parts), *others in (group.items() for group in tied.values()):
+        for fqn, _ in others:
+            if not reading.is_alike(parts, fqn):
+                raise InputError(
+                    f"'{first}' and '{fqn}' are tied here, but the checkpoint holds unlike values. Build the model as "
+                    "it was saved, untied, or leave one of them out of the state."
+                )
 
 
 def _whose(stored: Stored, item: ReadItem) -> StoredObject:

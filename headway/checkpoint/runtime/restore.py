@@ -5,11 +5,19 @@ stock DCP checkpoints alike. Every rank reads what its own shards need,
 straight from the places of the elements in the files, in several threads,
 and verifies the blocks it touches before a byte reaches a tensor. With
 `group`, ranks that hold equal copies read each byte once between them and
-exchange. Nothing is touched before it is known that names, shapes and types
-fit. Objects that are no tensors are unpickled: with torch's restricted
-unpickler where that suffices, else only from a commit of ours that verified
-(digests find damage, not forgery: whoever may write to the root may run code
-here, as with any pickle) or with `trust_objects`.
+exchange.
+
+All or nothing, as far as that goes without a second copy of the tensors: a
+`Restore` first asks all that can refuse (names, shapes, types, ties, groups
+of parameters, the `load_state_dict` of small objects), on all ranks, and can
+be undone until then; only then are modules, optimizers and large objects
+filled in place and given their state. Who fails after that says that the
+state is mixed.
+
+Objects that are no tensors are unpickled: with torch's restricted unpickler
+where that suffices, else only from a commit of ours that verified (digests
+find damage, not forgery: whoever may write to the root may run code here, as
+with any pickle) or with `trust_objects`.
 
 >>> import tempfile, torch.distributed.checkpoint as dcp, warnings
 >>> warnings.simplefilter("ignore")
@@ -23,12 +31,12 @@ here, as with any pickle) or with `trust_objects`.
 
 from __future__ import annotations
 
-import difflib
 import io
 import pickle
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,11 +48,12 @@ from headway.checkpoint.fetch import ELEMENT, Fetcher, Files, Mend, Source, alig
 from headway.checkpoint.mending import Mending
 from headway.checkpoint.reads import GAP_BYTES, Shard, Transfer, plan_reads
 from headway.checkpoint.runtime.exchange import agreed, exchange
-from headway.checkpoint.runtime.shards import Leaf, LocalShard, local_shards
-from headway.checkpoint.runtime.states import States
+from headway.checkpoint.runtime.shards import LocalShard
+from headway.checkpoint.runtime.states import PLAIN, States
 from headway.checkpoint.runtime.unpack import unpack
+from headway.checkpoint.runtime.wanted import Wanted, listed
 from headway.checkpoint.stored import Stored, open_stored
-from headway.core.errors import DamageError, InputError
+from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.units import MIB
 from headway.storage.manifest import StoredObject
 from headway.storage.store import Store
@@ -60,8 +69,11 @@ Verify = Literal["off", "read", "full"]
 SAME_SIZE = {size: getattr(torch, np.dtype(kind).name) for size, kind in ELEMENT.items()}
 """Bytes per element -> torch's name for `ELEMENT`'s type."""
 
-NAMED = 5
-"""Names that an error lists."""
+MIXED = (
+    "The state is mixed now, partly of the checkpoint and partly as before: restore another step before going on, or "
+    "start anew. verify='full' finds damage before anything is changed."
+)
+"""What is said when all-or-nothing could not be had."""
 
 REMOTE_GAP_BYTES = 1 * MIB
 """Unwanted bytes that are read through where a read is a request over a network."""
@@ -101,6 +113,9 @@ class RestoreReport:
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that could not be used, and why."""
 
+    overruled: tuple[str, ...] = ()
+    """Tied here, but saved with other values than the name whose values all have now; () when strict."""
+
 
 def restore_into(
     place: str | Path | Store | Files | Stored,
@@ -122,117 +137,131 @@ def restore_into(
     Raises
     ------
     InputError
-        Names are missing, or shapes or types differ: the first five are named, before anything is changed.
+        Names are missing, shapes or types differ (the first five are named), tied tensors were saved unlike, or an
+        object refuses its state: before anything is changed, unless the message says that the state is mixed.
     DamageError
-        Stored bytes differ from what was written and could not be rebuilt; file, byte and tensor are named. Objects
-        may then be partly restored: restore another step.
+        Stored bytes differ from what was written and could not be rebuilt; file, byte and tensor are named. Where
+        the state is mixed then, the message says so: restore another step.
     """
     started_s = time.perf_counter()
     stored = place if isinstance(place, Stored) else open_stored(place, unpack=unpack)
+    restore = Restore(stored, verify, strict=strict, group=group, mend=mend, num_threads=num_threads)
     try:
-        if verify == "full":
-            verify_whole(stored)
-        work = Reading(stored, verify, mend)
-        with agreed(group):
-            states = States(objects, stored)
-            wanted = _Wanted(states, stored, strict=strict)
-            values = wanted.objects(work, trust=trust_objects or (stored.ours and verify != "off"))
-            alone, shared = wanted.shards(group)
-            work.read(alone, num_threads)
-        if group is not None and group.size() > 1:
-            work.read_together(shared, group, num_threads)
-        torch.autograd.graph.increment_version([shard.tensor for shard in (*alone, *shared)])
-        for leaf, value in values:
-            leaf.put(value)
-        states.hand_back(strict=strict)
-        return work.report(wanted, time.perf_counter() - started_s)
+        try:
+            with agreed(group):
+                restore.ask(objects, trust=trust_objects)
+        except BaseException:
+            restore.undo()
+            raise
+        return replace(restore.fill(), duration_s=time.perf_counter() - started_s)
     finally:
         if stored is not place:
             stored.close()
 
 
-class _Wanted:
-    """The values that are to be restored, matched with what is stored. Raises before anything is changed."""
+class Restore:
+    """One restore in two acts: `ask` all that may refuse, which can be undone; then `fill` the tensors in place."""
 
-    def __init__(self, states: States, stored: Stored, *, strict: bool) -> None:
-        self.stored, self.leaves = stored, states.leaves
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self.local = local_shards(states.state, rank=self.rank, world_size=self.world_size)
-        known = {*stored.tensors, *stored.objects}
-        self.missing = tuple(fqn for fqn in self.leaves if fqn not in known)
-        roots = tuple(f"{name}." for name in states.objects)
-        self.unexpected = tuple(
-            sorted(fqn for fqn in known - set(self.leaves) if fqn.startswith(roots) or fqn in states.objects)
-        )
-        surplus = [fqn for fqn in self.unexpected if states.is_exact(fqn)]
-        if strict and self.missing:
-            raise InputError(_missing(self.missing, known, stored))
-        if strict and surplus:
-            raise InputError(
-                f"{stored.place} holds what the module lacks: {_list(surplus)}. Build the module as it was saved, or "
-                "pass strict=False to leave them out."
-            )
-        differ = [
-            text for fqn, (shape, dtype) in self.local.tensors.items() if (text := self._differs(fqn, shape, dtype))
-        ]
-        if differ:
-            raise InputError(
-                f"{stored.place} does not fit: {_list(differ, '; ')}. Build the model as it was saved, or convert the "
-                "checkpoint first: headway ckpt export"
-            )
+    def __init__(
+        self,
+        stored: Stored,
+        verify: Verify,
+        *,
+        strict: bool = True,
+        group: dist.ProcessGroup | None = None,
+        mend: Mend | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Take what `restore_into` takes; do nothing yet."""
+        self._started_s = time.perf_counter()
+        self._stored, self._verify, self._strict, self._num_threads = stored, verify, strict, num_threads
+        self._group = group if group is not None and group.size() > 1 else None
+        self._reading = Reading(stored, verify, mend)
+        self._asked: States | None = None
 
-    def _differs(self, fqn: str, shape: tuple[int, ...], dtype: str) -> str | None:
-        """Say how a tensor differs from what is stored of it; None where it does not."""
-        saved = self.stored.tensors.get(fqn)
-        if saved is None or saved == (shape, dtype):
-            return None
-        return f"'{fqn}' was saved as {saved[1]} {list(saved[0])} and is {dtype} {list(shape)} here"
+    def ask(self, objects: Mapping[str, Any], *, trust: bool = False) -> None:
+        """Match `objects` with what is stored, and give those that may refuse their state.
 
-    def shards(self, group: dist.ProcessGroup | None) -> tuple[list[LocalShard], list[LocalShard]]:
-        """Return the local memory that tensors go to: what this rank reads alone, and what all of `group` hold.
-
-        A stored tensor where a plain value stands gets new memory.
+        Raises as `restore_into` does, and has undone itself then. Where another rank has failed, `undo`.
         """
-        found = [shard for shard in self.local.shards if shard.fqn in self.stored.tensors]
-        # Tied tensors are one memory: the first of them is read, and all of them have it.
-        found = [shard for shard in found if shard.same_as is None or shard.same_as not in self.stored.tensors]
-        for fqn in self.local.objects:
-            if fqn in self.stored.tensors:
-                shape, dtype = self.stored.tensors[fqn]
-                value = torch.zeros(shape, dtype=getattr(torch, dtype))
-                self.leaves[fqn].put(value)
-                found += local_shards({fqn: value}, rank=self.rank).shards
-        together = set(dist.get_process_group_ranks(group)) if group is not None else set()
-        alone: list[LocalShard] = []
-        shared: list[LocalShard] = []
-        for shard in found:
-            if shard.box.num_elements:
-                (shared if len(together) > 1 and together <= set(shard.holders) else alone).append(shard)
-        return alone, shared
+        try:
+            self._ask(objects, trust or (self._stored.ours and self._verify != "off"))
+        except BaseException:
+            self.undo()
+            raise
 
-    def objects(self, work: Reading, *, trust: bool) -> list[tuple[Leaf, Any]]:
-        """Return the stored objects, each with where it belongs."""
-        return [
-            (leaf, work.load(self._whose(fqn), trust=trust))
-            for fqn, leaf in self.leaves.items()
-            if fqn in self.stored.objects
-        ]
+    def _ask(self, objects: Mapping[str, Any], trust: bool) -> None:
+        if self._verify == "full":
+            verify_whole(self._stored)
+        self._states = states = States(objects, self._stored)
+        self._wanted = wanted = Wanted(states, self._stored, strict=self._strict)
+        shards = wanted.shards(self._reading)
+        values = wanted.objects(self._reading, trust=trust)
+        for leaf, value, shard in wanted.room():
+            values.append((leaf, value))
+            shards += shard
+        # What is its own state is the caller's: it is filled last, and only asked here whether it can be.
+        own = {name for name, thing in objects.items() if isinstance(thing, PLAIN)}
+        self._own = [(leaf, value) for leaf, value in values if leaf.path[0] in own]
+        for leaf, value in values:
+            leaf.put(leaf.value if leaf.path[0] in own else value)
+        states.check()
+        asked = [shard for shard in shards if wanted.is_asked(shard.fqn)]
+        self._shards = [shard for shard in shards if not wanted.is_asked(shard.fqn)]
+        self._asked = states
+        self._read(asked)
+        states.ask()
 
-    def _whose(self, fqn: str) -> StoredObject:
-        """Return the stored object that this rank takes. Raises `InputError` where none is meant for it."""
-        entries, old = self.stored.objects[fqn], self.stored.world_size or 1
-        if None in entries:
-            return entries[None]
-        if old == self.world_size and self.rank in entries:
-            return entries[self.rank]
-        kept = entries.get(min(self.rank, old - 1))
-        if kept is not None and kept.any_world:
-            return kept
-        raise InputError(
-            f"'{fqn}' was saved by each of {old} ranks for itself ({_list(f'rank {rank}' for rank in entries)}), "
-            f"and there is none for rank {self.rank} of {self.world_size}. Restore on {old} ranks, or leave "
-            f"'{fqn.partition('.')[0]}' out of the objects."
-        )
+    def undo(self) -> None:
+        """Put back what was asked. Raises `InputError` where an object refuses the state that it had."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.put_back()
+
+    def fill(self) -> RestoreReport:
+        """Fill what `ask` has found to fit. Whatever is raised here says that the state is mixed."""
+        with mixing():
+            self._fill()
+        total, wanted = self._reading.fetcher.total, self._wanted
+        repaired = tuple(f"{file} at byte {at} ({tensor})" for file, at, tensor in sorted(total.mended))
+        return RestoreReport(
+            self._stored.step, self._stored.place, "parity" if repaired else self._stored.source,
+            total.read_bytes, total.hashed_bytes, time.perf_counter() - self._started_s,
+            wanted.missing, wanted.unexpected, repaired, overruled=wanted.overruled,
+        )  # fmt: skip
+
+    def _fill(self) -> None:
+        together = set(dist.get_process_group_ranks(self._group)) if self._group is not None else set()
+        alone, shared = list[LocalShard](), list[LocalShard]()
+        for shard in self._shards:
+            (shared if together and together <= set(shard.holders) else alone).append(shard)
+        with agreed(self._group):
+            self._read(alone)
+        if self._group is not None:
+            self._reading.read_together(shared, self._group, self._num_threads)
+            torch.autograd.graph.increment_version([shard.tensor for shard in shared])
+        for leaf, value in self._own:
+            leaf.put(value)
+        self._states.hand_back(strict=self._strict)
+
+    def _read(self, shards: Sequence[LocalShard]) -> None:
+        """Fill shards that this rank reads alone."""
+        self._reading.read(shards, self._num_threads)
+        torch.autograd.graph.increment_version([shard.tensor for shard in shards])
+
+
+@contextmanager
+def mixing() -> Iterator[None]:
+    """Let whatever is raised inside say that the state is mixed: an error of ours in its message, others in a note."""
+    try:
+        yield
+    except HeadwayError as error:
+        if MIXED in str(error):
+            raise
+        raise type(error)(f"{error} {MIXED}") from error
+    except Exception as error:
+        error.add_note(MIXED)
+        raise
 
 
 class Reading:
@@ -263,6 +292,21 @@ class Reading:
         self.fetcher.flat = None  # what is read goes into a bucket first
         exchange(plan, self.fetcher, self._put, group, num_threads=num_threads)
 
+    def is_alike(self, shards: Sequence[LocalShard], fqn: str) -> bool:
+        """Tell whether the tensor `fqn` is stored with the elements that `shards`, all of one other tensor, are.
+
+        Both are read where checksums cannot tell.
+        """
+        told = self.stored.is_alike(shards[0].fqn, fqn)
+        if told is not None:
+            return told
+        ours, others = (
+            [replace(shard, fqn=name, tensor=torch.empty_like(shard.tensor, device="cpu")) for shard in shards]
+            for name in (shards[0].fqn, fqn)
+        )
+        self.read([*ours, *others], None)
+        return all(torch.equal(_bits(a.tensor), _bits(b.tensor)) for a, b in zip(ours, others, strict=True))
+
     def record(self, entry: StoredObject) -> memoryview:
         """Return the bytes of one stored object, verified; valid until the next read."""
         start, stop = entry.record_offset, entry.record_offset + entry.record_bytes
@@ -286,16 +330,13 @@ class Reading:
                 "step, or find the damage: headway ckpt verify"
             ) from cause
         record.seek(0)
-        return torch.load(record, map_location="cpu", weights_only=False)
-
-    def report(self, wanted: _Wanted, duration_s: float) -> RestoreReport:
-        """Return what was done."""
-        total = self.fetcher.total
-        repaired = tuple(f"{file} at byte {at} ({tensor})" for file, at, tensor in sorted(total.mended))
-        return RestoreReport(
-            self.stored.step, self.stored.place, "parity" if repaired else self.stored.source,
-            total.read_bytes, total.hashed_bytes, duration_s, wanted.missing, wanted.unexpected, repaired,
-        )  # fmt: skip
+        try:
+            return torch.load(record, map_location="cpu", weights_only=False)
+        except Exception as cause:  # unpickling calls what it likes
+            raise InputError(
+                f"'{entry.fqn}' of {self.stored.place} cannot be made again ({type(cause).__name__}: {cause}). Run the "
+                "code that saved it, or leave it out of the objects."
+            ) from cause
 
     def _have(self, shards: Sequence[LocalShard]) -> dict[str, Any]:
         return {shard.fqn: self.stored.pieces(shard.fqn) for shard in shards}
@@ -340,6 +381,11 @@ def elements_of(tensor: torch.Tensor) -> NDArray[Any] | None:
     return found
 
 
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements as bytes: NaN equals itself, and 0 is not -0."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _want(shard: LocalShard) -> Shard:
     return Shard(shard.fqn, shard.shape, shard.dtype, shard.box)
 
@@ -360,23 +406,4 @@ def verify_whole(stored: Stored) -> None:
         raise InputError("verify='full' needs a folder or a store. Pass verify='read': all that is read is compared.")
     if report.status == "lost":
         found = [f"{damage.file} at byte {damage.offset_bytes} ({damage.tensor})" for damage in report.damaged]
-        raise DamageError(f"{stored.place} is damaged: {_list(found, '; ')}. Restore an older step.")
-
-
-def _missing(missing: Sequence[str], known: Iterable[str], stored: Stored) -> str:
-    """Say which names a checkpoint lacks, and which of its names are nearest."""
-    known = sorted(known)
-    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.6) for name in missing[:NAMED]}
-    hints = [f"'{name}'" + (f" (nearest: '{found[0]}')" if found else "") for name, found in near.items()]
-    more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
-    return (
-        f"{stored.place} lacks {len(missing)} of the values that are to be restored: {', '.join(hints)}{more}. "
-        "Name the objects as they were saved, or pass strict=False to leave them as they are."
-    )
-
-
-def _list(texts: Iterable[str], separator: str = ", ") -> str:
-    """Join the first few texts, and say how many more there are."""
-    every = list(texts)
-    more = f" and {len(every) - NAMED} more" if len(every) > NAMED else ""
-    return separator.join(every[:NAMED]) + more
+        raise DamageError(f"{stored.place} is damaged: {listed(found, '; ')}. Restore an older step.")

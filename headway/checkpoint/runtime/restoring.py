@@ -1,7 +1,9 @@
 """Which checkpoint a job goes on from: the newest that is whole on all ranks, from memory where an agent still has it.
 
 Rank 0 names the steps that there are, newest first. Each rank tries; where one
-finds damage all go to the next older step together. What the agents of an
+finds damage all go to the next older step together, and where one refuses
+what is stored, all raise; no rank writes into its tensors before all have
+found that everything fits. What the agents of an
 attempt that died still hold in memory is read from there, and verified like
 any file; the rest comes from the folder.
 
@@ -15,22 +17,24 @@ import logging
 import mmap
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
-from headway.checkpoint.fetch import LocalFiles, Room, Source, too_short
+from headway.checkpoint.fetch import LocalFiles, Room, too_short
 from headway.checkpoint.link import ask, finish
 from headway.checkpoint.remote import BucketFiles
 from headway.checkpoint.runtime.agreement import Agreement
-from headway.checkpoint.runtime.restore import RestoreReport, Verify, restore_into
+from headway.checkpoint.runtime.exchange import says_damage
+from headway.checkpoint.runtime.restore import MIXED, Restore, RestoreReport, Verify, mixing
 from headway.checkpoint.runtime.unpack import unpack
-from headway.checkpoint.stored import open_stored
-from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
+from headway.checkpoint.stored import Stored, open_stored
+from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage import object_commit
 from headway.storage.commit import committed
 from headway.storage.manifest import COMMIT, CommitRecord, decode
@@ -38,6 +42,8 @@ from headway.storage.objects import open_store, url_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())
@@ -54,27 +60,28 @@ class HeldFiles:
         """Where those lie that memory does not have."""
         self.folder = files.folder if isinstance(files, LocalFiles) else None
         """Their folder, if it is one."""
-        self._held = held
+        self.held = dict(held)
+        """Those that memory has; a reader that finds one to be other than it was saved takes it out."""
         self.num_missed = 0
         """Reads of images that memory did not have."""
 
     @property
     def is_from_memory(self) -> bool:
         """Whether all elements came from memory."""
-        return bool(self._held) and not self.num_missed
+        return bool(self.held) and not self.num_missed
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return bytes of a file."""
-        if name in self._held:
-            return memoryview(self._held[name]).cast("B")[start:stop]
-        return self.files.read(name, start, stop)
+        held = self.held.get(name)
+        return self.files.read(name, start, stop) if held is None else memoryview(held).cast("B")[start:stop]
 
     def span(self, name: str, start: int, stop: int, room: Room) -> memoryview:
         """Return bytes of a file: a view of the held image, or as the folder has them."""
-        if name not in self._held:
+        held = self.held.get(name)
+        if held is None:
             self.num_missed += 1
             return self.files.span(name, start, stop, room)
-        found = memoryview(self._held[name]).cast("B")[start:stop]
+        found = memoryview(held).cast("B")[start:stop]
         if len(found) < stop - start:
             raise too_short(f"{name} in memory", start + len(found), stop)
         return found
@@ -102,30 +109,79 @@ def restore(
     `optional` objects are restored where the checkpoint has them. With `is_successor` the agents of an earlier
     attempt on this host finish what they have first. Without any checkpoint the report's step is None.
     """
+
+    def begin(stored: Stored) -> Restore:
+        return Restore(stored, verify, strict=strict, group=group)
+
     had_died = is_successor and finish(root, agreement.rank)
-    steps, skipped = _agreed_steps(root, step, agreement), list[str]()
+    steps, skipped, is_mixed = _agreed_steps(root, step, agreement), list[str](), False
     for number in steps:
-        report, error = None, None
-        try:
-            below = _files(root, number)
-            files = HeldFiles(below, _held(root, number, below))
-            report = _restore_one(files, objects, optional, strict=strict, verify=verify, group=group)
-        except Exception as found:  # whatever it is, the other ranks wait for our word
-            error = found
-        told = agreement.failure("restored", None if error is None else _word(error))
-        if told is None:
-            assert report is not None
-            return replace(report, skipped=tuple(skipped)), had_died
-        if step != "latest" or PASSED_OVER not in told:
-            raise error or HeadwayError(f"step {number} was not restored: {told}. See that rank's error.")
-        skipped.append(f"step {number}: {told.replace(PASSED_OVER, '')}")
+        with mixing() if is_mixed else nullcontext():
+            report, told, error = _restored(root, number, objects, optional, agreement, begin)
+            if report is not None:
+                return replace(report, skipped=tuple(skipped)), had_died
+            if step != "latest" or PASSED_OVER not in told:
+                raise error or HeadwayError(
+                    f"step {number} was not restored: {told.rstrip('.')}. See that rank's error."
+                )
+        is_mixed = is_mixed or MIXED in told
+        skipped.append(f"step {number}: {told.replace(PASSED_OVER, '').removesuffix(MIXED).rstrip()}")
         LOG.warning("step %d is passed over: %s", number, told)
     if skipped:
         raise DamageError(
             f"none of the {len(skipped)} checkpoints under {root} is whole; the newest: {skipped[0].rstrip('.')}. "
-            "Run: headway ckpt repair"
+            f"Run: headway ckpt repair{f'. {MIXED}' if is_mixed else ''}"
         )
     return RestoreReport(None, root, "local", 0, 0, 0.0), had_died
+
+
+def _restored(
+    root: str,
+    step: int,
+    objects: Mapping[str, Any],
+    optional: Mapping[str, Any],
+    agreement: Agreement,
+    begin: Callable[[Stored], Restore],
+) -> tuple[RestoreReport | None, str, Exception | None]:
+    """Restore all ranks from one checkpoint, or none: the report, or the failure of some rank and that of this one.
+
+    No rank fills its tensors before all have been asked.
+    """
+    with ExitStack() as opened:
+
+        def ask() -> tuple[Restore, HeldFiles]:
+            below = _files(root, step)
+            files = HeldFiles(below, _held(root, step, below))
+            stored = opened.enter_context(closing(open_stored(files, unpack=unpack)))
+            there = {fqn.partition(".")[0] for fqn in (*stored.objects, *stored.tensors)}
+            restore = begin(stored)
+            restore.ask({**objects, **{name: thing for name, thing in optional.items() if name in there}})
+            return restore, files
+
+        asked, told, error = _tried("asked", agreement, ask)
+        if asked is None:
+            return None, told, error
+        restore, files = asked
+        if told:
+            try:
+                restore.undo()
+            except InputError as refusal:
+                return None, f"{told} {MIXED}", refusal
+            return None, told, None
+        report, told, error = _tried("restored", agreement, restore.fill)
+        if report is not None and files.is_from_memory and report.source != "parity":
+            report = replace(report, source="memory")
+        return None if told else report, told, error
+
+
+def _tried(subject: str, agreement: Agreement, act: Callable[[], T]) -> tuple[T | None, str, Exception | None]:
+    """Do something on all ranks: what it returned, the failure of some rank ("": none failed), this one's error."""
+    result, error = None, None
+    try:
+        result = act()
+    except Exception as found:  # whatever it is, the other ranks wait for our word
+        error = found
+    return result, agreement.failure(subject, None if error is None else _word(error)) or "", error
 
 
 def step_order(known: Sequence[int], step: int | Literal["latest"]) -> list[int]:
@@ -168,31 +224,6 @@ def _warn_of_newer(known: Sequence[int], step: int | Literal["latest"]) -> None:
         )  # fmt: skip
 
 
-def _restore_one(
-    files: HeldFiles,
-    objects: Mapping[str, Any],
-    optional: Mapping[str, Any],
-    *,
-    strict: bool,
-    verify: Verify,
-    group: dist.ProcessGroup | None,
-) -> RestoreReport:
-    """Restore from one checkpoint; what memory holds wrongly is read from the folder in a second try."""
-    stored = open_stored(files, unpack=unpack)
-    try:
-        there = {fqn.partition(".")[0] for fqn in (*stored.objects, *stored.tensors)}
-        wanted = {**objects, **{name: thing for name, thing in optional.items() if name in there}}
-        report = restore_into(stored, wanted, strict=strict, verify=verify, group=group)
-    except DamageError:
-        if not files.is_from_memory:
-            raise
-        return _restore_one(HeldFiles(files.files, {}), objects, optional, strict=strict, verify=verify, group=group)
-    finally:
-        stored.close()
-    source: Source = "memory" if files.is_from_memory and report.source != "parity" else report.source
-    return replace(report, source=source)
-
-
 def _files(root: str, step: int) -> LocalFiles | BucketFiles:
     """Return the files of a step, which in a bucket lie where its commit record says."""
     url = url_of(root)
@@ -225,5 +256,5 @@ def _held(root: str, step: int, files: LocalFiles | BucketFiles) -> dict[str, Bu
 
 def _word(error: Exception) -> str:
     """Return what other ranks are told of an error."""
-    damaged = isinstance(error, (DamageError, FormatError, OSError, EOFError))
-    return f"{PASSED_OVER if damaged else ''}{type(error).__name__}: {error}"
+    text = " ".join([str(error), *getattr(error, "__notes__", ())])
+    return f"{PASSED_OVER if says_damage(error) else ''}{type(error).__name__}: {text}"

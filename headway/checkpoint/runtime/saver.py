@@ -20,6 +20,7 @@ import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,19 +31,16 @@ from headway.checkpoint.link import AgentLink
 from headway.checkpoint.messages import Committed, Failed, Hello, Layout, Persist, Persisted, Phase, Value
 from headway.checkpoint.runtime.agreement import Agreement
 from headway.checkpoint.runtime.arenas import Arenas, layout_of, parts_of, sources_of, tail_bytes_of
-from headway.checkpoint.runtime.image import Image, Part, pickled
+from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, pickled
 from headway.checkpoint.runtime.image_file import host_bytes
 from headway.checkpoint.runtime.kept_cut import KeptCut
 from headway.checkpoint.runtime.shards import LocalState
 from headway.checkpoint.runtime.snapshot import Snapshot
-from headway.checkpoint.runtime.tickets import Commit, SaveTicket
+from headway.checkpoint.runtime.tickets import LISTEN_S, Commit, SaveTicket
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
 from headway.runtime import state_account
 from headway.storage.digests import checksum
-
-LISTEN_S = 0.2
-"""Longest single wait for the agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +98,8 @@ class Saver:
         """What went wrong in the background beside saves (parity, old checkpoints), to be raised."""
         self.settled: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether nothing but a weight update changes a tensor."""
-        self.durable_s: list[float] = []
-        """How long each save took from its start to its commit; whoever reads it empties it."""
+        self.durable_s: float | None = None
+        """How long the save that was committed last took, from its start to its commit; whoever reads it takes it."""
         self._arenas: Arenas | None = None
         self._pending: _Pending | None = None
         self._tickets: dict[int, SaveTicket] = {}
@@ -109,7 +107,8 @@ class Saver:
         self._spare: int | None = None
         self._cut = KeptCut()
         self._stored: dict[str, tuple[str, bytes]] = {}  # fqn -> a plain value as text, and as it is stored
-        self._num_saves: dict[int, int] = {}
+        self._last = self._furthest = -1  # steps: of the last save, and the highest of all saves
+        self._num_returns = 0  # how often a save went back to a step that was passed
         self._layout: tuple[Any, Layout] | None = None
         self._mode = "device" if options.device_snapshot == "device" else "host"
         self._streams: dict[torch.device, Any] = {}
@@ -143,7 +142,8 @@ class Saver:
             pending = self._pending = self._read(ticket, begun_ns, late)
         self._tickets[step] = ticket
         if not late:
-            self._hand_over()
+            with self._given_up_on_error(pending):
+                self._hand_over()
         ended_ns = time.perf_counter_ns()
         ticket.blocked_s += (ended_ns - begun_ns) / NS_PER_S
         if ready_ns - complete_ns > 1_000_000:
@@ -157,12 +157,13 @@ class Saver:
         if pending is None:
             return
         begun_ns = time.perf_counter_ns()
-        if pending.late:
-            with state_account.inside("checkpoint.snapshot"):
-                self._read_late(pending)
-        if wait:
-            pending.snapshot.wait()
-        self._hand_over()
+        with self._given_up_on_error(pending):
+            if pending.late:
+                with state_account.inside("checkpoint.snapshot"):
+                    self._read_late(pending)
+            if wait:
+                pending.snapshot.wait()
+            self._hand_over()
         ended_ns = time.perf_counter_ns()
         pending.ticket.blocked_s += (ended_ns - begun_ns) / NS_PER_S
         state_account.waited(begun_ns, ended_ns, step=pending.ticket.step)
@@ -185,8 +186,7 @@ class Saver:
                 ticket.persist_s = sum(phase.end_ns - phase.start_ns for phase in message.phases) / NS_PER_S
             elif isinstance(message, Committed):
                 begun_ns, self._spare = self._begun.pop(message.step)
-                durable_s = (message.ended_ns - begun_ns) / NS_PER_S
-                self.durable_s.append(durable_s)
+                durable_s = self.durable_s = (message.ended_ns - begun_ns) / NS_PER_S
                 if ticket is not None:
                     commit = Commit(message.step, message.path, message.root, message.num_bytes, durable_s)
                     self._tickets.pop(message.step).settle(commit)
@@ -210,6 +210,8 @@ class Saver:
     def close(self) -> None:
         """Let the agent go, which finishes what it has, and give the memory back."""
         self.link.close()
+        if self._pending is not None:
+            self._pending.snapshot.wait()  # else a device would go on writing to memory that is not ours any more
         if self._arenas is not None:
             self._arenas.close()
 
@@ -242,7 +244,7 @@ class Saver:
         state_account.waited(begun_ns, time.perf_counter_ns(), step=step)
 
     def _failed(self, message: Failed, ticket: SaveTicket | None) -> None:
-        why = f"{message.kind}: {message.text}"
+        why = f"{message.kind}: {message.text.rstrip('.')}"
         if message.what == "save":
             self._begun.pop(message.step, None)
             if ticket is not None:
@@ -255,6 +257,17 @@ class Saver:
             )
         )
 
+    @contextmanager
+    def _given_up_on_error(self, pending: _Pending) -> Iterator[None]:
+        """Leave nothing of a save that cannot be read or handed over: its error is raised once, here."""
+        try:
+            yield
+        except Exception as error:
+            pending.snapshot.wait()
+            self._pending = None
+            self._tickets.pop(pending.ticket.step).settle(f"{type(error).__name__}: {error}")
+            raise
+
     def _account(self, phase: Phase, step: int) -> None:
         state_account.background(phase.name, phase.start_ns, phase.end_ns, bytes=phase.num_bytes, step=step)
 
@@ -266,8 +279,10 @@ class Saver:
         state = self._pieces(early)
         parts = parts_of(state.shards)
         values = {fqn: self._bytes_of(fqn, value) for fqn, value in state.objects.items()}
+        self._stored = {fqn: stored for fqn, stored in self._stored.items() if fqn in values}
         if self._arenas is None:
-            self._arenas = Arenas(self._options.inflight + 1, pin=torch.cuda.is_available())
+            device = cuda_device_of(shard.tensor for shard in state.shards)
+            self._arenas = Arenas(self._options.inflight + 1, pin=device)
         busy = {number for _, number in self._begun.values()}
         is_changed = self._layout is None or self._layout[0] != (parts, state.paths)
         number, image = self._arenas.take(parts, tail_bytes_of(list(values.values())), busy=busy, spare=self._spare)
@@ -337,14 +352,14 @@ class Saver:
         self._tell(pending)
         end = offsets[-1] + len(values[-1]) if values else pending.image.plan.num_bytes
         step, attempt = pending.ticket.step, self._attempt_of(pending.ticket.step)
-        self._begun[step] = (pending.begun_ns, pending.number)
         placed = tuple(
             Value(name, offset, len(value), name.partition(".")[0] in self._options.any_world)
             for name, offset, value in zip(names, offsets, values, strict=True)
         )
         replicas = _replica_digests(pending.state) if pending.is_changed else {}
-        self._pending = None
         self.link.persist(Persist(step, attempt, pending.number, end, pending.begun_ns, placed, replicas))
+        self._begun[step] = (pending.begun_ns, pending.number)
+        self._pending = None
 
     def _tell(self, pending: _Pending) -> None:
         """Let the agent know memory and layout that it does not know yet."""
@@ -358,9 +373,14 @@ class Saver:
             self.link.layout(self._layout[1])
 
     def _attempt_of(self, step: int) -> str:
-        """Return the attempt's name, with the number of the save where a step is saved again."""
-        count = self._num_saves[step] = self._num_saves.get(step, 0) + 1
-        return self.agreement.attempt if count == 1 else f"{self.agreement.attempt}-{count}"
+        """Return the attempt's name, numbered where steps come again: no step is saved twice under one name.
+
+        Beyond the furthest step all ranks are back at the plain name, whatever went wrong on one of them before.
+        """
+        self._num_returns += step <= self._last
+        self._last, is_again = step, step <= self._furthest
+        self._furthest = max(self._furthest, step)
+        return f"{self.agreement.attempt}-{self._num_returns + 1}" if is_again else self.agreement.attempt
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,6 +16,7 @@ update waits for that fast copy alone.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,12 +27,18 @@ import torch
 from headway.checkpoint.costs import choose_snapshot
 from headway.core import streamed
 
+LOG = logging.getLogger(__name__)
+LOG.addHandler(logging.NullHandler())
+
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A slot of an image, and the tensor that goes there."""
 
 DEVICE_BYTES_PER_S = 1e12
 """What a device copies inside its own memory, assumed: reading and writing at 2 TB/s together."""
 
+STREAMED_THREADS = 2
+"""Up to so many intra-op threads, one that goes past the caches takes as long as torch's at their best: two cores
+hardly copy faster than one. Where others want the cores torch's threads wait for each other, many times as long."""
 
 _CUDA: Any = torch.cuda
 """Streams and events, whose constructors torch does not type."""
@@ -105,6 +112,7 @@ class _DeviceCopy:
         host_s = self.began.elapsed_time(self.done) / 1e3
         overlap_s = max((self.met_s or self.begun_s) - self.begun_s, 0.0)
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes += sum(clone.nbytes for clone in self.clones)  # what this save took, the next one can take
         device_s = self.num_bytes / DEVICE_BYTES_PER_S
         return choose_snapshot(
             device_s=device_s, host_s=host_s, overlap_s=overlap_s, state_bytes=self.num_bytes, free_bytes=free_bytes
@@ -112,11 +120,11 @@ class _DeviceCopy:
 
 
 def _copy(slot: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on the host, past the caches where one thread copies equal memory: training needs them."""
+    """Copy on the host, past the caches where the memory is equal and torch's threads are few: training needs them."""
     plain = type(source) is torch.Tensor and source.device.type == slot.device.type == "cpu" and not source.is_conj()
     if (
         plain and source.dtype == slot.dtype and source.shape == slot.shape and not source.is_neg()
-        and source.is_contiguous() and slot.is_contiguous() and torch.get_num_threads() == 1
+        and source.is_contiguous() and slot.is_contiguous() and torch.get_num_threads() <= STREAMED_THREADS
     ):  # fmt: skip
         streamed.copy(slot.data_ptr(), source.data_ptr(), slot.numel() * slot.element_size())
     else:
@@ -130,24 +138,38 @@ def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], boo
     began, may_change, done = (_CUDA.Event(enable_timing=True) for _ in range(3))
     later = [pair for pair in pairs if settled(pair[1])]
     first = [pair for pair in pairs if not settled(pair[1])]
-    clones: list[torch.Tensor] = []
     stream.wait_stream(now)
     with torch.cuda.stream(stream):
         began.record(stream)
-        for slot, source in first:
-            slot.copy_(source, non_blocking=True)
+        _queue(first)
     now.wait_stream(stream)
     with torch.cuda.stream(stream):
-        if mode == "device":
-            clones = [source.clone() for _, source in later]
+        clones = _clones([source for _, source in later]) if mode == "device" else []
+        if clones:
             may_change.record(stream)
             later = [(slot, clone) for (slot, _), clone in zip(later, clones, strict=True)]
-        for slot, source in later:
-            slot.copy_(source, non_blocking=True)
-        if mode != "device":
+        _queue(later)
+        if not clones:
             may_change.record(stream)
         done.record(stream)
     for _, source in pairs:
         source.record_stream(stream)  # the allocator must not hand its memory on before it was read
     num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
     return _DeviceCopy(device, max(num_bytes, 1), began, may_change, done, time.perf_counter(), clones=clones)
+
+
+def _queue(pairs: list[Pair]) -> None:
+    """Queue copies to the host on the current stream."""
+    for slot, source in pairs:
+        # Of a copy that nobody waits for, torch takes a lazy sign back on the host before the elements are there
+        # (github.com/pytorch/pytorch/issues/146286): the device does it first.
+        slot.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+
+
+def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in the device's own memory; none where it turns out to have no room for all of them."""
+    try:
+        return [source.clone() for source in sources]
+    except torch.OutOfMemoryError:
+        LOG.warning("the device has no memory left for a snapshot: this one goes straight to the host")
+        return []

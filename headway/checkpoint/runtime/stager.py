@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import reductions
 
-from headway.checkpoint.runtime.image import Image, Part, plan
+from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, plan
 from headway.checkpoint.runtime.shards import FlatShard
 from headway.checkpoint.runtime.snapshot import Snapshot
 from headway.core.errors import BackgroundError, InputError
@@ -93,7 +93,7 @@ class HeadwayStager(AsyncStager):
             for number, tensor in enumerate(found.values())
         )
         self.num_bytes = sum(tensor.nbytes for tensor in found.values())
-        image, memory = self._image(parts)
+        image, memory = self._image(parts, cuda_device_of(found.values()))
         slots = [_view(memory, slot, tensor) for slot, tensor in zip(image.plan.slots, found.values(), strict=True)]
         snapshot = Snapshot("host", self._streams)
         snapshot.copy(zip(slots, found.values(), strict=True), settled=lambda tensor: False)
@@ -130,7 +130,7 @@ class HeadwayStager(AsyncStager):
                     f"the save before was not written: {error}. Remove the cause; older checkpoints stand."
                 ) from error
 
-    def _image(self, parts: tuple[Part, ...]) -> tuple[Image, torch.Tensor]:
+    def _image(self, parts: tuple[Part, ...], device: torch.device | None) -> tuple[Image, torch.Tensor]:
         """Return a free image for `parts`, and its memory as a tensor that tells when nobody uses it any more."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
@@ -148,7 +148,7 @@ class HeadwayStager(AsyncStager):
             self._images.remove(entry)
             if not fits:
                 entry[1].close()
-        image = fits[0][1] if fits else Image(plan(parts), tail_bytes=0, pin=torch.cuda.is_available())
+        image = fits[0][1] if fits else Image(plan(parts), tail_bytes=0, pin=device)
         memory = torch.frombuffer(image.mapped, dtype=torch.uint8)
         self._images.append((parts, image, _REDUCTIONS.StorageWeakRef(memory.untyped_storage())))
         return image, memory

@@ -3,7 +3,9 @@
 Needs `--allow result-equivalent`: no result changes, but a checkpoint is
 durable later than the call that made it returns. The next save, a load, the
 end of the process group and the end of the process wait for it; what went
-wrong is raised at the first of them (at the end of the process: printed). Taken are plain calls,
+wrong is raised at the first of them. At the end of the process nobody is left
+to catch it: its traceback is printed, and the launcher ends the job with 1, as
+it would have ended had the call itself raised. Taken are plain calls,
 `dcp.save(state, checkpoint_id=folder)`, of the training thread; calls with a
 writer, planner or group of their own, and saves into a folder that holds
 anything else than a checkpoint, are left to torch. Files are headway's: stock
@@ -19,6 +21,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,6 +29,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from headway.checkpoint.runtime.calls import async_save, own_group
@@ -33,7 +37,9 @@ from headway.checkpoint.runtime.plugins import HeadwayWriter, check_target
 from headway.checkpoint.runtime.stager import HeadwayStager
 from headway.core.errors import BackgroundError, InputError
 from headway.runtime import state_account
+from headway.runtime.exit_class import FAILED_AT_EXIT
 from headway.runtime.remedy import Applied, Context, Refused
+from headway.trace.ring import warn
 
 NAME = "checkpoint.async"
 
@@ -52,12 +58,13 @@ def behind(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
     if context.allow != "result-equivalent":
         return Refused(NAME, "a checkpoint becomes durable after the call that saves it: grant result-equivalent")
     switch = Switch(context, parameters)
+    switch.warm()
     for target in SAVES:
         context.patch(target, switch.around_save)
     for target in WAITS:
         context.patch(target, switch.around_wait)
-    atexit.register(switch.settle)  # nobody calls any more: what failed is printed
-    context.undos.append(lambda: atexit.unregister(switch.settle))
+    atexit.register(switch.finish)
+    context.undos.append(lambda: atexit.unregister(switch.finish))
     return Applied(NAME, switch.facts)
 
 
@@ -82,6 +89,11 @@ class Switch:
         self._stager = HeadwayStager()
         self._running: tuple[Any, Future[Any]] | None = None
         self._inside = False
+
+    def warm(self) -> None:
+        """Load what a copy needs, also a large one, before there are steps that would wait for it."""
+        with state_account.inside("checkpoint.snapshot"):
+            self._stager.stage({"": torch.zeros(1 << 16)})
 
     def around_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `dcp.save`."""
@@ -130,6 +142,19 @@ class Switch:
                 f"the checkpoint {place} was not written: {error}. Remove the cause; what stood there still does."
             ) from error
 
+    def finish(self) -> None:
+        """Wait at the end of the process. What failed is noted for the launcher, and printed as a traceback.
+
+        A script that raised by itself keeps the last word: then it is one line.
+        """
+        try:
+            self.settle()
+        except BackgroundError as error:
+            self._context.note(Applied(NAME, {**self.facts, FAILED_AT_EXIT: str(error)}))
+            if getattr(sys, "last_value", None) is None:
+                raise
+            warn(str(error))
+
     def _unfit(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
         """Return why a call is left to torch; the same on all ranks."""
         given = {name for name, value in options.items() if value is not None} - {"state_dict", "checkpoint_id"}
@@ -154,15 +179,12 @@ class Switch:
         ready_ns = time.perf_counter_ns()
         self._inside = True
         try:
-            with state_account.inside("checkpoint.snapshot"):
-                future = async_save(state, checkpoint_id=place, stager=self._stager)
+            future = async_save(state, checkpoint_id=place, stager=self._stager)
         finally:
             self._inside = False
         self._running = (place, future)
         self.facts["num_saves"] += 1
-        number = self.facts["num_saves"]
-        state_account.waited(begun_ns, ready_ns, step=number)
-        state_account.snapshotted(ready_ns, time.perf_counter_ns(), bytes=self._stager.num_bytes, step=number)
+        state_account.waited(begun_ns, ready_ns, step=self.facts["num_saves"])
         self._context.note(Applied(NAME, self.facts))
         return Later(future.result)
 

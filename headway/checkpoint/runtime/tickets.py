@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from headway.core.errors import BackgroundError
 
 LISTEN_S = 0.2
-"""Longest single wait for the agent while somebody waits for a save."""
+"""Longest single wait for the agent's next word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +89,9 @@ class SaveTicket:
     def error(self) -> BackgroundError:
         """Return the failure as an error; it counts as told."""
         self.is_told = True
-        why = (self._failure or "").rstrip(".")
         return BackgroundError(
-            f"the checkpoint of step {self.step} was not written: {why}. Remove the cause; the next save tries "
-            "again, and older checkpoints stand."
+            f"the checkpoint of step {self.step} was not written: {self._failure}. Remove the cause; the next save "
+            "tries again, and older checkpoints stand."
         )
 
     def settle(self, outcome: Commit | str) -> None:

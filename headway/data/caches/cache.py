@@ -45,7 +45,7 @@ class Entry:
     used_at: int
     """When it was stored or handed out last, in events of the cache."""
     served: set[str] = field(default_factory=set)
-    """Jobs that had this very payload."""
+    """Jobs that had this very payload, under a policy that counts uses: what stays longer would grow with the jobs."""
     rank: float = 0.0
     begun: bool = True
     """Whether some job had it since a job last began to need it."""
@@ -220,7 +220,7 @@ class TieredCache:
                 found = form, memoryview(entry.payload)
                 entry.used_at = self._clock
                 entry.uses_left -= 1
-                if job is not None:
+                if tier.counts_uses and job is not None:
                     entry.served.add(job)
             entry.begun = True
             self._rerank(tier, entry)
@@ -313,9 +313,9 @@ class TieredCache:
 
     def release(self, items: ArrayLike | range, job: str) -> None:
         """Say that `job` will not use these items any more: one use less of each that it has not had."""
-        held = self.items() & set(np.asarray(items).tolist())
-        for tier in self._prepared_first:
-            for entry in [tier.entries[item] for item in held & tier.entries.keys()]:
+        meant = set(np.asarray(items).tolist())
+        for tier in (tier for tier in self._prepared_first if tier.counts_uses):
+            for entry in [tier.entries[item] for item in meant & tier.entries.keys()]:
                 if job not in entry.served:
                     entry.uses_left -= 1
                     self._rerank(tier, entry)

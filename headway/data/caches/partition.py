@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,9 @@ RATES: dict[str, str] = {
 
 SOLVES = 4
 """Most solutions of the bottleneck program, each in the units of the one before; two do nearly always."""
+
+NEARLY = 1e-9
+"""What rounding may have taken from a whole number of examples."""
 
 SIZES: dict[str, str] = {"stored": "S", "encoded": "enc", "decoded": "dec", "augmented": "aug"}
 """Size of an example in storage and in each form of the cache -> its short name; both are understood."""
@@ -75,6 +78,7 @@ def partition_cache(
     bytes: float,
     model: str = "bottleneck",
     num_jobs: int | None = None,
+    whole: bool = False,
 ) -> Split:
     """Return the best split of `bytes` of cache for `n` examples.
 
@@ -83,24 +87,32 @@ def partition_cache(
     and "augmented" twice the decoded one unless given. With `num_jobs` the
     bottleneck model charges an augmented example, which serves each job once,
     a share of 1 / num_jobs of making it; without, it is free for ever, as the
-    published model assumes. Raises `InputError` naming the field.
+    published model assumes. `whole` (bottleneck model) counts whole examples:
+    room for 20.9 decoded ones holds 20, and what is left several encoded ones.
+    Raises `InputError` naming the field.
     """
     solve = pick(CACHE_MODELS, model, "cache model")
     if num_jobs is not None and (num_jobs < 1 or model != "bottleneck"):
         raise InputError(f"num_jobs is {num_jobs} with model {model!r}; pass 1 or more, with 'bottleneck' only.")
+    if whole and model != "bottleneck":
+        raise InputError(f"whole is True with model {model!r}; pass it with 'bottleneck' only.")
     if not n >= 1:
         raise InputError(f"n is {n}; give at least 1 example.")
     if not (math.isfinite(bytes) and bytes >= 0):
         raise InputError(f"bytes is {bytes}; give a finite number of 0 or more.")
-    rate = dict.fromkeys(RATES, math.inf) | _named(rates, RATES, "rate")
-    size = _named(sizes, SIZES, "size")
-    for form in ("encoded", "decoded"):
-        if form not in size:
-            raise InputError(f"sizes has no {form!r}; give the bytes of an {form} example.")
-    size = {"stored": size["encoded"], "augmented": 2 * size["decoded"], **size}
+    rate, size = _all_rates(rates), _all_sizes(sizes)
     if 0 < bytes < size["encoded"]:
         raise InputError(f"bytes is {bytes}; an encoded example takes {size['encoded']}. Raise it, or pass 0.")
-    return solve(rate, size, n, bytes, 1 / num_jobs if num_jobs else 0.0)
+    refill = 1 / num_jobs if num_jobs else 0.0
+    split = solve(rate, size, n, bytes, refill)
+    return _whole(split, resource_costs(rate, size, refill), size, n, bytes) if whole else split
+
+
+def repaced(split: Split, *, rates: Mapping[str, float | Sequence[float]], sizes: Mapping[str, float]) -> Split:
+    """Return `split` as the bottleneck model judges it at other `rates`, for one job. Raises `InputError`."""
+    costs = resource_costs(_all_rates(rates), _all_sizes(sizes), 1.0)
+    speed, limit = _pace(np.array(split.counts) / sum(split.counts), costs)
+    return replace(split, examples_per_s=speed, bottleneck=limit)
 
 
 def form_rates(rate: Mapping[str, float], size: Mapping[str, float]) -> NDArray[np.float64]:
@@ -142,14 +154,15 @@ def resource_costs(
 ) -> dict[str, NDArray[np.float64]]:
     """Return resource -> seconds of it that an (encoded, decoded, augmented, stored) example takes.
 
-    `refill` is the part of an augmented example that must be made anew each time one is used.
+    `refill` is the part of an augmented example that must be made anew each time one is used. Raises `InputError` when
+    nothing limits some form.
     """
     encoded, decoded, stored = size["encoded"], size["decoded"], size["stored"]
     both, augment = 1 / rate["decode_augment_per_s"], 1 / rate["augment_per_s"]
     fetched = np.array([0.0, 0.0, refill, 1.0])
     # An augmented example is read at its decoded size: the second one is for the copy being made meanwhile.
     read = np.array([encoded, decoded, decoded, 0.0])
-    return {
+    costs = {
         "storage": fetched * stored / rate["storage_bytes_per_s"],
         "storage network": fetched * stored / rate["storage_network_bytes_per_s"],
         "cache": read / rate["cache_bytes_per_s"],
@@ -158,14 +171,15 @@ def resource_costs(
         "cpu": np.array([both, augment, refill * both, both]),
         "accelerator": np.full(4, 1 / rate["accelerator_per_s"]),
     }
+    if not np.max([*costs.values()], axis=0).all():
+        raise InputError("a form has no rate that limits it; give 'accelerator_per_s' at least.")
+    return costs
 
 
 def _bottleneck(rate: dict[str, float], size: dict[str, float], n: int, bytes: float, refill: float) -> Split:
     """Minimise the seconds that the busiest resource spends per example."""
     costs = resource_costs(rate, size, refill)
     seconds = np.stack(list(costs.values()))
-    if not seconds.max(axis=0).all():
-        raise InputError("a form has no rate that limits it; give 'accelerator_per_s' at least.")
     most, room = _room(size, n, bytes)
     rows = np.vstack([np.pad(room, ((0, 0), (0, 1))), np.zeros((len(costs), 4))])
     held = _clean(np.zeros(3), size, n, bytes)
@@ -179,9 +193,31 @@ def _bottleneck(rate: dict[str, float], size: dict[str, float], n: int, bytes: f
         if float((seconds @ found).max()) >= pace:
             break
         held = found
-    busy = seconds @ held
-    worst = int(busy.argmax())
-    return _split(held, size, n, bytes, 1 / float(busy[worst]), list(costs)[worst], "bottleneck")
+    return _split(held, size, n, bytes, *_pace(held, costs), "bottleneck")
+
+
+def _whole(
+    split: Split, costs: Mapping[str, NDArray[np.float64]], size: Mapping[str, float], n: int, bytes: float
+) -> Split:
+    """Return the better of the two splits next to `split` that hold whole examples; encoded ones take what is left.
+
+    No other number of decoded examples is better: the time of the busiest resource is convex in it.
+    """
+    augmented, found = math.floor(split.counts[2] + NEARLY), []
+    for decoded in (math.floor(split.counts[1] + NEARLY), math.ceil(split.counts[1] - NEARLY)):
+        left = bytes - decoded * size["decoded"] - augmented * size["augmented"]
+        if left >= -NEARLY * bytes:
+            encoded = min(math.floor(max(left, 0.0) / size["encoded"] + NEARLY), n - decoded - augmented)
+            held = np.array([encoded, decoded, augmented, n - encoded - decoded - augmented]) / n
+            found.append(_split(held, size, n, bytes, *_pace(held, costs), "bottleneck"))
+    return max(found, key=lambda split: split.examples_per_s)
+
+
+def _pace(held: NDArray[np.float64], costs: Mapping[str, NDArray[np.float64]]) -> tuple[float, str]:
+    """Return examples/s, and the busiest resource, where the fraction `held` [4] of the items is in each form."""
+    busy = {name: float(seconds @ held) for name, seconds in costs.items()}
+    worst = max(busy, key=busy.__getitem__)
+    return 1 / busy[worst], worst
 
 
 CACHE_MODELS: dict[str, Callable[[dict[str, float], dict[str, float], int, float, float], Split]] = {
@@ -247,6 +283,20 @@ class PartitionMap:
     def _index(self, host: str) -> int:
         """Return the place of `host` in the list of hosts."""
         return pick({name: index for index, name in enumerate(self.hosts)}, host, "host")
+
+
+def _all_rates(rates: Mapping[str, float | Sequence[float]]) -> dict[str, float]:
+    """Return every rate by its full name; one that is not given never limits."""
+    return dict.fromkeys(RATES, math.inf) | _named(rates, RATES, "rate")
+
+
+def _all_sizes(sizes: Mapping[str, float]) -> dict[str, float]:
+    """Return every size by its full name."""
+    size = _named(sizes, SIZES, "size")
+    for form in ("encoded", "decoded"):
+        if form not in size:
+            raise InputError(f"sizes has no {form!r}; give the bytes of an {form} example.")
+    return {"stored": size["encoded"], "augmented": 2 * size["decoded"], **size}
 
 
 def _named(values: Mapping[str, Any], names: Mapping[str, str], what: str) -> dict[str, float]:

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -91,14 +92,21 @@ class Settings:
         return f"{SCHEME}{self.host}:0" if self.host else str(self.folder / f"w{number}")
 
 
-def start(make: Make, settings: Settings) -> tuple[int, Channel]:
-    """Fork a supervisor; returns its process id, and the channel that keeps the fleet up as long as it is open."""
+def start(make: Make, settings: Settings, *, sweeps: bool = False) -> tuple[int, Channel]:
+    """Fork a supervisor; returns its process id, and the channel that keeps the fleet up as long as it is open.
+
+    With `sweeps` the fleet's folder goes with it, however the user's process ends.
+    """
     ours, theirs = _sockets()
 
     def supervise() -> None:
         ours.close()
         _call_it("headway-fleet")
-        Supervisor(make, settings, theirs).run()
+        try:
+            Supervisor(make, settings, theirs).run()
+        finally:
+            if sweeps:
+                shutil.rmtree(settings.folder, ignore_errors=True)
 
     # The kernel's word for it would come with the end of this thread: the supervisor looks for its parent itself.
     pid = forked(supervise, die_too=False)

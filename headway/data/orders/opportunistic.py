@@ -70,9 +70,9 @@ class Opportunistic(JobOrder):
         self.cache = cache
         self._nearby = nearby
         self.num_given: dict[str, int] = {}
-        """Job -> items it received."""
+        """Job that is here -> items it received."""
         self.num_substituted: dict[str, int] = {}
-        """Job -> items it received in place of its own next one."""
+        """Job that is here -> items it received in place of its own next one."""
         self._open: dict[str, bytearray] = {}
         self._pools: dict[str, _Pool] = {}
         cache.watch(self._came, self._went)
@@ -92,8 +92,8 @@ class Opportunistic(JobOrder):
 
     def _forget(self, job: str) -> None:
         """The cache need not wait for `job`."""
-        self._open.pop(job, None)
-        self._pools.pop(job, None)
+        for table in (self._open, self._pools, self.num_given, self.num_substituted):
+            table.pop(job, None)
         self.cache.release(np.flatnonzero(self._subset[job]), job)
 
     def _build(self) -> None:

@@ -37,10 +37,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.core.channel import Channel, runtime_directory
 from headway.core.errors import InputError
 from headway.core.host import host_cores
+from headway.data.child import said
 from headway.data.fleet.messages import Ask, FromMaster, dial
 from headway.data.fleet.reader import Delivered, Reader
 from headway.data.fleet.splits import BatchKeys, Pass
-from headway.data.fleet.supervisor import Settings, forked, start
+from headway.data.fleet.supervisor import Settings, start
 from headway.data.fleet.worker import Make, Packed, serve
 from headway.data.runtime import account
 from headway.data.runtime.account import Spent
@@ -48,7 +49,7 @@ from headway.data.runtime.keyed import KeyedDataset, Keys
 from headway.data.runtime.loader import DataLoader, fingerprint
 from headway.data.runtime.pipeline import Pipeline
 from headway.data.runtime.preparers import plain, restored
-from headway.data.runtime.views import InProcess, KeysOf, View
+from headway.data.runtime.views import InProcess, KeysOf, View, check_process
 from headway.data.runtime.walks import OrderWalk
 from headway.data.serving.packing import unpack
 from headway.data.source import digest_of
@@ -95,7 +96,7 @@ class Fleet:
         self._folder = _folder(folder, name, join=join)
         self.settings = replace(checked, folder=self._folder)
         self._channel: Channel | None = None
-        self._supervisor = 0
+        self._supervisor, self._pid = 0, os.getpid()
         self._lock = -1 if join else _lock(self._folder / "fleet.lock", fcntl.LOCK_EX)
         # Those who joined hold this one together, and the fleet outlasts them.
         self._users = -1 if self._lock >= 0 else _lock(self._folder / "users.lock", fcntl.LOCK_SH)
@@ -103,7 +104,9 @@ class Fleet:
         if self._lock >= 0:
             try:
                 check_first(self._make, size)
-                self._supervisor, self._channel = start(self._make, self.settings)
+                # What a job has named, its next attempt may go on from; nobody finds another folder again.
+                sweeps = folder is None and not _job_name()
+                self._supervisor, self._channel = start(self._make, self.settings, sweeps=sweeps)
             except BaseException:
                 self.close()
                 raise
@@ -143,7 +146,12 @@ class Fleet:
         return told
 
     def close(self, timeout_s: float = 0.0) -> None:
-        """End the fleet if it was started here, after those who joined have closed it or `timeout_s` is over."""
+        """End the fleet if it was started here, after those who joined have closed it or `timeout_s` is over.
+
+        In a fork of the process that made this object it does nothing: the fleet is not the fork's to end.
+        """
+        if self._pid != os.getpid():
+            return
         if self._users >= 0:
             os.close(self._users)
             self._users = -1
@@ -233,8 +241,10 @@ class InFleet(InProcess):
             seed=walk.seed, epoch=walk.epoch, start=dealt.start, shuffle=loader._shuffle, tail=dealt.tail,
         )  # fmt: skip
         self._reader, self._num_fleet = loader.fleet.reader(work, walk.rank), loader.fleet.num_workers
+        self._pid = os.getpid()
 
     def _next_data(self) -> Any:
+        check_process(self._pid)
         # First the batch: one that cannot be made is not passed over.
         batch, spent, num_bytes = next(self._reader)
         keys = self._next_index()  # type: ignore[no-untyped-call]  # torch has no types for its iterators
@@ -283,24 +293,20 @@ def check_first(make: Make, num_items: int) -> None:
     if not num_items:
         return
     work = Pass(num_items, min(CHECKED, num_items), shuffle=False)
-    reading, writing = os.pipe()
 
-    def check() -> None:
-        os.close(reading)
+    def check() -> bytes:
+        torch.set_num_threads(1)
         try:
             Packed.of(make(work.keys(0, 0))).close()
-        except Exception:
-            os.write(writing, traceback.format_exc().encode()[-60_000:])
+        except BaseException:  # sys.exit() of a dataset too
+            return traceback.format_exc().encode(errors="replace")
+        return b""
 
-    pid = forked(check)
-    os.close(writing)
-    with os.fdopen(reading, "rb") as answer:
-        error = answer.read().decode(errors="replace")
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    error, code = said(check)
     if error or code:
         raise InputError(
             f"the first {work.batch_size} examples cannot be prepared, so no fleet was started. Mend this first:\n"
-            + (error or f"the process that tried ended with {code}.")
+            + (error.decode() or f"the process that tried ended with {code}.")
         )
 
 
@@ -340,18 +346,18 @@ def _folder(folder: str | Path | None, name: str, *, join: bool) -> Path:
         found = Path(folder)
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
         return found
-    job = (
-        ""
-        if join
-        else "-".join(
-            filter(None, (os.environ.get(key) for key in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")))
-        )
-    )
-    if not job:
+    job = _job_name()
+    if join or not job:
         return Path(tempfile.mkdtemp(prefix="fleet-", dir=runtime_directory()))
     found = runtime_directory() / f"fleet-{digest_of([job, name])}"
     found.mkdir(mode=0o700, exist_ok=True)
     return found
+
+
+def _job_name() -> str:
+    """Return what all ranks of this job, and its next attempt, know it by; empty where there is no launcher."""
+    keys = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+    return "-".join(filter(None, (os.environ.get(key) for key in keys)))
 
 
 def _lock(path: Path, kind: int) -> int:

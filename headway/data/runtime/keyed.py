@@ -87,13 +87,17 @@ class Draws:
         self._token: Token[Draws | None]
 
     def __enter__(self) -> Draws:
-        if self._shared:
-            seed_generators(self.seed)
-        self._token = _DRAWS.set(self)
+        self._token = self.stay()
         return self
 
     def __exit__(self, *_: object) -> None:
         _DRAWS.reset(self._token)
+
+    def stay(self) -> Token[Draws | None]:
+        """Begin the block; who keeps the token, which holds the block before, may end it. Else the next one does."""
+        if self._shared:
+            seed_generators(self.seed)
+        return _DRAWS.set(self)
 
     def numpy(self) -> np.random.Generator:
         """Return the block's numpy generator."""
@@ -194,7 +198,8 @@ class KeyedDataset:
             for item, seed in zip(keys, keys.item_seeds(), strict=True):
                 with Draws(seed, shared=True):
                     examples.append(self.one(item))
-        Draws(keys.batch_seed("collate", self.rank), shared=True).__enter__()
+        # Not entered: block would hold block, from the first batch of a worker on.
+        Draws(keys.batch_seed("collate", self.rank), shared=True).stay()
         return examples
 
     def one(self, item: Any) -> Any:

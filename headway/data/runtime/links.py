@@ -192,7 +192,7 @@ class Link:
                 if self.options is not None:
                     serving.start(self._path, self._dataset, self.options, timeout_s=left_s())
                 self._channel = connect(self._path, 0.0 if self.options is None else 5.0, types=FROM_SERVER)
-                weakref.finalize(self, self._channel.close)
+                weakref.finalize(self, _leave, self._channel, self._pid)
                 self._channel.send(self._join)
                 left = left_s()
                 welcome = self._channel.receive(ANSWER_S if left is None else left)[0]
@@ -275,6 +275,11 @@ class _Held:
         # It may be so busy that it will look by itself.
         with contextlib.suppress(ChannelClosed, TimeoutError):
             self._channel.send(Freed(), timeout_s=0.0)
+
+
+def _leave(channel: Channel, pid: int) -> None:
+    """End the connection; a fork of the process that has it lets go of its copy only."""
+    (channel.close if pid == os.getpid() else channel.abandon)()
 
 
 def _hung_up(channel: Channel) -> bool:

@@ -121,7 +121,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._tail = "drop" if drop_last else tail
         self._seed = seed if generator is None else derived_seed(seed, generator.initial_seed()) & WORD
         self._rank, self._world_size = rank, world_size
-        self._next_epoch = 0
+        self._next_epoch, self._pid = 0, os.getpid()
         self._loaded: State | None = None
         self._walk: Walk | None = None
         self._place()
@@ -136,6 +136,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __iter__(self) -> Any:
         """Begin the next epoch, or go on from the loaded state."""
         self._ended()  # a loop that was broken off
+        if self._pid != os.getpid():  # a kept iterator belongs to the process of which this one is a fork
+            self._iterator, self._pid = None, os.getpid()
         self._walk = self._begun()
         self._next_epoch, self._loaded = self._walk.epoch + 1, None
         return super().__iter__()
@@ -364,12 +366,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
 def fingerprint(dataset: Any) -> str:
     """Return what tells a dataset from another: its own `fingerprint` (value or method) or type, and its length."""
-    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
-    own = own() if callable(own) else own
+    own = own_fingerprint(dataset)
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}" if own is None else str(own)
     # A class of the script itself is `__main__.X` or `module.X`, depending on how the script was started.
     name = name.removeprefix("__main__.")
     return f"{name}[{len(dataset)}]" if hasattr(dataset, "__len__") else name
+
+
+def own_fingerprint(dataset: Any) -> Any:
+    """Return what a dataset says of itself by a `fingerprint` or `_fingerprint` (value or method), else None."""
+    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
+    return own() if callable(own) else own
 
 
 def _check_dataset(state: Mapping[str, Any], ours: State, *, allowed: bool) -> None:

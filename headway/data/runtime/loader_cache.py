@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import fcntl
 import mmap
+import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ class ExampleCache:
         self.budget_bytes = budget_bytes
         """Most data to keep."""
         self._file, self._counts = shared_memory("headway-loader-cache", mmap.PAGESIZE)
-        self._turn = threading.Lock()
+        self._turn, self._pid = threading.Lock(), os.getpid()
         self._arena: Arena | None = None
         self._reported = (0, 0, 0, 0)
 
@@ -86,6 +87,8 @@ class ExampleCache:
         Raises `InputError` on a dataset whose examples must be read anew each
         time, workers that could not share the memory, and too little of it.
         """
+        if self._pid != os.getpid():  # a thread of the process that forked may have held the lock just then
+            self._turn, self._pid = threading.Lock(), os.getpid()
         size = len(loader.dataset)
         if self._arena is None and size:
             self._open(loader, size)

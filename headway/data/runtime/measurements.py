@@ -42,7 +42,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.data.runtime.cold_files import ColdFiles
-from headway.data.runtime.resident import ResidentLoaders
+from headway.data.runtime.resident import ResidentLoaders, group_of
 from headway.data.runtime.usage import usage
 from headway.runtime.probes import write_json
 from headway.runtime.remedy import Applied, Context
@@ -228,11 +228,6 @@ class Stopwatch:
             return batch
 
         return __next__
-
-
-def group_of(iterator: Any) -> int:
-    """Return the number of the iterator's loader, the same on all ranks; -1 if it was not recorded."""
-    return int(getattr(iterator, "headway_ids", (-1, 0))[0])
 
 
 def _wait_for_device() -> None:

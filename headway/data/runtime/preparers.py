@@ -29,6 +29,7 @@ from headway.data.runtime import account
 from headway.data.runtime.chain import DROPPED, Chain, size_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.keyed import Draws, generators_kept
+from headway.data.runtime.loader import own_fingerprint
 from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import impurity
@@ -102,8 +103,7 @@ def identity(dataset: Any) -> str:
         stages = [stage for stage in dataset.chain.stages if stage.kind != "cache"]
         parts: Any = [dataset.chain.source, stages, dataset.on_error, dataset.images]
         return f"pipeline {dataset.fingerprint()}[{len(dataset)}] {portrait(parts)}"
-    own = getattr(dataset, "fingerprint", None) or getattr(dataset, "_fingerprint", None)
-    own = own() if callable(own) else own
+    own = own_fingerprint(dataset)
     return f"{type(dataset).__qualname__ if own is None else own}[{len(dataset)}] {portrait(dataset)}"
 
 

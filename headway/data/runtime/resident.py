@@ -124,7 +124,7 @@ class ResidentLoaders:
             if loader not in self.kept:
                 with self.paused():
                     iterator = original(loader)
-                    group = int(getattr(iterator, "headway_ids", (-1, 0))[0])
+                    group = group_of(iterator)
                     batch = next(iterator, None)
                     self.kept[loader] = group, None if batch is None else ResidentBatch(batch)
             group, resident = self.kept[loader]
@@ -155,6 +155,11 @@ class ResidentLoaders:
             return len(loader)
         except (TypeError, NotImplementedError):
             return None
+
+
+def group_of(iterator: Any) -> int:
+    """Return the number of the iterator's loader, the same on all ranks; -1 if it was not recorded."""
+    return int(getattr(iterator, "headway_ids", (-1, 0))[0])
 
 
 class ResidentIterator:

@@ -84,17 +84,17 @@ class Rows:
         return collate(examples, collate_fn_map={**default_collate_fn_map, torch.Tensor: self._stacked})
 
     def _moved(self, row: int, tensor: torch.Tensor, place: tuple[Any, ...]) -> torch.Tensor:
-        size_bytes = tensor.numel() * tensor.element_size()
         # A tensor of another layout would be stacked in that layout; one with a gradient keeps its history.
-        if size_bytes < SMALL_BYTES or tensor.device.type != "cpu" or tensor.requires_grad or not _is_plain(tensor):
+        if tensor.requires_grad or not _is_plain(tensor) or tensor.nbytes < SMALL_BYTES:
             return tensor
-        with self._lock:
-            whole = self._whole.get(place)
-            if whole is None:
-                self._whole[place] = whole = self._new((self._num_examples, *tensor.shape), tensor.dtype)
-        if tensor.shape != whole.shape[1:] or tensor.dtype != whole.dtype:
-            return tensor
-        return whole[row].copy_(tensor)
+        whole = self._whole.get(place)
+        if whole is None:
+            with self._lock:
+                whole = self._whole.get(place)
+                if whole is None:
+                    self._whole[place] = whole = self._new((self._num_examples, *tensor.shape), tensor.dtype)
+        here = whole.select(0, row)
+        return here.copy_(tensor) if tensor.shape == here.shape and tensor.dtype == here.dtype else tensor
 
     def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if dtype not in _NUMPY:  # numpy has no such numbers
@@ -122,4 +122,4 @@ def _is_row(part: object, whole: torch.Tensor, row: int) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_quantized
+    return tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_quantized

@@ -12,6 +12,7 @@ what is still needed; otherwise the loop ends with one clear error.
 from __future__ import annotations
 
 import builtins
+import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from headway.data.runtime.keyed import WORD, Draws, generators_kept
 from headway.data.runtime.links import Link
 from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.preparers import base_of, restored
-from headway.data.runtime.views import Empty, InProcess, View
+from headway.data.runtime.views import Empty, InProcess, View, check_process
 from headway.data.runtime.walks import State, Taken
 from headway.data.serving.batches import Ints
 from headway.data.serving.messages import (
@@ -131,7 +132,7 @@ class Served(_BaseDataLoaderIter):
 
     def __init__(self, view: View, link: Link, place: ServedWalk) -> None:
         super().__init__(view)  # type: ignore[arg-type]  # it reads attributes and nothing else
-        self.walk, self._link = place, link
+        self.walk, self._link, self._pid = place, link, os.getpid()
         self._collate, self._batched, self._seed = view.collate_fn, view._auto_collation, view._seed
         self._pipeline = view.dataset if isinstance(view.dataset, Batches) else None
         link.user = weakref.ref(self)
@@ -148,6 +149,7 @@ class Served(_BaseDataLoaderIter):
         self._lost(None)
 
     def __next__(self) -> Any:
+        check_process(self._pid)
         try:
             while (data := super().__next__()) is Empty.BATCH:
                 pass

@@ -23,7 +23,7 @@ from headway.data.runtime.keyed import KeyedDataset, Keys
 from headway.data.runtime.outcome import Report, reporter
 from headway.data.runtime.purity import picture
 from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Pool, Task, lock_wait_fraction
-from headway.data.runtime.trial import EXAMPLES, Batches, in_child, unfit
+from headway.data.runtime.trial import EXAMPLES, TriedBatch, in_child, unfit
 from headway.data.runtime.views import View
 from headway.data.runtime.workers import MOST_LOADERS, bound_to_the_loop, num_free
 from headway.runtime.remedy import Applied, Context, Refused
@@ -152,7 +152,7 @@ def unthreadable(loader: DataLoader[Any]) -> str | None:
 
 def _try(loader: DataLoader[Any]) -> str | None:
     """Make a small batch by two threads and as torch does, and see how much of their time threads wait for the lock."""
-    batches, work = Batches(loader), work_of(loader)
+    batches, work = TriedBatch(loader), work_of(loader)
     # An unbatched loader reads one example; the others, as many as the batch that was tried in a worker.
     keys = keys_of(batches.indices or [0], 0)
     pool, task = Pool(EXAMPLES), Task(work, keys)

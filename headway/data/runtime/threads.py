@@ -48,7 +48,7 @@ from headway.data.runtime.keyed import Draws, KeyedDataset, Keys, generator_stat
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.rows import Memory, Rows, default_collate
 from headway.data.runtime.trial import handle, in_child
-from headway.data.runtime.views import View, Walked
+from headway.data.runtime.views import View, Walked, check_process
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
 from headway.runtime.probe_input import batch_bytes
 
@@ -264,15 +264,19 @@ class Pool:
 
     def help(self, task: Task) -> None:
         """Have every thread that comes free work on `task`. Raises `InputError` in a process forked since."""
-        if self._pid != os.getpid():
-            raise InputError("this iterator's threads stayed behind in the process that forked. Call iter() again.")
+        check_process(self._pid)
         for _ in self._threads:
             self._tasks.put(task)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is the process that the threads run in, and no fork of it."""
+        return self._pid == os.getpid()
 
     def close(self, timeout_s: float = LEAVE_S) -> None:
         """Stop after the examples that are being read now; waits for them `timeout_s` at most."""
         self._stopped = True
-        if self._pid != os.getpid():
+        if not self.is_here:
             return
         for _ in self._threads:
             self._tasks.put(None)
@@ -374,7 +378,8 @@ def _drop(ahead: deque[Task]) -> None:
 
 
 def _close(pool: Pool, ahead: deque[Task]) -> None:
-    _drop(ahead)
+    if pool.is_here:  # in a fork nobody works on them, and whoever held their locks is not there
+        _drop(ahead)
     pool.close()
 
 

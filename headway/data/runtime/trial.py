@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import stat
-import warnings
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.core.host import readable
+from headway.data.child import said
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.keyed import generators_kept
 from headway.data.runtime.purity import impurity
@@ -33,7 +31,7 @@ EXAMPLES = 2
 """Examples in the batch that is tried, at most."""
 
 
-class Batches:
+class TriedBatch:
     """A loader's first few examples, collated: item 0 is that small batch, whatever the index."""
 
     def __init__(self, loader: Any) -> None:
@@ -54,7 +52,7 @@ def unfit(loader: Any, *, may_draw: bool = False) -> tuple[str | None, int]:
     The dataset is read in this process only if the script reads it here too: what it opens at its first reading
     would be inherited by the script's own workers. `may_draw` as in `impurity`.
     """
-    batches = Batches(loader)
+    batches = TriedBatch(loader)
     if loader.num_workers:
         return in_child(lambda: (impurity(batches, [0], may_draw=may_draw), len(encode(batches[0]))))
     before = _positions()
@@ -73,36 +71,17 @@ def unfit(loader: Any, *, may_draw: bool = False) -> tuple[str | None, int]:
 
 def in_child(work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:
     """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
-        pid = os.fork()
-    if pid == 0:
+
+    def answered() -> bytes:
+        torch.set_num_threads(1)
         try:
-            os.close(reading)
-            torch.set_num_threads(1)
-            try:
-                answer = work()
-            except Exception as failure:
-                answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0
-            with os.fdopen(writing, "wb") as file:
-                pickle.dump(answer, file)
-        finally:
-            os._exit(0)
-    os.close(writing)
-    parts = []
-    with os.fdopen(reading, "rb", buffering=0) as file:
-        while readable(file.fileno(), TIMEOUT_S):
-            parts.append(file.read(1 << 16))
-            if not parts[-1]:
-                break
-        else:
-            os.kill(pid, signal.SIGKILL)
-            parts.clear()
-    with contextlib.suppress(ChildProcessError):  # a handler of the script may have waited for it already
-        os.waitpid(pid, 0)
+            answer = work()
+        except Exception as failure:
+            answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0
+        return pickle.dumps(answer)
+
     try:
-        answer = pickle.loads(b"".join(parts))
+        answer = pickle.loads(said(answered, TIMEOUT_S)[0])
     except Exception:
         answer = "the probe of an example ended or hung in a forked process", 0
     return answer[0], answer[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import os
 import weakref
 from collections.abc import Iterator
 from itertools import chain
@@ -20,6 +21,7 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
+from headway.core.errors import InputError
 from headway.data.runtime.keyed import Keys, generators_kept
 from headway.data.runtime.walks import OrderWalk, SamplerWalk
 
@@ -79,6 +81,12 @@ class KeysOf:
         return self._seen[0]
 
 
+def check_process(pid: int) -> None:
+    """Raise `InputError` in a fork of process `pid`, whose iterator it is: two would take each other's batches."""
+    if pid != os.getpid():
+        raise InputError(f"this iterator belongs to process {pid}, of which this one is a fork. Call iter() again.")
+
+
 class Walked(_BaseDataLoaderIter):
     """An iterator over the keys of a walk, which learns when it is at its end."""
 
@@ -125,10 +133,20 @@ class WorkerErrors(_MultiProcessingDataLoaderIter):
     """Raises a worker's error without torch's frames; its message has the worker's own traceback.
 
     torch's frame that raises it also refers to it: such a cycle would be freed late, its queues first, and torch then
-    waits 5 s for each worker.
+    waits 5 s for each worker. And a fork of the process that started the workers leaves them alone: torch's iterator
+    would end them when the fork's copy of it goes, and the loop of the first process would wait for ever.
     """
 
+    def __init__(self, view: View) -> None:
+        self._pid = os.getpid()
+        super().__init__(view)
+
+    def _shutdown_workers(self) -> None:
+        if self._pid == os.getpid():
+            super()._shutdown_workers()
+
     def __next__(self) -> Any:
+        check_process(self._pid)
         try:
             return super().__next__()
         except StopIteration:

@@ -146,7 +146,7 @@ class Bounded:
         return next(self._indices)
 
 
-class Draws:
+class PassDraws:
     """The random numbers that the start of a pass draws, put off until its first batch is asked for.
 
     A loader without workers draws a seed when its iterator is made, and its sampler draws with the first batch; with
@@ -253,7 +253,7 @@ class LoaderTuner:
             tuning = self._before_iterator(loader)
             if tuning is None or tuning.as_made[0]:
                 return original(loader)
-            draws = Draws(loader)
+            draws = PassDraws(loader)
             iterator = original(loader)
             draws.later()
             iterator._headway_draws = draws
@@ -358,7 +358,7 @@ class LoaderTuner:
             loader.num_workers, loader.prefetch_factor, loader.pin_memory = tuning.as_made
         object.__setattr__(loader, "persistent_workers", False)
         iterator._shutdown_workers()
-        draws = Draws(loader)
+        draws = PassDraws(loader)
         iterator._headway_single = loader._get_iterator()
         draws.restore()  # it draws a seed, as the iterator in its place has done
         reason = "the script draws random numbers between iter(loader) and the first batch"

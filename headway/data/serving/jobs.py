@@ -201,7 +201,7 @@ class Job:
         self.passes: dict[int, Pass] = {}
         """Number of the pass -> the pass, as long as a rank may need it."""
         self.openings: dict[int, Opening] = {}
-        """Number of the pass -> how it was begun."""
+        """Number of the pass -> how it was begun, as long as a rank may come to it."""
         self._need_nothing: set[int] = set()
         """Ranks that left the lost server."""
         self.resumed = False
@@ -321,6 +321,8 @@ class Job:
         here = [rank for rank in self.ranks if not rank.left]
         first = min((rank.num_begun for rank in here), default=max(self.openings, default=0) + 2) - 1
         dropped = [self.passes.pop(number) for number in list(self.passes) if number < first]
+        for number in [number for number, opening in self.openings.items() if number < first and opening.started]:
+            del self.openings[number]
         if first in self.passes:
             self.passes[first].forget(min(rank.number for rank in here if rank.num_begun - 1 == first))
         return dropped

@@ -3,9 +3,10 @@
 The first examples are prepared from storage while the cache stays empty. The
 sizes of `LEAST` of them, behind `WARM_UP` others, the speed of storage, and
 the CPU time of the deterministic and the random part go into
-`partition_cache` (the bottleneck model). What is random is of no use to one
-job a second time; where several jobs share, a small part of the cache hands
-augmented examples from the first job that needs them to those that come later.
+`partition_cache` (the bottleneck model, whole examples). What is random is of
+no use to one job a second time; where several jobs share, a small part of the
+cache hands augmented examples from the first job that needs them to those that
+come later.
 
 >>> measured = MeasuredSplit(("encoded", "decoded"), num_items=100, cache_bytes=1000, num_threads=1)
 >>> for k in range(WARM_UP + LEAST):
@@ -18,10 +19,10 @@ augmented examples from the first job that needs them to those that come later.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headway.core.units import NS_PER_S
-from headway.data.caches.partition import FORMS, Split, partition_cache
+from headway.data.caches.partition import FORMS, Split, partition_cache, repaced
 from headway.data.serving.batches import Spent
 
 WARM_UP, LEAST = 8, 32
@@ -48,7 +49,7 @@ class MeasuredSplit:
         self._num_seen = 0
         self._spent: list[Spent] = []
         self.planned: Split | None = None
-        """What `partition_cache` answered last."""
+        """The split that was chosen last, and the speed that is expected of it."""
 
     @property
     def ready(self) -> bool:
@@ -68,11 +69,11 @@ class MeasuredSplit:
         """Return the mean size of an example in one form."""
         return self._sizes[form] / max(len(self._spent), 1)
 
-    def rates(self) -> dict[str, float]:
+    def rates(self, typical: Callable[[Iterable[float]], float] = statistics.median) -> dict[str, float]:
         """Return the rates that were measured, as `partition_cache` names them; those that cost nothing left out.
 
         Storage: bytes by the time during which at least one read lasted, upper quartile of the chunks, for whatever
-        else a machine does only adds to that time. CPU: the median chunk.
+        else a machine does only adds to that time. CPU: what is `typical` of the chunks.
         """
         ordered = sorted(self._spent, key=lambda spent: spent.fetch_start_ns)
         chunks = [ordered[k : k + CHUNK] for k in range(0, len(ordered), CHUNK)]
@@ -81,8 +82,8 @@ class MeasuredSplit:
         storage = _read_speeds(chunks)
         if storage:
             found["storage_bytes_per_s"] = statistics.quantiles([*storage, *storage], n=4)[2]
-        both_ns = statistics.median(statistics.mean(spent.prep_ns for spent in chunk) for chunk in chunks)
-        augment_ns = statistics.median(statistics.mean(spent.augment_ns for spent in chunk) for chunk in chunks)
+        both_ns = typical(statistics.mean(spent.prep_ns for spent in chunk) for chunk in chunks)
+        augment_ns = typical(statistics.mean(spent.augment_ns for spent in chunk) for chunk in chunks)
         if both_ns:
             found["decode_augment_per_s"] = per_s / both_ns
         if augment_ns:
@@ -92,7 +93,11 @@ class MeasuredSplit:
     def split(self, *, num_jobs: int, handover_items: int) -> tuple[float, float, float]:
         """Return the shares of (encoded, decoded, augmented) for so many jobs.
 
-        `handover_items`: augmented examples that lie between the first and the last job that need one.
+        `handover_items`: augmented examples that lie between the first and the last job that need one. The quickest
+        chunk decides, the median one predicts. Behind slow storage the first examples find cold caches and cost up to
+        a quarter more than they will; and too much CPU time is the dear mistake. A decoded example too many
+        sends the encoded ones that would fit in its place back to storage, and their reads take longer than one
+        decoding saves wherever storage and CPU balance; a decoded example too few costs that one decoding.
         """
         hand_over = 0.0
         if self._forms[-1] == "augmented" and num_jobs > 1:
@@ -110,10 +115,11 @@ class MeasuredSplit:
         bytes = rest * self._cache_bytes
         if bytes < size["encoded"]:
             return rest, 0.0, hand_over
-        self.planned = partition_cache(
-            rates=self.rates(), sizes=size | ({"stored": stored} if stored else {}), n=self._num_items, bytes=bytes,
-            num_jobs=1,
-        )  # fmt: skip
+        sizes = size | ({"stored": stored} if stored else {})
+        quick = partition_cache(
+            rates=self.rates(min), sizes=sizes, n=self._num_items, bytes=bytes, num_jobs=1, whole=True
+        )
+        self.planned = repaced(quick, rates=self.rates(), sizes=sizes)
         encoded, decoded, _ = self.planned.fractions
         return rest * encoded, rest * decoded, hand_over
 

@@ -1,4 +1,4 @@
-"""What a torch.save file holds, read without torch: its tensors, and where their bytes lie.
+"""What a torch.save file holds, read without torch: its tensors, where their bytes lie, and its other values.
 
 A record of a DCP checkpoint is such a file, at an offset of a `.distcp`.
 The pickle inside is read by `safe_pickle`, so nothing that it names is
@@ -17,7 +17,7 @@ from __future__ import annotations
 import io
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from headway.core.errors import FormatError
 from headway.storage.digests import crc32
 from headway.storage.formats.dtypes import ITEM_BYTES, STORAGE_DTYPES
 from headway.storage.formats.safe_pickle import StandIn, load_from, loads, path_of
+from headway.storage.formats.values import ATOMS, SHORT, Value, plain
 from headway.storage.formats.zip_files import Entry, entries, has_checksums
 
 if TYPE_CHECKING:
@@ -34,11 +35,20 @@ LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 LEGACY_HEAD = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 """A pickle of the magic number: how files of torch before 1.6 begin."""
 
+QUANTIZED = "torch._utils._rebuild_qtensor"
+"""Of a quantized tensor the scale and the zero point, of all or of each channel, are the fifth argument."""
+
 STRIDED = {
     "torch._utils._rebuild_tensor": None, "torch._utils._rebuild_tensor_v2": None,
-    "torch._utils._rebuild_tensor_v3": 6, "torch._utils._rebuild_qtensor": None,
+    "torch._utils._rebuild_tensor_v3": 6, QUANTIZED: None,
 }  # fmt: skip
 """Functions that make a tensor from (storage, offset, size, stride, ...) -> which argument is its dtype, if any."""
+
+EMPTY: tuple[Any, ...] = ({}, [], (), set())
+"""Attributes of objects that say nothing: hooks that nobody set."""
+
+MOST_VISITS = 10_000_000
+"""A pickle that says the same container again and again is followed no further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +91,19 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A torch.save file: its tensors, and where each storage lies."""
+    """A torch.save file: its tensors, where each storage lies, and its other values."""
 
     tensors: tuple[Stored, ...]
     """Every tensor; views of one storage each have a line."""
 
     storages: dict[str, tuple[int, int]]
     """Key -> (offset, bytes) in the file."""
+
+    values: tuple[Value, ...] = ()
+    """Every value that is no tensor; a list of plain values is one."""
+
+    named: frozenset[str] = frozenset()
+    """The globals that its pickle names, `module.name`: what a loader that trusts it imports and may call."""
 
     def place_of(self, tensor: Stored) -> tuple[int, int]:
         """Return (offset, bytes) of a contiguous tensor's elements in the file.
@@ -137,38 +153,68 @@ def read_saved(data: Buffer, name: str, listed: Sequence[Entry] | None = None) -
     content = bytes(view[pickled.payload_offset : pickled.payload_offset + pickled.num_bytes])
     if has_checksums(listed) and crc32(content) != pickled.crc32:  # a flipped bit may ask for any amount of memory
         raise FormatError(f"{name} has a damaged data.pkl: its CRC-32 differs. Check it: headway ckpt verify")
-    value = loads(content, name, lenient=True, persistent=True)
-    return Saved(tuple(_tensors(value, name)), storages)
+    named: set[str] = set()
+    value = loads(content, name, lenient=True, persistent=True, named=named)
+    return _saved(value, storages, named, name)
 
 
-def _tensors(value: Any, name: str) -> Iterator[Stored]:
-    """Yield every tensor in a value that was unpickled from the file `name`."""
+def _saved(value: Any, storages: dict[str, tuple[int, int]], named: set[str], name: str) -> Saved:
+    """Sort what the file `name` was unpickled to into tensors and other values."""
     try:
-        yield from _walk(value, (), set())
+        found = list(_walk(value, (), set(), iter(range(MOST_VISITS))))
     except (TypeError, ValueError, IndexError, AttributeError, RecursionError) as cause:
-        raise FormatError(f"{name} holds a tensor that torch does not write ({cause}). Check it: headway ckpt verify") \
+        raise FormatError(f"{name} holds a value that torch does not write ({cause}). Check it: headway ckpt verify") \
             from cause  # fmt: skip
+    tensors = tuple(entry for entry in found if isinstance(entry, Stored))
+    return Saved(tensors, storages, tuple(entry for entry in found if isinstance(entry, Value)), frozenset(named))
 
 
-def _walk(value: Any, path: tuple[str, ...], above: set[int]) -> Iterator[Stored]:
-    """Yield the tensors below `value`; `above` are the containers around it, so that a circle ends."""
+def _walk(value: Any, path: tuple[str, ...], above: set[int], visits: Iterator[int]) -> Iterator[Stored | Value]:
+    """Yield what is below `value`; `above` are the containers around it, so that a circle ends."""
     if id(value) in above:
         return
-    above = above | {id(value)}
+    if next(visits, None) is None:
+        raise ValueError(f"more than {MOST_VISITS} values in each other")
+    value, above = plain(value), above | {id(value)}
+    if _is_storage(value):
+        yield _storage(value, ".".join(path))
+        return
+    if isinstance(value, StandIn):
+        yield from _of_object(value, path, above, visits)
+        return
+    inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from _walk(entry, (*path, str(key)), above)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for index, entry in enumerate(value):
-            yield from _walk(entry, (*path, str(index)), above)
-    elif isinstance(value, StandIn):
-        if path_of(value) in STRIDED:
-            yield _tensor(value, ".".join(path))
-            return
-        for entry in value.args:  # a parameter around a tensor, a user's own class: the same name goes on
-            yield from _walk(entry, path, above)
-        for key, entry in [*vars(value).get("entries", []), *_attributes(value.state)]:
-            yield from _walk(entry, (*path, str(key)), above)
+        inner = value.items()
+    elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(entry, ATOMS) for entry in value):
+        inner = enumerate(value)
+    for key, entry in inner:
+        yield from _walk(entry, (*path, _key(key)), above, visits)
+    if not inner:
+        yield Value(".".join(path), value)
+
+
+def _of_object(
+    value: StandIn, path: tuple[str, ...], above: set[int], visits: Iterator[int]
+) -> Iterator[Stored | Value]:
+    """Yield an object's tensors and attributes; the object itself where it has none."""
+    if path_of(value) in STRIDED:
+        yield _tensor(value, ".".join(path))
+        if path_of(value) == QUANTIZED:
+            yield from _walk(value.args[4], (*path, "quantizer"), above, visits)
+        return
+    parts: list[Stored | Value] = []
+    for entry in value.args:  # a parameter around a tensor, a user's own class: the same name goes on
+        parts += (part for part in _walk(entry, path, above, visits) if isinstance(part, Stored))
+    for key, entry in [*vars(value).get("entries", []), *_attributes(value.state)]:
+        if entry not in EMPTY:
+            parts += _walk(entry, (*path, _key(key)), above, visits)
+    if isinstance(value.state, (tuple, list)) and not _attributes(value.state):
+        parts += (part for part in _walk(value.state, (*path, "state"), above, visits) if isinstance(part, Stored))
+    yield from parts or [Value(".".join(path), value)]
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else SHORT.repr(key)
 
 
 def _attributes(state: Any) -> list[tuple[str, Any]]:
@@ -176,7 +222,7 @@ def _attributes(state: Any) -> list[tuple[str, Any]]:
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
         state = state[0] if isinstance(state[0], dict) else state[1]
     if not isinstance(state, dict):
-        return [("state", state)] if isinstance(state, (tuple, list)) else []
+        return []
     nested = [state[key] for key in ("_parameters", "_buffers", "_modules") if isinstance(state.get(key), dict)]
     rest = [(key, entry) for key, entry in state.items() if not any(entry is one for one in nested)]
     return [pair for one in nested for pair in one.items()] + rest
@@ -191,6 +237,17 @@ def _tensor(value: StandIn, fqn: str) -> Stored:
     return Stored(fqn, dtype, _ints(size), _ints(strides), str(key), int(offset))
 
 
+def _is_storage(value: Any) -> bool:
+    """Say whether a value is a reference to a storage: ("storage", class, key, place, elements)."""
+    return isinstance(value, tuple) and len(value) >= 5 and value[0] == "storage" and bool(path_of(value[1]))
+
+
+def _storage(value: tuple[Any, ...], fqn: str) -> Stored:
+    """Return a storage that was saved by itself as the tensor of all its elements."""
+    dtype = STORAGE_DTYPES.get(path_of(value[1]).rsplit(".", 1)[-1], "uint8")
+    return Stored(fqn, dtype, (int(value[4]),), (1,), str(value[2]), 0)
+
+
 def _ints(size: Any) -> tuple[int, ...]:
     return tuple(int(n) for n in (size.args[0] if isinstance(size, StandIn) else size))
 
@@ -200,8 +257,8 @@ def read_legacy(data: Buffer, name: str) -> Saved:
 
     Raises `FormatError` when its parts do not fit each other, or bytes are missing or left over.
     """
-    file = io.BytesIO(data)
-    magic, _, facts, value = (load_from(file, name, lenient=True, persistent=True) for _ in range(4))
+    file, named = io.BytesIO(data), set[str]()
+    magic, _, facts, value = (load_from(file, name, lenient=True, persistent=True, named=named) for _ in range(4))
     if magic != LEGACY_MAGIC or not isinstance(facts, dict):
         raise FormatError(f"{name} is no torch.save file of the old form. Name another file.")
     keys = load_from(file, name)
@@ -220,7 +277,7 @@ def read_legacy(data: Buffer, name: str) -> Saved:
         at += 8 + storages[str(key)][1]
     if at != len(view):
         raise FormatError(f"{name} has {len(view)} bytes; its storages end at {at}. Use another copy.")
-    return Saved(tuple(_tensors(value, name)), storages)
+    return _saved(value, storages, named, name)
 
 
 def _legacy_sizes(value: Any, seen: set[int] | None = None) -> dict[str, int]:
@@ -230,9 +287,8 @@ def _legacy_sizes(value: Any, seen: set[int] | None = None) -> dict[str, int]:
     if id(value) in seen:
         return found
     seen.add(id(value))
-    if isinstance(value, tuple) and len(value) >= 5 and value[0] == "storage":
-        dtype = STORAGE_DTYPES.get(path_of(value[1]).rsplit(".", 1)[-1], "uint8")
-        return {str(value[2]): ITEM_BYTES[dtype]}
+    if _is_storage(value):
+        return {str(value[2]): ITEM_BYTES[_storage(value, "").dtype]}
     inner: list[Any] = []
     if isinstance(value, dict):
         inner = list(value.values())

@@ -132,13 +132,14 @@ class StandIn:
 class _Reader(pickle.Unpickler):
     """The standard unpickler, with every way from a name to a thing replaced."""
 
-    def __init__(self, file: io.BytesIO, name: str, lenient: bool, persistent: bool) -> None:
+    def __init__(self, file: io.BytesIO, name: str, lenient: bool, persistent: bool, named: set[str]) -> None:
         super().__init__(file, encoding="utf-8")
-        self._name, self._lenient, self._persistent = name, lenient, persistent
+        self._name, self._lenient, self._persistent, self._named = name, lenient, persistent, named
         self._made: dict[tuple[str, str], type[StandIn]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the inert class that stands for a global."""
+        self._named.add(f"{module}.{name}")
         if (module, name) in REAL:
             return REAL[module, name]
         if not self._lenient and name not in ALLOWED.get(module, ()):
@@ -211,11 +212,13 @@ def _check_sizes(file: io.BytesIO, name: str) -> None:
                 )
 
 
-def load_from(file: io.BytesIO, name: str, *, lenient: bool = False, persistent: bool = False) -> Any:
+def load_from(
+    file: io.BytesIO, name: str, *, lenient: bool = False, persistent: bool = False, named: set[str] | None = None
+) -> Any:
     """Read one pickle from where `file` stands; see `loads`. The file is left behind it."""
     _check_sizes(file, name)
     try:
-        return _Reader(file, name, lenient, persistent).load()
+        return _Reader(file, name, lenient, persistent, set() if named is None else named).load()
     except FormatError:
         raise
     except Exception as cause:  # a damaged pickle may raise anything; all of it means the same
@@ -223,14 +226,17 @@ def load_from(file: io.BytesIO, name: str, *, lenient: bool = False, persistent:
         raise FormatError(f"{name} is no whole pickle ({why}). Check it: headway ckpt verify") from cause
 
 
-def loads(data: bytes, name: str, *, lenient: bool = False, persistent: bool = False) -> Any:
+def loads(
+    data: bytes, name: str, *, lenient: bool = False, persistent: bool = False, named: set[str] | None = None
+) -> Any:
     """Return the value that a pickle holds, with a `StandIn` for every class and function that it names.
 
     `name` is the file's, for messages. With `lenient` unknown globals become stand-ins too, as inert as the others
     (a user's own classes in a torch.save file); `persistent` allows references to storages, which stay tuples.
+    Every global that the pickle names is added to `named`, as `module.name`.
     Raises `FormatError` for a global that is not allowed and for bytes that are no whole pickle.
     """
-    return load_from(io.BytesIO(data), name, lenient=lenient, persistent=persistent)
+    return load_from(io.BytesIO(data), name, lenient=lenient, persistent=persistent, named=named)
 
 
 def path_of(value: Any) -> str:

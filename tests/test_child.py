@@ -1,0 +1,52 @@
+"""What a forked child says: all of it, or nothing; it leaves neither a process nor a descriptor behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from headway.data.child import said
+
+
+def raises():
+    raise SystemExit("the dataset's own end")
+
+
+@pytest.mark.parametrize(
+    ("work", "answer"),
+    [
+        (lambda: b"x" * (1 << 20), (b"x" * (1 << 20), 0)),
+        (lambda: b"", (b"", 0)),
+        (raises, (b"", 1)),
+        (lambda: os._exit(7), (b"", 7)),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), (b"", -signal.SIGKILL)),
+    ],
+    ids=["long", "nothing", "raises", "exits", "killed"],
+)
+def test_the_answer_comes_whole_or_not_at_all_with_how_the_child_ended(work, answer):
+    assert said(work) == answer
+
+
+def test_one_that_hangs_is_ended():
+    assert said(lambda: time.sleep(600), timeout_s=0.05) == (b"", -signal.SIGKILL)
+
+
+def test_a_script_that_has_its_children_waited_for_by_others_gets_its_answer_too():
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert said(lambda: b"done") == (b"done", 0)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_nothing_of_the_child_stays():
+    process = psutil.Process()
+    before = process.num_fds(), process.children()
+    for work in (lambda: b"done", raises):
+        said(work)
+
+    assert (process.num_fds(), process.children()) == before
