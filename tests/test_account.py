@@ -17,6 +17,7 @@ from headway.data import DataLoader as OwnLoader
 from headway.data.runtime import account
 from headway.data.runtime.account import Clocks
 from headway.ledger.ledger import Ledger
+from headway.sim.recording import Recording
 from headway.trace.assemble import trace_of_rings
 from headway.trace.runs import Run
 from tests.recorded import recording, rows
@@ -198,6 +199,9 @@ def test_a_job_loaded_by_threads_gets_the_verdict_of_its_twin_loaded_by_processe
     found = {kind: verdict(tmp_path / kind, what, kind) for kind in ("threads", "processes")}
 
     assert {most for most, _ in found.values()} == {what}
+    for kind in found:
+        [batches] = Recording.from_trace(Run.open(tmp_path / kind).trace, max_steps=20).batches
+        assert batches.together.tolist() == [kind == "threads"]
     for _, waits in found.values():
         assert waits["fetch"] + waits["prep"] + waits["cpu_wait"] > 0
         own = waits["fetch"] if what == "fetch" else waits["prep"] + waits["cpu_wait"]

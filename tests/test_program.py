@@ -248,6 +248,19 @@ def test_the_pipes_own_time_is_recovered_from_loads_that_queued() -> None:
     assert own_service(batches) * blocked == pytest.approx(200 * 8 * MS, rel=0.03)
 
 
+def test_threads_that_make_a_batch_together_keep_the_pipe_busy_side_by_side() -> None:
+    made = RunMaker(ranks=1, steps=200, num_workers=2, fetch_ns=26 * MS, prep_ns=6 * MS, compute_ns=40 * MS).make()
+    [batches] = Recording.from_trace(made.trace, max_steps=200).batches
+    blocked = batches.part_ns[:, 0].sum()
+
+    together, apart = (
+        own_service((replace(batches, together=np.array([threads])),)) * blocked for threads in (True, False)
+    )
+
+    assert together == pytest.approx(200 * 16 * MS, rel=0.03)  # both halves of 32 ms at once
+    assert apart == pytest.approx(200 * 26 * MS, rel=0.03)
+
+
 def test_a_run_whose_overlap_never_varies_does_not_show_how_storage_serves() -> None:
     assert storage_is_shared(Recording.from_trace(job(num_workers=1, ranks=1).make().trace, max_steps=99)) is None
 

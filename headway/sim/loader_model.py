@@ -355,8 +355,10 @@ def storage_is_shared(recording: Recording) -> bool | None:
     spans = [
         (start, start + part[0], part[0], size)
         for batches in recording.batches
-        for start, part, size in zip(batches.load_start_ns, batches.part_ns, batches.bytes, strict=True)
-        if start >= 0 and part[0] > 0
+        for start, part, size, one in zip(
+            batches.load_start_ns, batches.part_ns, batches.bytes, ~batches.together[batches.iterator], strict=True
+        )
+        if start >= 0 and part[0] > 0 and one
     ]
     if len(spans) < 20:
         return None
@@ -378,13 +380,16 @@ def own_service(batches: tuple[Batches, ...]) -> float:
     """Return the time for which one shared pipe was busy / the blocked time that its readers recorded.
 
     While loads with blocked shares p, q, ... overlap, the pipe is busy for
-    min(1, p + q + ...) of the time: one reads while the other computes.
+    min(1, p + q + ...) of the time: one reads while the other computes. So it
+    is while threads make a batch together, each a part of it.
     """
     begin = np.concatenate([b.load_start_ns for b in batches]).astype(np.float64)
     wall = np.concatenate([b.load_ns for b in batches]).astype(np.float64)
     blocked = np.concatenate([b.part_ns[:, 0] for b in batches]).astype(np.float64)
+    makers = np.concatenate([np.where(b.together, b.workers, 1)[b.iterator] for b in batches])
     known = (begin >= 0) & (blocked > 0)
-    begin, wall, blocked = begin[known], wall[known], blocked[known]
+    begin, wall, blocked, makers = begin[known], wall[known], blocked[known], makers[known]
+    begin, wall = begin + wall * (1 - 1 / makers), wall / makers
     if not blocked.size:
         return 1.0
     instant = np.concatenate([begin, begin + wall])

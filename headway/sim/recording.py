@@ -122,6 +122,9 @@ class Batches:
     end_segment: NDArray[np.int64]
     """[i] Segment in which next(loader) found the pass at its end (workers that do not persist end there), or -1."""
 
+    together: NDArray[np.bool_]
+    """[i] Whether threads made each batch together: its load is the sum of their times, and ended when it did."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Meeting:
@@ -326,6 +329,7 @@ def _batches(rows: Trace, lane: Lane) -> Batches:
         epoch=epoch,
         iter_segment=np.where(created >= 0, _last_segment(lane, np.maximum(created, 0)), -1),
         end_segment=np.where(ended >= 0, _last_segment(lane, np.maximum(ended, 0)), -1),
+        together=(workers > 0) & ~np.isin(keys[:, 0], events["group"][rows.named("input.worker")]),
     )
 
 
