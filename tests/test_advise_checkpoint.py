@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from dataclasses import replace
@@ -145,9 +146,17 @@ def test_saves_at_uneven_steps_are_said_to_come_at_a_whole_number_of_them() -> N
     assert found.cost_s == pytest.approx(0.04, rel=0.02)
 
 
+class Slow(io.FileIO):
+    """A file on a disk that takes its time."""
+
+    def write(self, data) -> int:
+        time.sleep(0.004)
+        return super().write(data)
+
+
 @pytest.fixture(scope="module")
 def saving_run(tmp_path_factory) -> Run:
-    """A real run that saves 4 MB durably at every third step of 4 ms."""
+    """A real run that saves 4 MB durably, on a slow disk, at every third step of 4 ms."""
     folder = tmp_path_factory.mktemp("saving")
     model = torch.nn.Linear(1000, 1000)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -158,9 +167,8 @@ def saving_run(tmp_path_factory) -> Run:
             optimizer.step()
             optimizer.zero_grad()
             if step % 3 == 2:
-                with (folder / "w.tmp").open("wb") as file:
+                with Slow(folder / "w.tmp", "wb") as file:
                     torch.save(model.state_dict(), file)
-                    file.flush()
                     os.fsync(file.fileno())
                 os.replace(folder / "w.tmp", folder / "w.pt")
     return Run.open(folder / "run")

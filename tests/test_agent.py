@@ -69,8 +69,8 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace():
 
 
 def test_user_signals_are_handed_on_and_stop_nothing():
-    group = group_of("signal.signal(10, lambda *_: sys.exit(0)); os.kill(os.getppid(), 10); time.sleep(60)")
     with Signals() as signals:
+        group = group_of("signal.signal(10, lambda *_: sys.exit(0)); os.kill(os.getppid(), 10); time.sleep(60)")
         group.wait(signals, grace_s=1.0)
 
     assert group.ranks[0].code == 0
@@ -79,10 +79,9 @@ def test_user_signals_are_handed_on_and_stop_nothing():
 
 @pytest.mark.parametrize(("number", "preempted"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_stop_signal_is_forwarded_as_it_came(number, preempted):
-    group = group_of(
-        f"signal.signal({int(number)}, lambda *_: sys.exit(5)); os.kill(os.getppid(), {int(number)}); time.sleep(60)"
-    )
-    with Signals() as signals:
+    code = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+    with Signals() as signals:  # before the rank, which may be quick
+        group = group_of(code)
         group.wait(signals, grace_s=30.0)
 
     assert group.ranks[0].code == 5
