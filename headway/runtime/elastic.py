@@ -287,7 +287,7 @@ def _stopped_alone(number: int, endpoint: str, start_ns: int) -> ExitReport:
     cls = "user" if number == signal.SIGINT else "preempted"
     name = signal.Signals(number).name
     sys.stderr.write(
-        f"headway: stopped by {name} while waiting for the other hosts at {endpoint} (class {cls}). "
+        f"headway: stopped by {name} while waiting for the other hosts at {endpoint}. "
         "No rank was started, there is no run folder.\n"
     )
     sys.stderr.flush()
