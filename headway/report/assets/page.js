@@ -441,10 +441,11 @@
       tip.style.top = canvas.offsetTop + py + 16 + "px";
     });
     canvas.addEventListener("mouseleave", () => { tip.style.display = "none"; });
-    canvas.addEventListener("mousedown", (event) => { drag = { x: place(event)[0], from, to }; });
+    let pressed = null;  // where; the click that ends a drag may come after the drag has been forgotten
+    canvas.addEventListener("mousedown", (event) => { pressed = place(event)[0]; drag = { x: pressed, from, to }; });
     canvas.addEventListener("click", (event) => {
       const [px, py] = place(event);
-      if (drag && Math.abs(drag.x - px) > 3) return;
+      if (pressed !== null && Math.abs(pressed - px) > 3) return;
       const found = px < margin ? null : hit(px, py);
       if (found && found[1] === panels[0] && found[0].joined[found[2]] === 1) choose(panels[0], found[0].first + found[2]);
       else if (chosen) choose(null, null);
