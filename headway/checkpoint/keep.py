@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from headway.core.errors import InputError
@@ -41,3 +41,18 @@ class Keep:
         """Return which of the committed `steps` may go."""
         known = set(steps)
         return known - self.kept(known)
+
+    def disposable(self, steps: Iterable[int], is_intact: Callable[[int], bool]) -> set[int]:
+        """Return which of the surplus may go for sure: where none that stays is intact, the newest intact one does.
+
+        Where none is intact at all, none goes.
+
+        >>> sorted(Keep(last=1).disposable([10, 20, 30], lambda step: step == 20))
+        [10]
+        """
+        newest_first = sorted(set(steps), reverse=True)
+        surplus = self.surplus(newest_first)
+        if surplus and not any(is_intact(step) for step in newest_first if step not in surplus):
+            good = next((step for step in newest_first if step in surplus and is_intact(step)), None)
+            surplus -= surplus if good is None else {good}
+        return surplus

@@ -19,15 +19,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Generic, Literal, TypeVar
 
+from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, HeadwayError, InputError
 
 T = TypeVar("T")
 
 
-class Worker(Generic[T]):
+class Worker(Closing, Generic[T]):
     """Calls `work(entry)` for every accepted entry, in order, on one daemon thread.
 
     Close it, or use it in a `with` block: at interpreter exit a daemon thread
@@ -116,20 +116,6 @@ class Worker(Generic[T]):
             # After a timeout work is left, and closing again waits again.
             self._finished = not (self._queue or self._busy)
         self._thread.join(timeout_s)
-
-    def __enter__(self) -> Worker[T]:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; an error of the block goes first."""
-        try:
-            self.close()
-        except BackgroundError:
-            if error is None:
-                raise
 
     def _run(self) -> None:
         """Work off the queue until it is closed and empty, or the work fails."""

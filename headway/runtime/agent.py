@@ -25,6 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
+from headway.core.wake import Wake
+
 PR_SET_PDEATHSIG = 1
 SETTLE_S = 1.0
 """How long the others may go on when the first rank to go blames its connection: the guilty one is about to exit."""
@@ -121,9 +123,7 @@ class Signals:
         """Stop signals received, in order."""
         self.passing: list[int] = []
         """Signals to hand on to the ranks as they are."""
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._read, False)
-        os.set_blocking(self._write, False)
+        self._wake = Wake()
         self._previous: dict[int, object] = {}
         self.on_stop: Callable[[], None] | None = None
         """Called in the handler: breaks a wait that only an exception can end (a rendezvous)."""
@@ -135,12 +135,11 @@ class Signals:
 
     def fileno(self) -> int:
         """Return a descriptor that becomes readable when a signal arrives."""
-        return self._read
+        return self._wake.fileno()
 
     def drain(self) -> None:
         """Make `fileno` quiet again."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 4096)
+        self._wake.clear()
 
     def __enter__(self) -> Signals:
         """Install the handlers; outside the main thread Python allows none, and signals stay the caller's."""
@@ -156,13 +155,11 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)  # type: ignore[arg-type]  # a handler as signal.signal returned it
         self._previous.clear()
-        os.close(self._read)
-        os.close(self._write)
+        self._wake.close()
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         (self.stop if number in self.STOP else self.passing).append(number)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write, b"s")
+        self._wake.ring()
         if self.on_stop is not None and number in self.STOP:
             self.on_stop()
 

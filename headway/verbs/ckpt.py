@@ -408,12 +408,8 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
         emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
         return 0
     found = committed(_folder(root))
-    unwanted = rule.surplus(one.step for one in found)
-    surplus = set(unwanted)
-    stays = [one for one in found if one.step not in surplus]
-    if surplus and not any(_intact(one) for one in reversed(stays)):
-        good = next((one for one in reversed(found) if one.step in surplus and _intact(one)), None)
-        surplus -= {good.step} if good else surplus
+    by_step = {one.step: one for one in found}
+    surplus = rule.disposable(by_step, lambda step: _intact(by_step[step]))
     goes = [one for one in found if one.step in surplus]
     freed = sum(sum(LocalStore(one.path).list().values()) for one in goes)
     leftovers: list[Path] = []
@@ -424,7 +420,8 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
     answer = {
         "schema": "headway.ckpt.prune/1", "root": str(root), "removed": yes,
         "steps": [one.step for one in goes], "kept": [one.step for one in found if one.step not in surplus],
-        "spared": sorted(unwanted - surplus), "num_bytes": freed, "leftovers": [str(path) for path in leftovers],
+        "spared": sorted(rule.surplus(by_step) - surplus), "num_bytes": freed,
+        "leftovers": [str(path) for path in leftovers],
     }  # fmt: skip
     emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
     return 0

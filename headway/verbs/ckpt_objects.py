@@ -46,11 +46,8 @@ def prune(url: str, rule: Keep, *, yes: bool) -> dict[str, Any]:
     """Return what `headway ckpt prune` answers, and with `yes` do it: the newest intact checkpoint stays."""
     store = open_store(url)
     found = committed(store)
-    unwanted = rule.surplus(one.step for one in found)
-    surplus = set(unwanted)
-    if surplus and not any(_intact(one) for one in reversed(found) if one.step not in surplus):
-        good = next((one for one in reversed(found) if one.step in surplus and _intact(one)), None)
-        surplus -= {good.step} if good else surplus
+    by_step = {one.step: one for one in found}
+    surplus = rule.disposable(by_step, lambda step: _intact(by_step[step]))
     goes = [one for one in found if one.step in surplus]
     freed = sum(sum(open_store(one.url).list().values()) for one in goes)
     leftovers: list[str] = []
@@ -60,8 +57,8 @@ def prune(url: str, rule: Keep, *, yes: bool) -> dict[str, Any]:
         leftovers = recover(store)
     return {
         "schema": "headway.ckpt.prune/1", "root": url, "removed": yes, "steps": [one.step for one in goes],
-        "kept": [one.step for one in found if one.step not in surplus], "spared": sorted(unwanted - surplus),
-        "num_bytes": freed, "leftovers": leftovers,
+        "kept": [one.step for one in found if one.step not in surplus],
+        "spared": sorted(rule.surplus(by_step) - surplus), "num_bytes": freed, "leftovers": leftovers,
     }  # fmt: skip
 
 

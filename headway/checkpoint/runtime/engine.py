@@ -34,7 +34,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
@@ -48,7 +47,8 @@ from headway.checkpoint.runtime.rng_state import RngStates
 from headway.checkpoint.runtime.saver import Options, Saver
 from headway.checkpoint.runtime.schedule import Schedule, StepMeter
 from headway.checkpoint.runtime.tickets import SaveTicket
-from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.core.closing import Closing
+from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.storage.manifest import COMMIT, METADATA
@@ -65,7 +65,7 @@ DeviceSnapshot = Literal["auto", "device", "host"]
 Block = Literal["snapshot", "durable"]
 
 
-class Checkpointer:
+class Checkpointer(Closing):
     """Saves and restores objects under one root; one per rank, used by its training thread.
 
     All ranks make it with the same arguments, and save and restore the same steps.
@@ -239,20 +239,6 @@ class Checkpointer:
             if self._saver is not None:
                 atexit.unregister(self._leave)
                 self._saver.close()
-
-    def __enter__(self) -> Checkpointer:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; an error of the block goes first."""
-        try:
-            self.close()
-        except BackgroundError:
-            if error is None:
-                raise
 
     # Steps.
 

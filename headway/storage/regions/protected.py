@@ -47,12 +47,12 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
 from headway.core.pace import Pace
 from headway.storage.regions.dirty import DirtyTracker, pages_of
@@ -97,7 +97,7 @@ class OpenReport:
     tell. They were adopted as they are."""
 
 
-class ProtectedRegion:
+class ProtectedRegion(Closing):
     """A mapped file with checksums, parity and a thread that keeps them up. Close it, or use a `with` block.
 
     One process opens it at a time, and its stores are what the tracker sees;
@@ -109,6 +109,8 @@ class ProtectedRegion:
     Passes come by themselves, scrubs do not: call `scrub` or `repair` from
     time to time, from any thread; writers and passes go on meanwhile.
     """
+
+    _gives_way = HeadwayError
 
     def __init__(
         self,
@@ -252,20 +254,6 @@ class ProtectedRegion:
             if still_written:
                 raise InputError(f"{self.path} is still being written to. Stop the writers, then close() again.")
             self._release()
-
-    def __enter__(self) -> ProtectedRegion:
-        """Return itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; an error of the block goes first."""
-        try:
-            self.close()
-        except HeadwayError:
-            if error is None:
-                raise
 
     def _pass(self) -> PassStats:
         """Do the steps of a pass."""
