@@ -3,15 +3,19 @@
 
 Needs Python >= 3.11 with venv and pip; no compiler, make, git or root. The
 first call makes a virtual environment and installs into it; later calls see
-a stamp and start at once. Arguments after the task are passed on.
+a stamp and start at once. A call by another Python than last time makes the
+environment anew, and says so. Arguments after the task are passed on.
 HEADWAY_VENV puts the environment elsewhere (for a read-only checkout).
 """
+
+from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,58 +40,116 @@ CHECKS = [
 
 
 def fail(message: str) -> None:
-    """Print one line and exit with 2."""
-    sys.exit(f"go.py: {message}")
+    """Print one line on stderr and exit with 2."""
+    print(f"go.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def interpreter() -> list[str]:
+    """Return the version of the Python that runs this file, and the folder where it is installed."""
+    return [sys.version, os.path.realpath(sys.base_prefix)]
+
+
+PROBE = "import os, sys, json, ssl, pip; print(json.dumps([sys.version, os.path.realpath(sys.base_prefix)]))"
+"""What the Python of an environment is asked before anything is installed into it: `interpreter()`, and that it has
+what an installation needs."""
 
 
 def fingerprint() -> str:
     """Hash everything that decides what gets installed."""
     inputs = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt")]
-    return hashlib.sha256(b"\0".join([*inputs, sys.version.encode(), str(ROOT).encode()])).hexdigest()
+    inputs += [text.encode() for text in (*interpreter(), str(ROOT))]
+    return hashlib.sha256(b"\0".join(inputs)).hexdigest()
 
 
-def is_ready(stamp: Path, extras: tuple[str, ...]) -> bool:
+def is_ready(python: Path, stamp: Path, extras: tuple[str, ...]) -> bool:
     """Tell whether the environment already holds these extras of this fingerprint."""
     try:
         installed = json.loads(stamp.read_text())
     except (OSError, ValueError):
         return False
-    return installed["fingerprint"] == fingerprint() and set(extras) <= set(installed["extras"])
+    current = installed["fingerprint"] == fingerprint() and os.access(python, os.X_OK)
+    return current and set(extras) <= set(installed["extras"])
 
 
 def set_up(extras: tuple[str, ...]) -> Path:
     """Make the environment hold headway with `extras`; return its Python."""
     python, stamp = VENV / "bin" / "python", VENV / "headway-stamp.json"
-    if is_ready(stamp, extras):
+    if is_ready(python, stamp, extras):
         return python
     VENV.parent.mkdir(parents=True, exist_ok=True)
     with open(VENV.parent / f"{VENV.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second set-up at the same time waits here, then finds the stamp
-        if is_ready(stamp, extras):
+        if is_ready(python, stamp, extras):
             return python
         with contextlib.suppress(OSError, ValueError):  # no stamp yet: the first set-up
             extras = tuple(sorted({*extras, *json.loads(stamp.read_text())["extras"]}))
-        stamp.unlink(missing_ok=True)
+        make_environment(python, stamp)
+        # From here the stamp says that go.py made this environment, and that it is not ready.
+        stamp.write_text(json.dumps({"fingerprint": "", "extras": sorted(extras)}))
         install(python, extras)
         stamp.write_text(json.dumps({"fingerprint": fingerprint(), "extras": sorted(extras)}))
     return python
 
 
-def install(python: Path, extras: tuple[str, ...]) -> None:
-    """Make the environment and install headway with `extras` into it."""
-    print(f"go.py: setting up {VENV} (once, about a minute)", file=sys.stderr, flush=True)
+def make_environment(python: Path, stamp: Path) -> None:
+    """Make the virtual environment of this Python, or keep the one that is there if it is of this Python.
+
+    An environment of another Python is emptied first, but only if go.py made it: nothing else of the user is deleted.
+    """
     unfinished = VENV / "headway-unfinished"
+    in_use = VENV.is_dir() and any(VENV.iterdir())
     # An installation that was killed can leave half a package that pip takes for a whole one: start over then.
-    clear = ["--clear"] if unfinished.exists() else []
-    if subprocess.run([sys.executable, "-m", "venv", *clear, str(VENV)]).returncode:
+    reason = "its last set-up was interrupted" if unfinished.exists() else mismatch(python) if in_use else ""
+    if in_use and not reason:
+        print(f"go.py: updating {VENV} (about a minute)", file=sys.stderr, flush=True)
+        return
+    if in_use and not (unfinished.exists() or stamp.exists()):
+        fail(f"{VENV} cannot be used: {reason}, and go.py did not make it. Delete it, or name another in HEADWAY_VENV.")
+    why = f"a new environment is made, because {reason}" if reason else "once"
+    print(f"go.py: setting up {VENV} ({why}; about a minute)", file=sys.stderr, flush=True)
+    VENV.mkdir(exist_ok=True)
+    unfinished.touch()
+    for entry in [entry for entry in VENV.iterdir() if entry != unfinished]:
+        shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+    if subprocess.run([sys.executable, "-m", "venv", str(VENV)]).returncode:
         fail("python could not make a virtual environment. Install its venv module (Debian: apt install python3-venv).")
+    reason = mismatch(python)
+    if reason:
+        fail(
+            f"the environment that {sys.executable} makes cannot be used: {reason}. "
+            "Start go.py with another Python that has ssl and venv (Debian: apt install python3 python3-venv)."
+        )
+    unfinished.unlink()
+
+
+def mismatch(python: Path) -> str:
+    """Return why the environment's Python cannot serve the Python that runs this file; '' when it can."""
+    ours = interpreter()
+    try:
+        answer = subprocess.run([str(python), "-c", PROBE], capture_output=True, text=True)
+    except OSError:  # no such file, or a link to an interpreter that was removed
+        return f"its Python ({os.path.realpath(python)}) is missing"
+    if answer.returncode:
+        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+        return f"its Python does not work ({last})"
+    theirs = json.loads(answer.stdout)
+    if theirs == ours:
+        return ""
+    there, here = (f"Python {version.split()[0]} in {prefix}" for version, prefix in (theirs, ours))
+    return f"it is of {there} and this is {here}"
+
+
+def install(python: Path, extras: tuple[str, ...]) -> None:
+    """Install headway with `extras` into the environment."""
+    unfinished = VENV / "headway-unfinished"
     unfinished.touch()
     wanted = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     failed = subprocess.run([*pip, "-c", str(ROOT / "constraints.txt"), "-e", wanted], cwd=ROOT).returncode
     unfinished.unlink()
     if failed:
-        fail("the installation failed (its reason stands above). Run the same command again to continue.")
+        fail("the installation failed (pip's reason is above). Run the same command again to continue.")
 
 
 def check() -> int:

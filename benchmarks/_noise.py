@@ -20,12 +20,6 @@ def cheapest(costs: Sequence[float]) -> float:
     return statistics.quantiles(costs, n=10)[0]
 
 
-def added(bare: Sequence[float], ours: Sequence[float]) -> tuple[float, list[float]]:
-    """Return our cheapest round less the cheapest bare one, and [least, most] difference round by round."""
-    by_round = sorted(mine - plain for plain, mine in zip(bare, ours, strict=True))
-    return min(ours) - min(bare), [by_round[0], by_round[-1]]
-
-
 def middle_mean(values: Sequence[float]) -> float:
     """Return the mean of the middle half: nearly as sharp as the mean, and deaf to rounds that were disturbed."""
     ordered = sorted(values)

@@ -17,9 +17,9 @@ SCRIPT = ROOT / "headway" / "demo" / "train.py"
 ROUNDS = 5
 
 
-def run(folder: Path, name: str, plan: Path | None = None) -> tuple[float, list[str]]:
+def run(folder: Path, name: str, plan: Path | None = None, *, verify: bool = False) -> tuple[float, list[str]]:
     """Run the demo's script once; return steps per second and the losses it printed."""
-    more = ["--apply", plan] if plan else []
+    more = ["--apply", plan, *(["--verify"] if verify else [])] if plan else []
     answer = headway(
         "run", "--nproc-per-node", 2, "--out", folder / name, *more, "--", SCRIPT, "--out", folder / "work"
     )
@@ -41,6 +41,7 @@ def main() -> int:
             predicted[remedy["name"]] = remedy["predicted_speedup"]
             alone = {**content, "remedies": [remedy], "predicted_speedup": remedy["predicted_speedup"]}
             plans[remedy["name"]].write_text(json.dumps(alone))
+        run(folder, "verified", plans["plan"], verify=True)  # apart: comparing takes time of the steps
         measured: dict[str, list[float]] = {name: [] for name in plans}
         for number in range(ROUNDS):
             plain, losses = run(folder, f"plain-{number}")

@@ -1,7 +1,7 @@
-"""Quick-start scripts of Hugging Face Trainer, Lightning and Accelerate, unedited, with and without headway.
+"""Quick-start scripts of Hugging Face Trainer, Lightning, Accelerate and Ray Train, unedited, with and without headway.
 
 Claim: the same losses bit for bit, every optimizer step seen, exit code 0. Peer: the same script without headway. The
-frameworks live in an environment of their own, beside headway's packages.
+frameworks live in environments of their own, beside headway's packages. Ray's own start takes a minute on a small host.
 """
 
 import json
@@ -14,8 +14,13 @@ from pathlib import Path
 from _command import ROOT
 from peers.env import python_of
 
-JOBS = {"hf_trainer": 24, "lightning_fit": 16, "accelerate_loop": 12}
-"""Script -> optimizer steps it takes."""
+JOBS = {
+    "hf_trainer": ("frameworks", 24, 1),
+    "lightning_fit": ("frameworks", 16, 1),
+    "accelerate_loop": ("frameworks", 12, 1),
+    "ray_train": ("ray", 20, 2),
+}
+"""Script -> environment, optimizer steps it takes, devices it trains on."""
 
 
 def losses(output: str) -> list[str]:
@@ -25,10 +30,10 @@ def losses(output: str) -> list[str]:
 
 def main() -> int:
     """Run each script both ways; print one JSON line."""
-    python = python_of("frameworks")
     site = next(Path(sys.prefix).glob("lib/python3*/site-packages"))
     rows = {}
-    for job, steps in JOBS.items():
+    for job, (peer, steps, devices) in JOBS.items():
+        python = python_of(peer)
         with tempfile.TemporaryDirectory() as folder:
             paths = os.pathsep.join([str(ROOT), str(site)])
             names = {
@@ -51,10 +56,14 @@ def main() -> int:
             "equal": losses(plain.stdout) == losses(seen.stderr) != [],
             "steps": ledger["steps"],
             "expected_steps": steps,
+            "devices": ledger["devices"],
+            "expected_devices": devices,
         }
         print(job, rows[job], file=sys.stderr)
     ok = all(
-        row["equal"] and row["headway"] == row["plain"] == 0 and row["steps"] == row["expected_steps"]
+        row["equal"]
+        and row["headway"] == row["plain"] == 0
+        and (row["steps"], row["devices"]) == (row["expected_steps"], row["expected_devices"])
         for row in rows.values()
     )
     print(json.dumps({"bench": "frameworks", "rows": rows, "peer": "the same scripts without headway", "met": ok}))

@@ -47,9 +47,9 @@ def measure(name: str, options: str, folder: Path) -> dict[str, float]:
     plan = headway("plan", folder / "before", "-o", folder / "plan.json")
     if not plan["chosen"]:
         return {"predicted": 1.0, "measured": 1.0, "remedies": []}
-    after = headway(
-        "run", "--nproc-per-node", ranks, "--out", folder / "after", "--apply", folder / "plan.json", *script
-    )
+    applied = ("run", "--nproc-per-node", ranks, "--apply", folder / "plan.json")
+    after = headway(*applied, "--out", folder / "after", *script)
+    headway(*applied, "--verify", "--out", folder / "verified", *script)  # apart: comparing takes time of the steps
     why = headway("why", folder / "before")
     lost = sum(why["ledger"][bucket] for bucket in ("input",)) + why["sub"].get("host.logging", 0.0)
     return {

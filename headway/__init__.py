@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     from headway import storage as storage
     from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
     from headway.core.errors import HeadwayError as HeadwayError
+    from headway.integrations.notebook import run as run
     from headway.ledger.ledger import Ledger as Ledger
     from headway.plan.planner import Plan as Plan
     from headway.plan.proposal import Proposal as Proposal
     from headway.plan.setup import Setup as Setup
+    from headway.runtime.annotate import epoch as epoch
+    from headway.runtime.annotate import evaluation as evaluation
     from headway.runtime.annotate import log_to as log_to
-    from headway.runtime.annotate import run as run
     from headway.runtime.annotate import steps as steps
     from headway.runtime.annotate import timer as timer
     from headway.sim.dag import Dag as Dag
@@ -45,8 +47,10 @@ PUBLIC: dict[str, str] = {
     "Trace": "headway.trace.trace:Trace",
     "checkpoint": "headway.checkpoint",
     "data": "headway.data",
+    "epoch": "headway.runtime.annotate:epoch",
+    "evaluation": "headway.runtime.annotate:evaluation",
     "log_to": "headway.runtime.annotate:log_to",
-    "run": "headway.runtime.annotate:run",
+    "run": "headway.integrations.notebook:run",
     "steps": "headway.runtime.annotate:steps",
     "storage": "headway.storage",
     "timer": "headway.runtime.annotate:timer",

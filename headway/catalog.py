@@ -33,12 +33,15 @@ REMEDIES: dict[str, str] = {
 }
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
 
+REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.rehearsal:rehearse"}
+"""What is asked while a run is recorded -> the function that says which remedies a loader would not take."""
+
 PARAMETERS: dict[str, dict[str, str]] = {
     "data.workers": {
         "num_workers": "count", "prefetch_factor": "size", "persistent_workers": "flag", "pin_memory": "flag",
         "max_workers": "count",
     },
-    "data.threads": {"num_workers": "count", "prefetch_factor": "size"},
+    "data.threads": {"num_workers": "count", "prefetch_factor": "size", "blocked_datasets": "names"},
     "data.cache": {"bytes": "size"},
     "data.server": {"cache_bytes": "size", "idle_s": "number"},
     "comm.bucket": {"bucket_mb": "number", "bucket_mb_list": "numbers", "respect_explicit": "flag"},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+from headway.data.runtime.decisions import Budget
 from headway.runtime.patches import replace_attribute
 
 
@@ -12,8 +14,12 @@ class TestContext:
 
     __test__ = False
 
-    def __init__(self, allow=""):
+    def __init__(self, allow="", verify=False):
         self.allow, self.undos, self.outcomes = allow, [], []
+        self.verify, self.failures, self.step_s = verify, [], None
+        # A clock that stands still: what is tried does not depend on how busy the host of the tests is.
+        self.shared = {"data.trials": Budget(clock=lambda: 0.0)}
+        self.probes = SimpleNamespace(failed=lambda name, cause: self.failures.append((name, cause)))
 
     def patch(self, target, wrapper):
         undo = replace_attribute(target, wrapper)
@@ -25,9 +31,9 @@ class TestContext:
 
 
 @contextmanager
-def applied(remedy, parameters, allow=""):
+def applied(remedy, parameters, allow="", verify=False):
     """Apply `remedy` for the length of a block; yields the context."""
-    context = TestContext(allow)
+    context = TestContext(allow, verify)
     try:
         remedy(parameters, context)
         yield context

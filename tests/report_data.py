@@ -51,9 +51,9 @@ SUB_S = {
 
 
 def demo_why() -> dict[str, Any]:
-    """Return a `headway.why/1` object of the text job."""
+    """Return a `headway.why/2` object of the text job."""
     return {
-        "schema": "headway.why/1",
+        "schema": "headway.why/2",
         "devices": 2,
         "steps": 400,
         "wall_ns": sum(LEDGER_NS.values()) // 2,
@@ -128,7 +128,7 @@ def demo_run() -> dict[str, Any]:
 
 
 def pipeline_why() -> dict[str, Any]:
-    """Return a `headway.why/1` object of an operation trace: DP 4 x PP 4, worker 0/0 slow."""
+    """Return a `headway.why/2` object of an operation trace: DP 4 x PP 4, worker 0/0 slow."""
     worker = {f"{dp}/{pp}": 1.004 + 0.002 * dp + 0.003 * pp for dp in range(4) for pp in range(4)} | {"0/0": 1.3118}
     slow = {
         "cause": "straggler.worker",
@@ -140,7 +140,7 @@ def pipeline_why() -> dict[str, Any]:
         "interval": (1.291, 1.316),
     }
     return {
-        "schema": "headway.why/1", "devices": 16, "steps": 44, "wall_s": 163.2, "wall_ns": 163_200_000_000,
+        "schema": "headway.why/2", "devices": 16, "steps": 44, "wall_s": 163.2, "wall_ns": 163_200_000_000,
         "goodput": None, "ledger": {}, "ledger_ns": {}, "sub": {}, "basis": {}, "causes": [slow],
         "straggler": {
             "slowdown": 1.312, "waste": 0.2378, "M_W": 0.974, "M_S": 0.031,

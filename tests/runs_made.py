@@ -142,6 +142,10 @@ class RunMaker:
     rename_ns: Cost = 0
     logging_ns: Cost = 0
     gc_ns: Cost = 0
+    script_ns: Cost = 0
+    """Code of the script between the update before and the batch."""
+    evaluation_ns: Cost = 0
+    """An evaluation at the start of the step, half of it forwards."""
     compile_ns: Cost = 0
     """torch.compile at work, inside the step (usually step 0)."""
     load_ns: int = 0
@@ -226,6 +230,8 @@ class RunMaker:
         self._spend(state, "checkpoint.sync", self.sync_ns, step, "checkpoint.persist")
         self._spend(state, "checkpoint.rename", self.rename_ns, step, "checkpoint.commit")
         self._spend(state, "host.logging", self.logging_ns, step, "host.logging", corr=20)
+        self._spend(state, "host.script", self.script_ns, step, "host.script")
+        self._evaluate(state, step)
         epoch_steps = self.epoch_steps or self.steps
         if step % epoch_steps == 0:
             self._new_iterator(state, step)
@@ -237,6 +243,15 @@ class RunMaker:
         state.now_ns += compute_ns - compute_ns // 2
         self._book("useful.compute", compute_ns)
         state.arrival_ns = state.now_ns
+
+    def _evaluate(self, state: _Rank, step: int) -> None:
+        """Run the model on examples that it does not learn from."""
+        duration_ns = self._cost(self.evaluation_ns, state, step)
+        if duration_ns:
+            state.rows.add("eval", state.now_ns, duration_ns, corr=0, seq=0)
+            state.now_ns += duration_ns - duration_ns // 2
+            self._book("eval.other", duration_ns - duration_ns // 2)
+            self._spend(state, "forward", duration_ns // 2, step, "eval.forward", corr=0, seq=0)
 
     def _finish_step(self, state: _Rank, step: int, last_ns: int) -> None:
         """Wait for the last rank, reduce, update."""

@@ -14,6 +14,7 @@ from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.program import Program
+from headway.trace.loader_facts import LoaderFacts
 from tests.runs_made import MS, Made, RunMaker
 
 
@@ -123,7 +124,7 @@ def test_without_leave_the_plan_says_what_to_grant_and_with_it_the_plan_file_car
     refusals = {row.name: row.reason for row in plans[0].refused}
 
     assert plans[0].chosen == ()
-    assert "grant --allow result-equivalent" in refusals["data.workers"]
+    assert "with --allow result-equivalent" in refusals["data.workers"]
     assert "draws random numbers (torch)" in refusals["data.cache"]
     assert plans[1].chosen == ("data.workers",)
     assert plans[1].plan_file().remedies[0].allow == "result-equivalent"
@@ -284,7 +285,7 @@ def test_a_server_is_proposed_where_other_jobs_read_the_same_data_meanwhile(tmp_
     rows = {row.name: row for row in propose(None, program, Setup.from_facts(meta, memory_bytes=10**9))}
     row = rows["data.server"]
 
-    assert neighbours(run, {0: loader}) == 2
+    assert neighbours(run, {0: LoaderFacts.of(loader)}) == 2
     assert isinstance(row, Proposal)
     assert row.edits == ("input.fetch=0.333x", "input.prep=0.333x")
     assert row.predicted_speedup > 1.5

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.runtime.attached import launch_line_id, place_of
+from headway.runtime.bootstrap import rank_of
 from headway.trace.runs import Run
 from tests.launching import DDP, script, wait_for
 from tests.paths import ROOT
@@ -44,6 +45,31 @@ def test_slurm_and_open_mpi_are_understood():
     assert (place_of(slurm).rank, place_of(slurm).local_rank, place_of(slurm).group_rank) == (5, 1, 1)
     assert (place_of(mpi).rank, place_of(mpi).local_rank, place_of(mpi).world_size) == (2, 2, 4)
     assert place_of({}).world_size == 1
+
+
+LAUNCH_LINES = {
+    "torchrun": {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"},
+    "deepspeed": {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4", "CROSS_RANK": "1"},
+    "srun": {
+        "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4",
+        "SLURM_NODEID": "1",
+    },
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1",
+    },
+    "mpiexec": {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+}  # fmt: skip
+"""Launcher -> what it puts into the environment of rank 5 of 8, on the second of two hosts."""
+
+
+@pytest.mark.parametrize("launcher", LAUNCH_LINES)
+def test_the_launcher_and_the_rank_agree_on_every_launch_line(launcher):
+    env = LAUNCH_LINES[launcher]
+    place = place_of(env)
+
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (5, 8, 1, 4)
+    assert (place.group_rank, rank_of(env)) == (1, 5)
 
 
 def test_a_rank_beyond_the_world_is_refused():
@@ -116,3 +142,31 @@ def test_a_fault_on_another_rank_explains_why_this_one_was_stopped(tmp_path):
     assert "KeyError" in said
     assert (facts["exit"]["class"], facts["exit"]["first_rank"]) == ("user", 1)
     assert "hf_AbCd" not in "".join(p.read_text() for p in (tmp_path / "run").glob("*/*.json"))
+
+
+def test_ranks_that_only_mpiexec_names_record_under_their_own_number(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import torch
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+        """,
+    )
+    facts = {"PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    launchers = [
+        subprocess.Popen(
+            [sys.executable, "-c", ONE_RANK, str(tmp_path / "run"), job],
+            cwd=ROOT,
+            env={**os.environ, "HEADWAY": "", **facts, "PMI_RANK": str(rank), "MPI_LOCALRANKID": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    codes = [launcher.wait(timeout=100) for launcher in launchers]
+
+    assert codes == [0, 0]
+    trace = Run.open(tmp_path / "run").trace
+    assert trace.events["rank"][trace.named("optimizer.step")].tolist() == [0, 0, 0, 1, 1, 1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from headway.ledger.buckets import (
@@ -24,8 +26,8 @@ ORDER = ("host.gc", "checkpoint.save", "host.logging", "input.next", "comm.wait"
 
 def test_the_buckets_are_those_of_the_contract():
     assert set(BUCKETS) == {
-        "useful", "input", "comm", "bubble", "straggler", "checkpoint", "startup", "restart", "rework", "host", "idle",
-        "unknown",
+        "useful", "eval", "input", "comm", "bubble", "straggler", "checkpoint", "startup", "restart", "rework", "host",
+        "idle", "unknown",
     }  # fmt: skip
 
 
@@ -43,10 +45,11 @@ def test_every_booked_name_is_one_the_recorder_writes(name):
 
 
 @pytest.mark.parametrize("table", [BUCKET_OF, STARTUP_OF], ids=["steps", "startup"])
-def test_no_two_names_have_equal_precedence(table):
-    levels = [booking.precedence for booking in table.values()]
+def test_only_names_that_nest_in_every_way_have_equal_precedence(table):
+    levels = Counter(booking.precedence for booking in table.values())
 
-    assert len(set(levels)) == len(levels)
+    equal = {name for name, booking in table.items() if levels[booking.precedence] > 1}
+    assert equal <= {"forward", "segment.backward", "segment.grad", "optimizer.step", "optimizer.closure"}
 
 
 def test_on_overlap_gc_beats_checkpoint_beats_logging_beats_input_beats_comm_beats_startup():

@@ -12,7 +12,8 @@ from headway.core.errors import InputError
 from headway.ledger.cause import Cause, ranked
 from headway.ledger.causes import EDIT_OF_CAUSE, MOST_RANKS, RULES, Fix, find_causes
 from headway.ledger.ledger import Ledger
-from tests.runs_made import MS, RunMaker
+from headway.trace.trace import concat
+from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}
 
@@ -26,12 +27,14 @@ FAULTS: dict[str, RunMaker] = {
     "host.logging": RunMaker(**QUIET, logging_ns=5 * MS),
     "checkpoint.stall": RunMaker(**QUIET, save_ns=lambda rank, step: 60 * MS * (rank == 0 and step % 10 == 9)),
     "startup.compile": RunMaker(**QUIET, compile_ns=lambda rank, step: 900 * MS * (step == 0)),
+    "host.script": RunMaker(**QUIET, script_ns=9 * MS),
+    "eval": RunMaker(**QUIET, evaluation_ns=lambda rank, step: 120 * MS * (step % 10 == 9)),
 }
 """Cause -> a job that has it and nothing else worth naming."""
 
 
 def test_every_rule_but_the_devices_own_has_a_fault_that_shows_it():
-    assert set(RULES) == set(FAULTS) | {"host.launch"}
+    assert set(RULES) == set(FAULTS) | {"host.launch", "bubble.p2p"}
     assert set(EDIT_OF_CAUSE) <= set(RULES)
 
 
@@ -72,6 +75,8 @@ def test_the_seconds_lost_are_those_of_the_truth(name):
         "host.logging": sub.get("host.logging", 0),
         "checkpoint.stall": truth.get("checkpoint", 0) + truth.get("straggler", 0),
         "startup.compile": sub.get("startup.compile", 0),
+        "host.script": sub.get("host.script", 0),
+        "eval": truth.get("eval", 0) + truth.get("straggler", 0),
     }[name]
 
     first = find_causes(Ledger.of(made))[0]
@@ -266,10 +271,109 @@ def test_a_missing_run_json_costs_only_the_words_it_would_have_given():
     assert bare.where == "loader"
 
 
-def test_with_two_loaders_where_names_both():
-    made = RunMaker(steps=20, fetch_ns=20 * MS).make()
+def two_loaders() -> Made:
+    """Return a run whose second half waits half as long for another loader."""
+    made = RunMaker(steps=20, fetch_ns=lambda rank, step: (20 if step < 10 else 10) * MS, epoch_steps=10).make()
     first = made.meta["loaders"]["0"]
-    made.meta["loaders"] = {"0": first, "1": {**first, "dataset": "Labels", "num_workers": 1}}
+    made.meta["loaders"] = {"0": first, "1": {**first, "line": "eval.py:7", "dataset": "Labels", "num_workers": 1}}
+    events = made.trace.events
+    second = made.trace.named("input.next", "input.load", "input.fetch", "input.iter") & (
+        events["start_ns"] >= np.sort(events["start_ns"][made.trace.named("input.iter")])[-2]
+    )
+    events["group"][second] = 1
+    return made
+
+
+def test_each_loader_that_training_waited_for_is_a_cause_of_its_own():
+    causes = [cause for cause in find_causes(Ledger.of(two_loaders())) if cause.cause == "input.fetch"]
+
+    assert [cause.where for cause in causes] == [
+        "MadeDataset, 0 workers per rank",
+        "eval.py:7, Labels, 1 worker per rank",
+    ]
+    assert causes[0].lost_device_s == pytest.approx(2 * causes[1].lost_device_s)
+
+
+def halved(edits: Any) -> Told:
+    """Predict that any edit halves the step."""
+    return Told(0.02, 0.01, (1.9, 2.1))
+
+
+def test_what_a_replay_without_the_cause_wins_is_shared_by_the_loaders_that_have_it():
+    ledger = Ledger.of(two_loaders())
+    booked = [cause for cause in find_causes(ledger) if cause.cause == "input.fetch"]
+    first, second = (cause for cause in find_causes(ledger, predict=halved) if cause.cause == "input.fetch")
+
+    assert first.lost_device_s == pytest.approx(2 * second.lost_device_s)
+    assert 1 < second.predicted_speedup < first.predicted_speedup < 2
+    assert sum(1 - 1 / cause.predicted_speedup for cause in (first, second)) == pytest.approx(1 / 2)
+    assert len(booked) == 2
+
+
+def test_a_loader_that_only_evaluation_waits_for_is_no_cause_of_waiting_for_input():
+    made = RunMaker(ranks=1, steps=20, fetch_ns=9 * MS).make()
+    rows = made.trace.named("step")
+    low, high = made.trace.events["start_ns"][rows].min(), made.trace.events["start_ns"][rows].max()
+    extra = Rows(0)
+    extra.add("eval", int(low), int(high - low), corr=0, seq=0)
+    made = replace(made, trace=concat([made.trace, extra.trace()]))
     causes = {cause.cause: cause for cause in find_causes(Ledger.of(made))}
 
-    assert causes["input.fetch"].where == "MadeDataset, 0 workers per rank; Labels, 1 worker per rank"
+    assert "give the loader of the evaluation workers" in causes["eval"].fix
+    assert causes["input.fetch"].evidence.startswith("1 calls of next(loader)")  # the one outside of the evaluation
+    assert causes["eval"].where == "MadeDataset, 0 workers per rank"
+
+
+def sampled(*rows: object) -> Ledger:
+    """Return the ledger of a run whose training thread was sampled between the steps."""
+    made = FAULTS["host.script"].make()
+    ranks = {rank: {**facts, "script": list(rows)} for rank, facts in made.trace.ranks.items()} or {
+        0: {"script": list(rows)}
+    }
+    return Ledger.of(replace(made, trace=replace(made.trace, ranks=ranks)))
+
+
+def test_sampled_lines_name_what_the_script_did_and_what_makes_a_batch_belongs_in_a_loader():
+    cause = find_causes(
+        sampled(
+            {"line": "train.py:9", "function": "log", "ns": 20 * MS, "count": 2},
+            {"line": "train.py:7", "function": "get_batch", "ns": 180 * MS, "count": 18, "feeds_forward": True},
+        )
+    )[0]
+
+    assert cause.where == "get_batch at train.py:7"
+    assert "get_batch at train.py:7 90 %, log at train.py:9 10 % of" in cause.evidence
+    assert cause.fix.startswith("get_batch makes the batch: give it to a DataLoader with workers")
+
+
+@pytest.mark.parametrize("few", [{"ns": 900 * MS, "count": 3}, {"ns": 9 * MS, "count": 30}])
+def test_too_few_samples_and_samples_of_little_of_the_time_name_no_line(few):
+    assert find_causes(sampled({"line": "train.py:9", "function": "log", **few}))[0].where == "training loop"
+
+
+@pytest.mark.parametrize("damaged", [{"line": 3}, {"a": 1}, "x"])
+def test_damaged_samples_cost_their_words_only(damaged):
+    assert find_causes(sampled(damaged))[0].where == "training loop"
+
+
+def test_a_pipeline_that_waits_for_its_neighbours_has_a_bubble_and_no_advice_for_ddp():
+    ranks = [Rows(0), Rows(1)]
+    for rows in ranks:
+        rows.add("process", 0, 100)
+        rows.add("step", 10, 80)
+    ranks[0].add("comm.send", 60, 5, group=0, seq=0, peer=1)
+    ranks[1].add("comm.recv", 15, 50, group=0, seq=0, peer=0)
+    causes = {cause.cause: cause for cause in find_causes(Ledger.of(concat([rows.trace() for rows in ranks])))}
+
+    assert causes["bubble.p2p"].lost_device_s == pytest.approx(45e-9)
+    assert "more micro-batches" in causes["bubble.p2p"].fix
+    assert "DDP" not in causes["comm.exposed"].fix
+
+
+def test_advice_for_a_job_on_cpus_names_no_pinned_memory():
+    made = FAULTS["input.transfer"].make()
+    of_cpu = find_causes(Ledger.of(made))[0]
+    made.meta["device_type"] = "NVIDIA H100"
+
+    assert "pin_memory" not in of_cpu.fix
+    assert "pin_memory" in find_causes(Ledger.of(made))[0].fix

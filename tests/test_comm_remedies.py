@@ -92,9 +92,31 @@ def test_a_list_of_the_scripts_own_is_kept_when_the_plan_says_so(group):
     assert isinstance(context.outcomes[-1], Refused)
 
 
+@pytest.mark.parametrize("own", [{}, {"bucket_cap_mb": 1}], ids=["default", "own size"])
+def test_a_model_with_a_communication_hook_has_the_scripts_buckets(group, own):
+    def quantised(state, bucket):
+        state.append(bucket.buffer().numel())
+        scale = bucket.buffer().abs().max() / 7
+        done = torch.futures.Future()
+        done.set_result((bucket.buffer() / scale).round() * scale)
+        return done
+
+    def hooked():
+        ddp, seen = model(**own), []
+        ddp.register_comm_hook(seen, quantised)
+        return trained(ddp), seen, ddp.bucket_bytes_cap
+
+    plain = hooked()
+    with applied(bucket, {"bucket_mb": 0.02}) as context:
+        changed = hooked()
+
+    assert changed == plain
+    assert "communication hook" in context.outcomes[-1].reason
+
+
 def test_gradients_live_in_buckets_and_losses_stay_the_same(group):
     plain = trained(model())
-    with applied(gradient_view, {}) as context:
+    with applied(gradient_view, {}, allow="result-equivalent") as context:
         ddp = model()
         losses = trained(ddp)
 
@@ -104,8 +126,14 @@ def test_gradients_live_in_buckets_and_losses_stay_the_same(group):
     assert model().gradient_as_bucket_view is False
 
 
-def test_what_the_script_has_already_is_counted_as_such(group):
+def test_gradients_that_a_script_may_keep_are_no_views_without_the_users_word(group):
     with applied(gradient_view, {}) as context:
+        assert "grant --allow result-equivalent" in gradient_view({}, context).reason
+        assert model().gradient_as_bucket_view is False
+
+
+def test_what_the_script_has_already_is_counted_as_such(group):
+    with applied(gradient_view, {}, allow="result-equivalent") as context:
         model(gradient_as_bucket_view=True)
 
     assert context.outcomes[-1].facts == {"models": 0, "had_it": 1}

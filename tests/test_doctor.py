@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.core.host import available_cores
 from headway.runtime import doctor
-from headway.runtime.doctor import CHECKS, Finding, check, usable_cores
+from headway.runtime.doctor import CHECKS, Finding, check
 from tests.paths import ROOT
 
 
@@ -29,7 +30,7 @@ def test_a_finding_names_what_it_found_and_what_to_do(name):
 def test_a_quota_never_gives_more_cores_than_the_affinity(quota, period, tmp_path_factory):
     root = made(tmp_path_factory.mktemp("host"), {"sys/fs/cgroup/cpu.max": f"{quota} {period}\n"})
 
-    assert usable_cores(root) == min(usable_cores(Path("/nonexistent")), quota / period)
+    assert available_cores(root) == min(available_cores(Path("/nonexistent")), quota / period)
 
 
 def made(root: Path, files: dict[str, str]) -> Path:
@@ -75,7 +76,7 @@ def test_a_cgroup_of_the_first_kind_is_read_too(tmp_path):
         },
     )
     assert doctor.cgroup_memory(root) == (5_000_000_000, 1)
-    assert usable_cores(root) == 0.5
+    assert available_cores(root) == 0.5
 
 
 def test_looking_imports_no_torch():

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.draws import MOST_OBJECTS, drawn, fingerprints, own_generators, restorer
+from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
+from headway.runtime.reach import MOST_OBJECTS
 
 DRAWS = {
     "random": random.random,
@@ -51,6 +52,7 @@ OWN = {
     "random.Random": (lambda: random.Random(1), lambda g: g.random()),
     "numpy.Generator": (lambda: np.random.default_rng(1), lambda g: g.random()),
     "numpy.MT19937": (lambda: np.random.Generator(np.random.MT19937(1)), lambda g: g.random()),
+    "numpy.Philox": (lambda: np.random.Generator(np.random.Philox(1)), lambda g: g.random()),
     "numpy.RandomState": (lambda: np.random.RandomState(1), lambda g: g.rand()),
     "torch.Generator": (lambda: torch.Generator().manual_seed(1), lambda g: float(torch.rand(1, generator=g))),
 }
@@ -84,3 +86,59 @@ def test_the_systems_generator_has_no_state_to_compare():
     restorer(own)()
 
     assert drawn(fingerprints(own), fingerprints(own)) == []
+
+
+AHEAD = {
+    "half a word of PCG64": (lambda: np.random.default_rng(1), lambda g: g.integers(0, 9, dtype=np.int32)),
+    "three words of Philox": (lambda: np.random.Generator(np.random.Philox(1)), lambda g: g.random()),
+    "the other number of randn": (lambda: np.random.RandomState(1), lambda g: g.randn()),
+    "the other number of gauss": (lambda: random.Random(1), lambda g: g.gauss(0, 1)),
+    "the other number of torch": (lambda: torch.Generator(), lambda g: torch.randn(1, generator=g)),
+}
+
+
+@pytest.mark.parametrize("kind", AHEAD)
+def test_a_draw_from_what_was_drawn_ahead_shows_too(kind):
+    make, draw = AHEAD[kind]
+    own = [make()]
+    for _ in range(9):
+        before = fingerprints(own)
+        draw(own[0])
+        assert drawn(before, fingerprints(own)) == ["own"]
+
+
+def test_global_generators_show_a_draw_from_what_was_drawn_ahead():
+    for draw, name in ((np.random.randn, "numpy"), (lambda: random.gauss(0, 1), "random")):
+        for _ in range(3):
+            before = fingerprints()
+            draw()
+            assert drawn(before, fingerprints()) == [name]
+
+
+IN_GLOBAL = np.random.default_rng(1)
+
+
+class OfModule:
+    SHARED = random.Random(2)
+
+    def __getitem__(self, index):
+        return IN_GLOBAL.random()
+
+
+def of_closure():
+    hidden = torch.Generator()
+
+    class Closed:
+        transform = staticmethod(lambda: torch.rand(1, generator=hidden))
+
+        def __getitem__(self, index):
+            return self.transform()
+
+    return Closed(), hidden
+
+
+def test_generators_in_globals_classes_and_closures_are_found():
+    closed, hidden = of_closure()
+
+    assert {id(found) for found in own_generators(Holder([OfModule()]))} == {id(IN_GLOBAL), id(OfModule.SHARED)}
+    assert [id(found) for found in own_generators(closed)] == [id(hidden)]

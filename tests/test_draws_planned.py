@@ -18,7 +18,7 @@ class Pictures(Dataset):
         return 48
 
     def __getitem__(self, index):
-        time.sleep(0.004)
+        time.sleep(0.01)
         crop = torch.rand(1) if "draw" in sys.argv else torch.ones(1)
         return torch.ones(8) * index * crop
 
@@ -48,7 +48,7 @@ def test_what_a_plan_says_is_what_applying_it_does(tmp_path, drawn):
     assert facts["draws"] == (["torch"] if drawn else [])
     loading = {"data.workers", "data.threads", "data.cache"}
     assert bool(loading & {*plain["chosen"]}) == (not drawn)
-    assert loading & {*granted["chosen"]}
+    assert loading & {*granted["chosen"]}, [granted["proposals"], granted["refused"]]
     assert [row["reason_not_applied"] for row in again["applied"] if row["name"] in granted["chosen"]] == [None] * len(
         granted["chosen"]
     )

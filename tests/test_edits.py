@@ -7,15 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.edits import EDITS, Edit, Scenario, parse_edit, scenario_of
+from headway.sim.edits import EDITS, Edit, Scenario, Workers, parse_edit, scenario_of
 
 EXAMPLES = {
     "straggler": "none", "input": "instant", "input.fetch": "0.5x", "input.prep": "2x", "input.transfer": "none",
     "comm": "0.5x", "checkpoint": "none", "host": "instant", "host.gc": "0.1x", "host.logging": "none",
     "op:GLOB": "0.5x", "workers": "4", "prefetch": "3", "persistent": "true", "threads": "true",
-    "cache_fraction": "0.25",
-    "cache_cold": "1", "cache_shards": "2", "bucket_mb": "25", "bandwidth": "2x", "cores": "8", "storage": "2x",
+    "cache_fraction": "0.25", "other": "0.5",
+    "cache_cold": "1", "cache_shards": "2", "bucket_mb": "25", "bandwidth": "2x", "cores": "1.5", "storage": "2x",
     "accelerator": "3x", "logging": "buffered", "gc": "frozen:100",
+    "script": "none",
 }  # fmt: skip
 
 
@@ -38,7 +39,7 @@ def test_the_order_of_edits_does_not_matter(order: list[str]) -> None:
 
     expected = scenario_of([text_of(target) for target in sorted(order)])
     assert [scenario.factor(name) for name in names] == pytest.approx([expected.factor(name) for name in names])
-    assert (scenario.workers, scenario.fetch, scenario.storage) == (4, 0.0, 2.0)
+    assert (scenario.workers, scenario.fetch, scenario.storage) == (Workers(4), 0.0, 2.0)
 
 
 def test_factors_of_patterns_that_overlap_multiply() -> None:

@@ -132,11 +132,24 @@ def test_with_json_the_ranks_stdout_goes_to_stderr_and_the_log(tmp_path):
     assert (tmp_path / "run" / "logs" / "r0.out").read_text() == "from the rank\n"
 
 
-def test_rank_0_is_plain_and_the_others_are_prefixed_as_torchrun_does(tmp_path):
-    job = script(tmp_path, "import os; print('hello from', os.environ['RANK'])")
+def test_stdout_in_a_file_is_the_script_s_and_stderr_names_the_rank(tmp_path):
+    source = "import os, sys; r = os.environ['RANK']; print('hello\\n\\nfrom', r); print('err', r, file=sys.stderr)"
+    job = script(tmp_path, source)
     done = run(tmp_path / "run", [job], nproc_per_node=2)
 
-    assert sorted(done.stdout.splitlines()) == ["[default1]:hello from 1", "hello from 0"]
+    assert sorted(done.stdout.splitlines()) == ["", "", "from 0", "from 1", "hello", "hello"]
+    assert {"err 0", "[default1]:err 1"} <= {*done.stderr.splitlines()}
+
+
+def test_a_command_whose_output_is_redirected_writes_what_python_writes(tmp_path):
+    job = script(tmp_path, "import sys; sys.stdout.buffer.write(b'a\\r\\xff\\n' * 20_000 + b'no end')")
+    command = [sys.executable, "-m", "headway.cli", "run", "--out", str(tmp_path / "run"), "--", job]
+    plain, recorded = (
+        subprocess.run(argv, capture_output=True, cwd=ROOT, check=True) for argv in ([sys.executable, job], command)
+    )
+
+    assert recorded.stdout == plain.stdout
+    assert b"headway why" in recorded.stderr or b"nothing to account for" in recorded.stderr
 
 
 def test_the_launcher_starts_ranks_without_numpy_or_torch():

@@ -361,7 +361,7 @@ def test_json_has_every_key_of_the_contract_and_integers_where_it_says_so():
 
     found = ledger.to_json()
 
-    assert found["schema"] == "headway.why/1"
+    assert found["schema"] == "headway.why/2"
     assert {"devices", "steps", "wall_ns", "wall_s", "goodput", "ledger", "ledger_ns", "sub", "basis", "causes",
             "straggler", "coverage", "fidelity"} <= found.keys()  # fmt: skip
     assert set(found["ledger"]) == set(found["ledger_ns"]) == set(BUCKETS)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.live_rank import OPEN_RECORDS, RECENT, STRAY_UPDATES, LiveRank
+from headway.ledger.live_ends import STRAY_UPDATES
+from headway.ledger.live_rank import OPEN_RECORDS, RECENT, LiveRank
 from headway.trace.records import RECORD_DTYPE
 from headway.trace.steps import cycles
 from headway.trace.vocabulary import SPANS

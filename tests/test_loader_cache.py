@@ -75,7 +75,9 @@ def test_each_later_epoch_hits_exactly_what_fits(n, kept, slack, seed):
     epoch(loader), epoch(expected)
     filled = loader.cache.hits
     for later in (1, 2):
-        assert epoch(loader) == (epoch(expected)[0], n - fits)
+        compared = loader.cache.compared
+        items, reads = epoch(loader)
+        assert (items, reads) == (epoch(expected)[0], n - fits + loader.cache.compared - compared)
         assert loader.cache.hits - filled == later * fits
     assert (loader.cache.bytes, loader.cache.hits + loader.cache.misses) == (fits * SIZE, 3 * n)
     assert loader.cache.refused == 3 * (n - fits)
@@ -87,10 +89,13 @@ def test_workers_share_what_is_kept_over_epochs(options, fraction):
     loader = DataLoader(Counted(40), 4, True, cache_bytes=int(fraction * 40 * SIZE), **options)
     plain, fits = DataLoader(Counted(40), 4, True), int(fraction * 40)
 
-    seen = [epoch(loader) for _ in range(3)]
+    seen, compared = [], [0]
+    for _ in range(3):
+        seen.append(epoch(loader))
+        compared.append(loader.cache.compared)
 
     assert [items for items, _ in seen] == [epoch(plain)[0] for _ in range(3)]
-    assert [reads for _, reads in seen[1:]] == [40 - fits] * 2
+    assert [reads for _, reads in seen[1:]] == [40 - fits + compared[k + 1] - compared[k] for k in (1, 2)]
     assert loader.cache.hits == 2 * fits
 
 
@@ -155,7 +160,8 @@ def test_an_example_that_cannot_be_encoded_is_read_anew():
     READS[:] = bytes(4096)
     list(loader)
 
-    assert list(READS[:6]) == [0, 0, 0, 1, 0, 0]
+    assert READS[3] == 1
+    assert sum(READS[:6]) == 1 + loader.cache.compared
     assert loader.cache.bytes == 5 * SIZE
 
 

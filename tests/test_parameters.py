@@ -11,12 +11,16 @@ from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy
 from headway.plan.parameters import KINDS, check_parameters
 
-GOOD = {"count": [0, 3], "size": [1, 10**9], "number": [0.5, 25], "flag": [True, False], "numbers": [[25], [1, 0.5]]}
+GOOD = {
+    "count": [0, 3], "size": [1, 10**9], "number": [0.5, 25], "flag": [True, False], "numbers": [[25], [1, 0.5]],
+    "names": [[], ["D"]],
+}  # fmt: skip
 BAD = {
     "count": [-1, 1.5, 2.0, True, "2", None, [2]],
     "size": [0, 2.5, False, "1", None],
     "number": [0, -1.0, float("nan"), float("inf"), True, "25", None],
     "flag": [0, 1, "true", None],
+    "names": ["D", [1], None],
     "numbers": [[], [0], [1, "2"], 25, "25", None],
 }
 

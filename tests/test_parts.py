@@ -14,7 +14,7 @@ from headway.ledger import arrivals
 from headway.ledger.buckets import SUBS
 from headway.ledger.causes import find_causes
 from headway.ledger.ledger import Ledger
-from headway.ledger.timeline import Sheet
+from headway.ledger.sheet import Sheet
 from headway.sim.program import Program
 from headway.trace import parquet
 from headway.trace.formats import describe, open_parts

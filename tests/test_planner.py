@@ -18,7 +18,9 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.planfile import read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
+from headway.plan.reasons import KINDS
 from headway.plan.setup import Setup
+from headway.report.terminal import render_plan
 from headway.sim.program import Program
 from tests.runs_made import MS, RunMaker
 
@@ -142,8 +144,44 @@ def test_a_change_of_random_draws_needs_to_be_granted() -> None:
     rows = [proposal("a", "input.fetch=none", allow="result-equivalent")]
     granted = Setup.from_facts({"world_size": 2}, memory_bytes=10**9, allow=("result-equivalent",))
 
-    assert "grant --allow result-equivalent" in compose(rows, program, setup).refused[0].reason
+    assert "with --allow result-equivalent" in compose(rows, program, setup).refused[0].reason
     assert compose(rows, program, granted).chosen == ("a",)
+
+
+def test_each_proposal_that_is_not_chosen_has_the_reason_that_decided() -> None:
+    program, setup = PROGRAM
+    free = setup.limits.memory_per_rank_bytes(setup)
+    rows = [
+        proposal("taken", "input.fetch=none", speedup=3.0),
+        proposal("noise", "gc=frozen:9", speedup=1.005),
+        proposal("memory", "cache_cold=1", memory_bytes=free + 1),
+        proposal("grant", "comm=none", speedup=1.75, allow="result-equivalent", risk="draws anew"),
+        proposal("excluded", "input.fetch=0.5x"),
+        proposal("little", "input.prep=1x"),
+        proposal("hand", "checkpoint=none", applies=False),
+    ]
+    plan = compose(rows, program, setup)
+
+    assert plan.chosen == ("taken",)
+    assert {row.name: row.kind for row in plan.left_out} == {name: name for name in KINDS}
+    reasons = {row["name"]: row["left_out"] for row in plan.to_json()["proposals"]}
+    assert reasons["taken"] is None
+    assert "predicted 1.75x" in reasons["grant"]["reason"]
+    assert "taken" in reasons["excluded"]["reason"]
+
+
+def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
+    program, setup = PROGRAM
+    rows = [proposal("data.workers", "input.fetch=none", speedup=1.75, allow="result-equivalent")]
+    refusal = Refusal("data.cache", "data", "its examples change", unsafe=True)
+
+    barred = render_plan(compose(rows, program, setup, refused=[refusal]).to_json())
+    unsafe = render_plan(compose([], program, setup, refused=[refusal]).to_json())
+    assert "without your leave: data.workers, predicted 1.75x" in barred
+    assert "--allow result-equivalent" in barred
+    assert "noise" not in barred
+    assert "data.cache could change results here" in unsafe
+    assert "its examples change" in unsafe
 
 
 def test_every_remedy_that_is_said_to_apply_is_in_the_catalogue() -> None:

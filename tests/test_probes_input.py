@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from headway.data import DataLoader as OwnLoader
 from headway.runtime.finalise import loaders
-from headway.runtime.probe_input import batch_bytes, loader_facts, open_schedstat, read_delay
+from headway.runtime.probe_input import batch_bytes, loader_facts
+from headway.runtime.run_delay import open_schedstat, read_delay
 from tests.recorded import recording, rows
 
 MS = 1_000_000
@@ -180,6 +181,16 @@ def test_a_loader_made_anew_over_the_same_dataset_is_told_from_one_over_another(
         facts = session.probes.loaders
 
     assert [fact["datasets"] for fact in facts.values()] == [1]
+
+
+def test_loaders_over_a_buffer_that_grows_are_one_and_its_sizes_are_kept(tmp_path):
+    with recording(tmp_path) as session:
+        for size in (8, 4, 12):
+            for _ in DataLoader(TensorDataset(torch.ones(size, 1)), batch_size=4):
+                pass
+        (facts,) = session.probes.loaders.values()
+
+    assert (facts["smallest_dataset"], facts["dataset_size"], facts["datasets"]) == (4, 12, 3)
 
 
 def test_facts_of_a_loader_say_why_it_cannot_be_tuned():

@@ -364,6 +364,13 @@ def test_a_loader_that_must_be_left_alone_is_replayed_as_it_was() -> None:
         assert program_of(made).predict([edit]).speedup > 1.005
 
 
+def test_workers_for_one_loader_leave_the_others_as_they_were() -> None:
+    program = program_of(job(num_workers=0, fetch_ns=9 * MS).make())
+
+    assert program.predict(["workers=4@0"]).speedup == program.predict(["workers=4"]).speedup > 1.1
+    assert program.predict(["workers=4@1+2", "threads=true", "persistent=true"]).speedup == 1.0
+
+
 def test_steps_that_took_no_time_cannot_be_replayed() -> None:
     made = RunMaker(ranks=1, steps=9, compute_ns=0, optimizer_ns=0, iter_ns=0, transfer_ns=0).make()
 
@@ -378,7 +385,7 @@ def test_ranks_of_different_hosts_do_not_share_cores() -> None:
 
     one = Program.from_trace(made.trace, {**facts, "cores": 2}, costs=QUIET)
     two = Program.from_trace(apart, facts, costs=QUIET)
-    assert two.unrolled().capacity.tolist() == [1, 1, 1, 1]
+    assert two.unrolled().capacity.tolist() == [1, 1, 1, 1, 1, 1]
     assert two.fidelity == pytest.approx(one.fidelity)
     assert two.fidelity == pytest.approx(1.0, abs=1e-6)
 

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -89,20 +90,17 @@ def test_gc_is_frozen_after_the_first_step_and_runs_at_agreed_steps(tmp_path):
         import gc, torch; torch.manual_seed(0)
         model = torch.nn.Linear(4, 4)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        enabled = [gc.get_freeze_count() == 0]
         for step in range(25):
             loss = model(torch.ones(2, 4)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            enabled.append(gc.get_freeze_count() == 0)
-            assert gc.isenabled()  # what the script itself wants
+            assert gc.isenabled() and gc.get_freeze_count() == 0  # what the script itself wants
             print(loss.item().hex())
-        assert enabled == [True] + [False] * 25, enabled
     """
     env = planned(tmp_path, Remedy("host.gc", {"every_steps": 10}))
     (recorded,) = run_script(source, tmp_path, **env)
-    (plain,) = run_script(source.replace("assert enabled", "enabled"), tmp_path, recorded=False)
+    (plain,) = run_script(source, tmp_path, recorded=False)
     facts = outcomes(tmp_path)["host.gc"]["facts"]
     found = rows(tmp_path / "run")
     first, last = (found["optimizer.step"][index]["start_ns"] for index in (1, -1))
@@ -123,12 +121,13 @@ def test_gc_comes_back_when_memory_grows(context, monkeypatch):
     try:
         context.probes.steps[0] = 1
         assert collector.step(0) == 1
-        assert not gc.isenabled()
+        assert gc.get_threshold()[0] == runtime.YOUNG_OBJECTS
         context.probes.steps[0] = 10
         assert collector.step(0) == 9
         context.probes.steps[0] = 20
         collector.step(0)
-        assert gc.isenabled()
+        assert gc.get_threshold()[0] < runtime.YOUNG_OBJECTS
+        assert gc.get_freeze_count() == 0
     finally:
         collector.undo()
 
@@ -147,35 +146,37 @@ def test_gc_that_the_script_switched_off_is_left_alone(context):
         gc.enable()
 
     assert isinstance(context.outcomes[-1], Refused)
-    assert "switched automatic collection off itself" in context.outcomes[-1].reason
+    assert "switched, frozen or debugged automatic collection itself" in context.outcomes[-1].reason
 
 
 def test_a_script_that_switches_gc_itself_has_its_way_and_children_collect(context):
     from headway.host import runtime
 
-    plain = gc.isenabled
     assert isinstance(runtime.collect_together({"every_steps": 2, "rss_growth_bytes": 1 << 40}, context), Applied)
-    collector = context.undos[1].__self__
+    collector, thresholds = context.undos[1].__self__, gc.get_threshold()
     context.probes.steps[0] = 1
     collector.step(0)
-    assert (gc.isenabled(), plain()) == (True, False)
     gc.disable()
     context.probes.steps[0] = 2
     collector.step(0)
     assert (gc.isenabled(), collector.facts["collections"]) == (False, 0)
     pid = os.fork()
     if pid == 0:
-        os._exit(plain() is True)
+        os._exit(gc.isenabled())
     assert os.waitpid(pid, 0)[1] == 0  # the script wants none, so its children have none
     gc.enable()
-    assert (gc.isenabled(), plain()) == (True, False)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(plain() is False)
-    assert os.waitpid(pid, 0)[1] == 0
-    collector.undo()
+    node = Recorder()
+    node.itself, alive = node, weakref.ref(node)
+    gc.collect()  # freezes again what it looked at
+    del node
+    gc.collect()
+    assert alive() is None
+    assert gc.get_threshold() == thresholds
+    gc.set_threshold(thresholds[0] + 1, *thresholds[1:])
 
-    assert plain()
+    assert gc.get_threshold()[0] == thresholds[0] + 1
+    assert "calls gc.set_threshold itself" in context.outcomes[-1].reason
+    gc.set_threshold(*thresholds)
 
 
 class Recorder(logging.Handler):

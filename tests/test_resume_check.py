@@ -87,6 +87,30 @@ def test_a_dataset_that_remembers_is_found_and_the_reason_named():
     assert "Remembers changes attributes of itself" in facts["hint"]
 
 
+class Turning(torch.utils.data.Sampler):
+    """Begins elsewhere each time it is read, and keeps where: neither a generator nor an epoch says so."""
+
+    turn = 0
+
+    def __iter__(self):
+        self.turn += 1
+        return iter([(k + self.turn) % 30 for k in range(30)])
+
+    def __len__(self):
+        return 30
+
+
+def test_a_sampler_that_is_the_cause_of_a_difference_is_named():
+    hints = [
+        found(torch.utils.data.DataLoader(dataset(), 6, sampler=sampler))["hint"]
+        for dataset, sampler in ((Random, Turning()), (Remembers, Turning()), (Remembers, None))
+    ]
+
+    assert "Its sampler, Turning, gives another order" in hints[0]
+    assert "Its sampler, Turning, gives another order" in hints[1]
+    assert "Remembers changes attributes of itself" in hints[2]
+
+
 def test_what_cannot_be_checked_says_why():
     class Stream(IterableDataset):
         def __iter__(self):

@@ -89,8 +89,9 @@ JOB = """
     saver = Checkpointer(folder / "state", model=model, opt=optimizer)
     again = (folder / "failed").exists()
     for step in range(saver.restore().step if again else 0, 40):
+        loss = model(torch.ones(1, 50)).sum()
         time.sleep(0.005)
-        model(torch.ones(1, 50)).sum().backward()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in (10, 20):

@@ -41,6 +41,14 @@ def test_two_jobs_get_each_example_once_per_epoch_from_one_server():
     assert later[0] != later[1]
 
 
+def test_the_batches_of_a_server_are_compared_by_their_examples_not_by_their_order():
+    with applied(server, PARAMETERS, allow="result-equivalent", verify=True) as context:
+        assert sorted(numbers(DataLoader(Squares(), 5, shuffle=True), 1)[0]) == list(range(37))
+
+    # Of 8 batches: 0 and 2.
+    assert context.outcomes[-1].json()["facts"]["verification"] == {"compared": 2, "equal": 2, "unequal": 0}
+
+
 def test_a_loader_that_does_not_shuffle_keeps_its_order():
     with applied(server, PARAMETERS, allow="result-equivalent"):
         assert numbers(DataLoader(Squares(), 5), 1) == [list(range(37))]

@@ -40,7 +40,9 @@ def test_step_ends_are_rising_and_within_the_updates(optimizer):
         ([0, 1, 1, 0, 1, 1], [2, 5]),
         ([0, 1, 0], [1]),  # killed between the two updates: the last step is not complete
         ([*range(40), *range(40), *range(40)], [39, 79, 119]),  # more optimizers than are looked at in one go
-        ([0, 0, 1, 1, 1], [0, 2, 3, 4]),  # a second phase with an optimizer of its own
+        ([0, 0, 1, 1, 1], [0, 1, 2, 3, 4]),  # a second phase with an optimizer of its own
+        ([0] * 4 + [1] * 4, [*range(8)]),  # one layer is trained after the other
+        ([0, 1, 0, 1, 2, 2], [1, 3, 4, 5]),
         ([], []),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from headway.core.errors import InputError
+from headway.data.caches.scrutiny import Scrutiny
 from headway.data.serving.batches import Pending, Place, Spent
 from headway.data.serving.counts import Counts, JobCounts
 from headway.data.serving.stock import ServiceOptions, Stock
@@ -34,7 +35,13 @@ def asked(made, item, job="a"):
     return None if work is None else (work.start, work.draw, work.keep)
 
 
-def test_an_item_is_kept_in_the_most_prepared_form_that_finds_room_and_begins_from_there():
+@pytest.fixture
+def never_compared(monkeypatch):
+    """Hand out what is found without ever making it anew."""
+    monkeypatch.setattr(Scrutiny, "is_due", lambda *_, **__: False)
+
+
+def test_an_item_is_kept_in_the_most_prepared_form_that_finds_room_and_begins_from_there(never_compared):
     made = stock((0.02, 0.10, 0.0))
     starts = [[asked(made, item)[0] for item in range(5)] for _ in range(2)]
 
@@ -61,7 +68,7 @@ def test_a_random_example_is_handed_to_each_job_once_and_made_anew_with_another_
     assert asked(made, 3, "b") is None
 
 
-def test_a_deterministic_example_is_made_once_for_ever():
+def test_a_deterministic_example_is_made_once_for_ever(never_compared):
     made = stock((0.0, 1.0, 0.0), forms=("decoded",))
     assert asked(made, 3, "a") is not None
     assert [asked(made, 3, job) for job in "aab"] == [None] * 3

@@ -98,7 +98,7 @@ def test_batches_and_later_random_numbers_are_the_same(name, stop_after):
     [
         (DataLoader(Stream()), "IterableDataset"),
         (DataLoader(Squares(), sampler=ByTurns()), "read it ahead"),
-        (DataLoader(Squares(), worker_init_fn=print), "worker_init_fn prepares a process"),
+        (DataLoader(Squares(), num_workers=1, worker_init_fn=print), "worker_init_fn prepares a process"),
         (DataLoader(Noisy()), "draws random numbers"),
         (DataLoader(Squares(0)), "empty"),
         (DataLoader(Columns(), 4, collate_fn=as_it_is), "another batch of its examples than torch does"),
@@ -123,6 +123,15 @@ def test_a_loader_whose_threads_wait_for_each_other_is_left_to_processes(monkeyp
     assert "two threads wait 40% of their time for the interpreter lock" in unthreadable(DataLoader(Squares(), 4))
 
 
+def test_datasets_that_were_recorded_to_block_are_not_tried_for_speed_again(monkeypatch):
+    monkeypatch.setattr("headway.data.runtime.switch.slow", lambda loader: "slow")
+    for names, reason in ([], "slow"), (["Squares"], None):
+        with applied(threads, {**PARAMETERS, "blocked_datasets": names}) as context:
+            list(DataLoader(Squares(), 4))
+            outcome = context.outcomes[-1]
+        assert getattr(outcome, "reason", None) == reason
+
+
 class Phased(Squares):
     """Its examples depend on an epoch that the script sets; from the third on they are drawn."""
 
@@ -130,7 +139,7 @@ class Phased(Squares):
 
     def __getitem__(self, index):
         time.sleep(0.0005)
-        return torch.tensor([index, self.epoch, random.randrange(100) if self.epoch > 1 else 0])
+        return torch.tensor([index, self.epoch, vars(sys.modules["random"])["randrange"](100) if self.epoch > 1 else 0])
 
 
 def test_what_the_script_changes_between_epochs_is_seen_and_tried_again():

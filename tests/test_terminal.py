@@ -143,7 +143,7 @@ def test_the_sentence_names_the_share_the_loss_the_fix_and_the_gain() -> None:
 def test_a_run_without_steps_says_so() -> None:
     why = demo_why() | {"steps": 0, "causes": []}
 
-    assert "No optimizer step was recorded" in render_why(why)
+    assert "No training step was recorded" in render_why(why)
 
 
 def test_a_healthy_run_is_told_that_nothing_stands_out() -> None:
@@ -153,7 +153,7 @@ def test_a_healthy_run_is_told_that_nothing_stands_out() -> None:
 
 
 def test_missing_figures_are_dashes_not_guesses() -> None:
-    why = {"schema": "headway.why/1", "devices": 1, "steps": 3, "wall_s": 1.0, "ledger": {"useful": 1.0}}
+    why = {"schema": "headway.why/2", "devices": 1, "steps": 3, "wall_s": 1.0, "ledger": {"useful": 1.0}}
     why["causes"] = [{"cause": "input.fetch", "where": "", "lost_device_s": 0.5, "predicted_speedup": float("nan")}]
 
     text = render_why(why)
@@ -164,7 +164,7 @@ def test_missing_figures_are_dashes_not_guesses() -> None:
 
 
 def test_every_bucket_of_the_ledger_has_a_style() -> None:
-    first, last = ["useful", "input", "comm", "bubble"], ["restart", "rework", "host", "idle", "unknown"]
+    first, last = ["useful", "eval", "input", "comm", "bubble"], ["restart", "rework", "host", "idle", "unknown"]
     buckets = [*first, "straggler", "checkpoint", "startup", *last]
 
     assert list(BUCKET_STYLES) == buckets

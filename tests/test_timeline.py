@@ -11,7 +11,7 @@ from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.charts import decode
 from headway.report.figures import BUCKET_STYLES
-from headway.report.timeline import ANNOTATION, MOST_ROWS, Timeline, timeline
+from headway.report.timeline import ANNOTATION, HIDDEN, MOST_ROWS, Timeline, timeline
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND, SPANS
 from tests.report_data import demo_trace
@@ -74,7 +74,7 @@ def test_every_booked_name_wears_the_colour_of_its_bucket(name: str) -> None:
     line = timeline(Trace.from_columns(columns, names=[name], meta=HOST))
 
     drawn = [BUCKETS[code] for row in line.rows for code in row.bucket]
-    assert drawn == ([] if name == "dropped" else [bucket_of_sub(BUCKET_OF[name].sub)])
+    assert drawn == ([] if name in HIDDEN else [bucket_of_sub(BUCKET_OF[name].sub)])
 
 
 def test_the_page_and_the_ledger_number_buckets_alike() -> None:

@@ -53,11 +53,10 @@ def test_batches_and_later_random_numbers_are_the_same(make):
     plain, _ = epochs(make)
 
     with applied(workers, PARAMETERS) as context:
-        tuned, loader = epochs(make)
-        loader._iterator = None
+        tuned, _ = epochs(make)
 
     assert tuned == plain
-    assert loader.num_workers == 2
+    assert context.outcomes[-1].facts["loaders"][0]["num_workers"] == 2
     assert isinstance(context.outcomes[-1], Applied)
 
 
@@ -84,8 +83,7 @@ def test_an_epoch_that_ends_early_does_not_shift_the_next():
     plain, _ = epochs(make, stop_after=2)
 
     with applied(workers, PARAMETERS):
-        tuned, loader = epochs(make, stop_after=2)
-        loader._iterator = None
+        tuned, _ = epochs(make, stop_after=2)
 
     assert tuned == plain
 
@@ -108,12 +106,10 @@ def test_a_sampler_with_a_generator_of_its_own_draws_when_it_did_also_where_epoc
 
     plain, _ = epochs(make, stop_after=stop_after)
     with applied(workers, PARAMETERS) as context:
-        tuned, loader = epochs(make, stop_after=stop_after)
-        loader._iterator = None
+        tuned, _ = epochs(make, stop_after=stop_after)
 
     assert tuned == plain
     assert torch.equal(*(generator.get_state() for generator in generators))
-    assert loader.num_workers == 2
     assert isinstance(context.outcomes[-1], Applied)
 
 
@@ -140,11 +136,10 @@ def test_a_loader_that_workers_could_change_is_left_alone(loader, reason):
 
 
 def test_never_more_workers_than_batches():
-    with applied(workers, {**PARAMETERS, "num_workers": 8, "persistent_workers": False}):
-        loader = DataLoader(TensorDataset(torch.arange(6.0)), 3)
-        list(loader)
+    with applied(workers, {**PARAMETERS, "num_workers": 8, "persistent_workers": False}) as context:
+        list(DataLoader(TensorDataset(torch.arange(6.0)), 3))
 
-    assert loader.num_workers == 2
+    assert context.outcomes[-1].facts["loaders"][0]["num_workers"] == 2
 
 
 def test_undone_means_undone():
@@ -172,7 +167,6 @@ def test_workers_that_are_kept_see_what_the_script_changes_between_epochs():
         for epoch in range(3):
             dataset.epoch = epoch
             seen += [batch.tolist() for batch in loader]
-        loader._iterator = None
         return seen
 
     plain = batches()
@@ -304,17 +298,20 @@ def test_scripts_that_draw_while_a_loader_starts_get_the_same_numbers(script):
         assert (script(), torch.rand(1).item()) == plain
 
 
-def test_a_script_that_makes_loaders_without_end_is_left_alone_and_nothing_grows(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.workers.MOST_LOADERS", 3)
+def test_a_loader_made_anew_is_tried_once_and_others_only_while_the_budget_lasts(monkeypatch):
+    tried = []
+    for name in ("FIRST_S", "SHARE"):
+        monkeypatch.setattr(f"headway.data.runtime.decisions.{name}", 0.0)
+    monkeypatch.setattr("headway.data.runtime.workers.untunable", lambda loader, *_, **__: tried.append(loader))
     with applied(workers, {**PARAMETERS, "num_workers": 1}) as context:
         counts = []
-        for _ in range(6):
-            loader = DataLoader(Squares(4), 2)
-            list(loader)
-            counts.append(loader.num_workers)
+        for batch_size in (2, 2, 2, 3, 4):
+            loader = DataLoader(Squares(4 + len(counts)), batch_size)
+            counts.append(len(getattr(iter(loader), "_workers", ())))
 
-    assert counts == [1, 1, 1, 0, 0, 0]
+    assert (counts, len(tried)) == ([1, 1, 1, 0, 0], 1)
     assert len(context.outcomes[-1].facts["loaders"]) == 2
+    assert "more than 1% of the time trained" in context.outcomes[-1].facts["loaders"][1]["reason_not_applied"]
 
 
 def test_a_dataset_that_draws_gets_workers_only_where_other_draws_are_allowed():
@@ -324,13 +321,11 @@ def test_a_dataset_that_draws_gets_workers_only_where_other_draws_are_allowed():
     with applied(workers, PARAMETERS) as refused:
         plain, left = epochs(make)
     with applied(workers, PARAMETERS, allow="result-equivalent") as context:
-        tuned, loader = epochs(make)
-        loader._iterator = None
+        tuned, _ = epochs(make)
     rows, others = ([row for batch in seen if isinstance(batch, list) for row in batch] for seen in (plain, tuned))
 
     assert left.num_workers == 0
     assert "draws random numbers" in refused.outcomes[-1].reason
-    assert loader.num_workers == 2
     assert isinstance(context.outcomes[-1], Applied)
     assert sorted(int(row[0]) for row in rows) == sorted(int(row[0]) for row in others)
     assert len({row[1] for row in others}) == len(others), "workers repeat each other's draws"

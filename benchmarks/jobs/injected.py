@@ -85,8 +85,7 @@ class SlowHandler(logging.Handler):
         self.sleep_s = sleep_s
 
     def emit(self, record):
-        with Timed("log_s"):
-            time.sleep(self.sleep_s)
+        time.sleep(self.sleep_s)
 
 
 def collected(phase, info, state={}):  # noqa: B006 - one dict for the life of the callback, on purpose
@@ -150,7 +149,8 @@ def main():
             optimizer.zero_grad()
             step += 1
             if args.log_ms:
-                log.info("step %d", step)
+                with Timed("log_s"):
+                    log.info("step %d", step)
             if kept and step % args.gc_every == 0:
                 gc.collect()
             if args.save_ms and step % args.save_every == 0 and args.truth:

@@ -15,6 +15,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import sysconfig
 import venv
 from importlib import metadata
 from pathlib import Path
@@ -60,6 +61,29 @@ def packages_of(peer: str) -> Path:
             _install(Path(sys.executable), wanted, "--no-deps", "--upgrade", "--target", str(folder))
             stamp.write_text(fingerprint(wanted))
     return folder
+
+
+def layered(peer: str) -> Path:
+    """Return the interpreter of an environment with the pins of `peer`, laid over the packages of this interpreter.
+
+    A `.pth` file names this interpreter's site-packages, so that torch and numpy are not installed again; what `peer`
+    needs in another version is found first. constraints.txt binds what gets installed. Raises `InputError` as
+    `python_of` does.
+    """
+    wanted = pins(peer)
+    folder = Path(os.environ.get("HEADWAY_PEERS", Path.home() / ".cache" / "headway" / "peers")) / peer
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp, python = folder / "headway.stamp", folder / "bin" / "python"
+    with (folder / "headway.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (stamp.exists() and stamp.read_text() == fingerprint(wanted) and python.exists()):
+            stamp.unlink(missing_ok=True)
+            venv.EnvBuilder(with_pip=False).create(folder)
+            packages = next(folder.glob("lib/python3*/site-packages"))
+            (packages / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            _install(python, wanted, "-c", str(PEERS.parent.parent / "constraints.txt"))
+            stamp.write_text(fingerprint(wanted))
+    return python
 
 
 def pins(peer: str) -> Path:

@@ -105,7 +105,8 @@ def _gradient_view(program: Program, setup: Setup) -> Proposal | Refusal:
         interval=(found.interval[0], most),
         applies=True,
         cost="none: it saves one copy of the gradients",
-        risk="a script that calls detach_() on gradients fails",
+        risk="a script that keeps gradients over steps sees later ones; one that calls detach_() on them fails",
+        allow="result-equivalent",
         reason="Gradients that live inside the buckets are not copied out of them. On a CPU it may win more: they take "
         f"no fresh memory at each step. {found.note}",
     )

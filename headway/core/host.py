@@ -1,18 +1,39 @@
 """What this process may use of the host it runs on, and how it waits there.
 
->>> host_cores() >= 1
-True
+The cores of a job are those of its CPU affinity, cut to the tightest CPU
+quota of its control groups: a container started with `--cpus=1.5` sees every
+core of the machine and gets one and a half of them.
+
+>>> host_cores() >= 1, available_cores() <= affinity_cores()
+(True, True)
 """
 
 from __future__ import annotations
 
+import math
 import os
 import select
+from pathlib import Path
+
+from headway.core.cgroups import cpu_quota
+
+ROOT = Path("/")
+
+
+def affinity_cores() -> int:
+    """Return the cores that this process may run on; all of the host's where the system has no affinities."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_cores(root: Path = ROOT) -> float:
+    """Return how many cores' worth of time this process may use: its affinity, cut to its cgroups' quota."""
+    quota = cpu_quota(root)
+    return min(float(affinity_cores()), quota.cores) if quota else float(affinity_cores())
 
 
 def host_cores() -> int:
-    """Return the cores that this process may run on; all of the host's where the system has no affinities."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many threads of this process can be busy at once: `available_cores`, rounded up, at least 1."""
+    return max(1, math.ceil(available_cores()))
 
 
 def readable(fd: int, timeout_s: float) -> bool:

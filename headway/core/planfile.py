@@ -83,6 +83,9 @@ class PlanFile:
     baseline: str | None = None
     """Run folder that the plan was made from, for the comparison afterwards."""
 
+    step_s: float | None = None
+    """Seconds of an optimizer step in that run, as `headway.plan.pace` tells it; None = unknown, as in older plans."""
+
     def __post_init__(self) -> None:
         """Check the schema and that no remedy comes twice; raises `InputError`."""
         object.__setattr__(self, "remedies", tuple(self.remedies))
@@ -90,6 +93,8 @@ class PlanFile:
             raise InputError(
                 f"the plan's schema is {self.schema!r}, this headway reads {SCHEMA!r}. Make the plan again."
             )
+        if self.step_s is not None and not (_is_number(self.step_s) and math.isfinite(self.step_s) and self.step_s > 0):
+            raise InputError(f"the plan's step_s is {self.step_s!r}; write a finite number > 0, or leave it out.")
         names = [remedy.name for remedy in self.remedies]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -102,6 +107,7 @@ class PlanFile:
             "predicted_speedup": self.predicted_speedup,
             "interval": None if self.interval is None else list(self.interval),
             "baseline": self.baseline,
+            "step_s": self.step_s,
             "remedies": [
                 {
                     "name": remedy.name,
@@ -126,6 +132,7 @@ class PlanFile:
             predicted_speedup=content.get("predicted_speedup"),
             interval=_interval(content.get("interval"), "the plan"),
             baseline=content.get("baseline"),
+            step_s=content.get("step_s"),
         )
 
 

@@ -11,17 +11,20 @@ there are cores and loads that compute do not. Sizes are bytes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from headway.core.units import format_bytes, format_fraction
+from headway.ledger.ledger import Ledger
+from headway.ledger.loader_roles import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.loader_model import uncacheable, untunable
+from headway.sim.edits import Workers
 from headway.sim.program import Program
+from headway.trace.loader_facts import LoaderFacts, loaders_in, unkept, unmovable, unshared, unthreadable
 from headway.trace.runs import Run
 
 WORKER_BYTES = 64 * 2**20
@@ -36,9 +39,6 @@ HEADROOM = 1.25
 NO_DRAW = "a loader whose examples prove to be drawn is left alone"
 """Risk of workers for a loader of which no draw is known: in the rank, a probe of its examples decides."""
 
-UNSEEDED = {"cuda", "own"}
-"""Generators that torch does not seed in loader workers: forked ones would all draw the same numbers."""
-
 THREADS_WIN = 1.2
 """Threads are proposed where they beat worker processes by this factor: a trial may still refuse them in the rank."""
 
@@ -49,88 +49,84 @@ interpreter's lock."""
 THREAD_BYTES = 8 * 2**20
 """Memory of a thread beside the batches that it makes."""
 
+COMPUTES = "its loads compute for {} of their time: threads might wait for each other"
+"""Why threads leave a loader to processes."""
+
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
 
 
-def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
+def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
     """Yield proposals for the loaders that the steps used, or the reason why there is none."""
-    del ledger
-    groups = sorted({int(group) for batches in program.recording.batches for group in batches.group})
+    evaluation = evaluation_loaders(ledger) if ledger is not None else set()
+    groups = _groups(program)
     if not groups:
         yield Refusal("data.workers", "data", "no DataLoader was used during the recorded steps")
         return
-    facts = {group: setup.loaders.get(str(group), {}) for group in groups}
+    facts = {group: setup.loaders.get(str(group), LoaderFacts()) for group in groups}
     remedies = (
         ("data.workers", workers, unmovable), ("data.threads", threads, unthreadable), ("data.cache", cache, unkept),
         ("data.server", server, unshared),
     )  # fmt: skip
     for name, remedy, unfit in remedies:
-        reasons = {group: unfit(fact) for group, fact in facts.items()}
-        fit = {group: fact for group, fact in facts.items() if not reasons[group]}
-        why = "; ".join(f"{named(group, facts[group])}: {reason}" for group, reason in reasons.items() if reason)
-        found = remedy(program, setup, fit) if fit else Refusal(name, "data", why)
+        reasons = {group: reason for group, fact in facts.items() if (reason := unfit(fact))}
+        fit = {group: fact for group, fact in facts.items() if group not in reasons}
+        found = remedy(program, setup, fit) if fit else Refusal(name, "data", _why(reasons, facts), unsafe=True)
+        if isinstance(found, Proposal):
+            found = replace(found, evaluation_share=_evaluation_share(program, found, evaluation))
+        left = {**reasons, **(found.left_alone if isinstance(found, Proposal) else {})}
         # With one loader that is left alone beside another, the proposal says which ones it is about.
-        yield replace(found, reason=f"{found.reason} Left alone: {why}.".lstrip()) if fit and why else found
+        why = f" Left alone: {_why(left, facts)}." if fit and left else ""
+        yield replace(found, left_alone={**left, **found.left_alone}, reason=f"{found.reason}{why}".lstrip())
 
 
-def named(group: int, fact: Mapping[str, Any]) -> str:
+def _why(reasons: Mapping[int, str], facts: Mapping[int, LoaderFacts]) -> str:
+    return "; ".join(f"{named(group, facts[group])}: {reason}" for group, reason in reasons.items())
+
+
+def _groups(program: Program) -> list[int]:
+    """Return the loaders that the replayed steps used."""
+    return sorted({int(group) for batches in program.recording.batches for group in batches.group})
+
+
+def for_loaders(count: int, program: Program, groups: Iterable[int]) -> str:
+    """Return the edit that gives `count` workers to `groups`, which are named where they are not all.
+
+    Batches of an iterator that nobody saw being made are of loader -1, which no edit can name.
+    """
+    some, every = ([group for group in sorted(these) if group >= 0] for these in (groups, _groups(program)))
+    return f"workers={count}" if some == every else f"workers={count}@{'+'.join(map(str, some))}"
+
+
+def _evaluation_share(program: Program, row: Proposal, evaluation: set[int]) -> float:
+    """Return which part of the time that workers or threads win is won in evaluations: by a replay without those."""
+    rest = [group for group in row.loaders if group not in evaluation]
+    given = [edit for edit in row.edits if edit.startswith("workers=")]
+    if not given or len(rest) == len(row.loaders) or row.predicted_speedup <= 1:
+        return 0.0
+    if not rest:
+        return 1.0
+    number = Workers.read(given[0].partition("=")[2]).count
+    edits = (for_loaders(number, program, rest), *(edit for edit in row.edits if edit not in given))
+    training = program.predict(edits, interval=False)
+    won_s = training.base_step_s * (1 - 1 / row.predicted_speedup)
+    return min(max(1 - (training.base_step_s - training.step_s) / won_s, 0.0), 1.0)
+
+
+def named(group: int, fact: LoaderFacts) -> str:
     """Return how a loader is called in a sentence.
 
-    >>> named(1, {"dataset": "Pictures"})
+    >>> named(1, LoaderFacts(dataset="Pictures"))
     'loader 1 (Pictures)'
     """
-    return f"loader {group} ({fact['dataset']})" if fact.get("dataset") else f"loader {group}"
+    return f"loader {group} ({fact.dataset})" if fact.dataset else f"loader {group}"
 
 
-OWN = "it is headway's own loader: pass {} where the script makes it"
-"""Why the loaders of the data room itself are left alone."""
-
-
-def unmovable(fact: Mapping[str, Any]) -> str:
-    """Say why the examples of a loader with these facts may not be made by (more) workers; '' if they may.
-
-    Drawing from the generators that torch seeds in each worker is no hindrance, but needs the user's leave.
-    """
-    if fact.get("own"):
-        return OWN.format("num_workers")
-    drawn = {*(fact.get("draws") or ()), *(fact.get("collate_draws") or ())}
-    if drawn & UNSEEDED:
-        kinds = " and ".join(
-            {"cuda": "a device's generator", "own": "a generator of its own"}[k] for k in sorted(drawn & UNSEEDED)
-        )
-        return f"it draws from {kinds}: each worker would draw the same numbers"
-    return untunable(fact)
-
-
-def unthreadable(fact: Mapping[str, Any]) -> str:
-    """Say why threads may not make the examples of a loader with these facts; '' if they may."""
-    if fact.get("own"):
-        return OWN.format('workers="threads"')
-    drawn = sorted({*(fact.get("draws") or ()), *(fact.get("collate_draws") or ())})
-    if drawn:
-        return f"it draws random numbers ({', '.join(drawn)}), and threads would share the generators"
-    return untunable(fact)
-
-
-def unkept(fact: Mapping[str, Any]) -> str:
-    """Say why the examples of a loader with these facts cannot be kept; '' if they can."""
-    if int(fact.get("datasets") or 1) > 1:
-        return "its dataset is made anew for each pass, and what is kept goes with it: make it once, before the loop"
-    return OWN.format("cache_bytes") if fact.get("own") else uncacheable(fact)
-
-
-def unshared(fact: Mapping[str, Any]) -> str:
-    """Say why a server may not make the examples of a loader with these facts; '' if it may."""
-    return OWN.format('server="auto"') if fact.get("own") else unmovable(fact)
-
-
-def drawing(facts: Mapping[int, Mapping[str, Any]]) -> str:
+def drawing(facts: Mapping[int, LoaderFacts]) -> str:
     """Name the loaders whose examples are drawn, '' when there are none (or it is not known)."""
     found = []
     for group, fact in facts.items():
-        drawn = sorted({*(fact.get("draws") or ()), *(fact.get("collate_draws") or ())})
-        found += [f"{named(group, fact)} draws random numbers ({', '.join(drawn)})"] if drawn else []
+        found += [f"{named(group, fact)} draws random numbers ({', '.join(fact.drawn)})"] if fact.drawn else []
     return ", ".join(found)
 
 
@@ -139,17 +135,17 @@ def worker_counts(most: int) -> list[int]:
     return [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if count <= most]
 
 
-def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
+def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> Proposal | Refusal:
     """Search workers, prefetch and persistence by replay; propose the smallest setting close to the best."""
     recorded = max(int(batches.workers.max(initial=0)) for batches in program.recording.batches)
     epochs = _epochs(program, facts)
     # Persistence is only worth an edit where iterators are created again, and then it costs nothing.
-    keep = ("persistent=true",) if epochs > 1 and not all(fact.get("persistent") for fact in facts.values()) else ()
-    count = _fewest(program, setup, *keep)
+    keep = ("persistent=true",) if epochs > 1 and not all(fact.persistent for fact in facts.values()) else ()
+    count = _fewest(program, setup, facts, *keep)
     if not count:
         return Refusal("data.workers", "data", "the limits allow no worker")
-    edits: tuple[str, ...] = (f"workers={count}", *keep)
-    prefetch = max(int(fact.get("prefetch_factor") or 2) for fact in facts.values())
+    edits: tuple[str, ...] = (for_loaders(count, program, facts), *keep)
+    prefetch = max(fact.prefetch_factor or 2 for fact in facts.values())
     deeper = (*edits, f"prefetch={2 * prefetch}")
     if program.predict(deeper, interval=False).step_s * CLOSE < program.predict(edits, interval=False).step_s:
         edits, prefetch = deeper, 2 * prefetch
@@ -168,9 +164,10 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
         parameters={
             "num_workers": count,
             "prefetch_factor": prefetch,
-            "persistent_workers": bool(keep) or all(bool(fact.get("persistent")) for fact in facts.values()),
+            "persistent_workers": bool(keep) or all(fact.persistent for fact in facts.values()),
             "pin_memory": setup.accelerated,
         },
+        loaders=tuple(facts),
         cost=f"{count * setup.ranks_per_host} processes per host, about {format_bytes(memory)} per rank",
         risk=f"{draws}, and workers draw others" if draws else NO_DRAW,
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
@@ -179,26 +176,26 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
     )
 
 
-def _fewest(program: Program, setup: Setup, *edits: str) -> int:
+def _fewest(program: Program, setup: Setup, groups: Iterable[int], *edits: str) -> int:
     """Return the fewest workers that come close to the best, with `edits` besides; 0 if none is allowed."""
     counts = worker_counts(setup.limits.max_workers)
-    tried = {count: program.predict((f"workers={count}", *edits), interval=False).step_s for count in counts}
+    tried = {
+        count: program.predict((for_loaders(count, program, groups), *edits), interval=False).step_s for count in counts
+    }
     return next((count for count in counts if tried[count] <= CLOSE * min(tried.values())), 0)
 
 
-def threads(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
+def threads(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> Proposal | Refusal:
     """Search the number of threads by replay; propose them where worker processes, whose hand-off they save, lose."""
-    count = _fewest(program, setup, "threads=true")
+    computing = {group: _computing(program, group) for group in facts}
+    blocked = {group: fact for group, fact in facts.items() if computing[group] <= THREADS_CPU}
+    left = {group: COMPUTES.format(format_fraction(computing[group], 0)) for group in facts if group not in blocked}
+    if not blocked:
+        return Refusal("data.threads", "data", _why(left, facts), left_alone=left)
+    count = _fewest(program, setup, blocked, "threads=true")
     if not count:
         return Refusal("data.threads", "data", "the limits allow no worker")
-    parts = sum(batches.part_ns.sum(axis=0) for batches in program.recording.batches)
-    computing = float(parts[2:].sum() / max(parts.sum() - parts[1], 1))
-    if computing > THREADS_CPU:
-        words = (
-            f"its loads compute for {format_fraction(computing, 0)} of their time: threads might wait for each other"
-        )
-        return Refusal("data.threads", "data", words)
-    edits = (f"workers={count}", "threads=true")
+    edits = (for_loaders(count, program, blocked), "threads=true")
     prediction = program.predict(edits)
     processes = workers(program, setup, facts)
     if isinstance(processes, Proposal) and prediction.speedup < THREADS_WIN * processes.predicted_speedup:
@@ -207,7 +204,7 @@ def threads(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
             f"less than {THREADS_WIN:g} times as much"
         )
         return Refusal("data.threads", "data", reason)
-    prefetch = max(int(fact.get("prefetch_factor") or 2) for fact in facts.values())
+    prefetch = max(fact.prefetch_factor or 2 for fact in blocked.values())
     memory = count * (THREAD_BYTES + prefetch * _batch_bytes(program))
     return Proposal(
         name="data.threads",
@@ -216,25 +213,31 @@ def threads(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any
         predicted_speedup=prediction.speedup,
         interval=prediction.interval,
         applies=True,
-        parameters={"num_workers": count, "prefetch_factor": prefetch},
+        parameters={
+            "num_workers": count,
+            "prefetch_factor": prefetch,
+            "blocked_datasets": sorted({fact.dataset for fact in blocked.values()} - {facts[g].dataset for g in left}),
+        },
+        loaders=tuple(blocked),
+        left_alone=left,
         cost=f"{count} threads per rank, about {format_bytes(memory)}",
         risk=f"Python code runs in one thread at a time: tried in the rank, and left alone if that matters; {NO_DRAW}",
-        reason=f"{count} threads per rank, for {_names(facts)}, and no hand-off between processes. "
+        reason=f"{count} threads per rank, for {_names(blocked)}, and no hand-off between processes. "
         f"{prediction.note}".strip(),
         memory_bytes=memory,
         conflicts=("data.workers", "data.cache"),  # the cache stands before torch's fetchers, and threads have none
     )
 
 
-def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
+def cache(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> Proposal | Refusal:
     """Propose to keep as many decoded examples as the memory allows, if the run reads them more than once."""
     if _epochs(program, facts) < 2:
         return Refusal("data.cache", "data", "the run passes over its data once: a cache pays from the second pass on")
     sizes = [_example_bytes(program, group, fact) for group, fact in facts.items()]
-    counts = [int(fact.get("dataset_size") or 0) for fact in facts.values()]
+    counts = [fact.dataset_size or 0 for fact in facts.values()]
     if not all(sizes) or not all(counts):
         return Refusal("data.cache", "data", "the size of the dataset or of its examples is not known")
-    dealt = any(fact.get("sampler") == "DistributedSampler" for fact in facts.values()) and setup.world_size > 1
+    dealt = any(fact.sampler == "DistributedSampler" for fact in facts.values()) and setup.world_size > 1
     whole = sum(int(HEADROOM * (size + SLOT_BYTES) * count) for size, count in zip(sizes, counts, strict=True))
     budget = min(whole, setup.limits.memory_per_rank_bytes(setup))
     fraction = round(budget / whole, 3)
@@ -256,6 +259,7 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]
         interval=prediction.interval,
         applies=True,
         parameters={"bytes": budget},
+        loaders=tuple(facts),
         cost=f"{format_bytes(budget)} of memory per rank, for {format_fraction(fraction, 0)} of the examples",
         risk="applied only if a probe finds the dataset pure: equal examples when read twice, no random draw",
         reason=f"For {_names(facts)}. {note}{prediction.note}".strip(),
@@ -263,7 +267,7 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]
     )
 
 
-def server(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]]) -> Proposal | Refusal:
+def server(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> Proposal | Refusal:
     """Propose a data server where other jobs of the host read the same data while this one ran: each example once."""
     beside = 0 if program.run is None else neighbours(program.run, facts)
     if not beside:
@@ -279,6 +283,7 @@ def server(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]
         interval=prediction.interval,
         applies=True,
         parameters={},
+        loaders=tuple(facts),
         cost="one server process for all jobs of the host",
         risk="the examples come in another random order, with other random draws",
         reason=f"{beside} other jobs read the data of {_names(facts)} at the same time. Apply it to all of them. "
@@ -288,16 +293,16 @@ def server(program: Program, setup: Setup, facts: Mapping[int, Mapping[str, Any]
     )
 
 
-def neighbours(run: Run, facts: Mapping[int, Mapping[str, Any]]) -> int:
+def neighbours(run: Run, facts: Mapping[int, LoaderFacts]) -> int:
     """Count the runs beside `run`, on its host and at its time, that read a dataset of the same name and size."""
-    ours = {(fact["dataset"], fact["dataset_size"]) for fact in facts.values() if fact.get("dataset_size")}
+    ours = {(fact.dataset, fact.dataset_size) for fact in facts.values() if fact.dataset_size}
     begin, end = _realtime(run.meta)
     count = 0
     for file in run.path.resolve().parent.glob("*/run.json"):
         try:
             other = json.loads(file.read_text(encoding="utf-8"))
             first, last = _realtime(other)
-            theirs = {(fact.get("dataset"), fact.get("dataset_size")) for fact in other["loaders"].values()}
+            theirs = {(fact.dataset, fact.dataset_size) for fact in loaders_in(other).values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # not a run of ours, or one that is being written
         same = other.get("host") == run.meta.get("host") and other.get("run_id") != run.meta.get("run_id")
@@ -311,12 +316,12 @@ def _realtime(facts: Mapping[str, Any]) -> tuple[int, int]:
     return begin, begin + int(facts["end_ns"]) - int(facts["start_ns"]) if facts.get("end_ns") else 1 << 62
 
 
-def _names(facts: Mapping[int, Mapping[str, Any]]) -> str:
+def _names(facts: Mapping[int, LoaderFacts]) -> str:
     """Return the loaders by name."""
     return ", ".join(named(group, fact) for group, fact in facts.items())
 
 
-def _epochs(program: Program, facts: Mapping[int, Mapping[str, Any]]) -> int:
+def _epochs(program: Program, facts: Mapping[int, LoaderFacts]) -> int:
     """Return the passes over the most read of these loaders."""
     epochs = [
         int(epoch)
@@ -327,14 +332,22 @@ def _epochs(program: Program, facts: Mapping[int, Mapping[str, Any]]) -> int:
     return max(epochs, default=0) + 1
 
 
+def _computing(program: Program, group: int) -> float:
+    """Return the share of their time for which the loads of a loader compute, time without a core left out."""
+    parts = np.zeros(4)
+    for batches in program.recording.batches:
+        parts += batches.part_ns[batches.group[batches.iterator] == group].sum(axis=0)
+    return float(parts[2:].sum() / max(parts.sum() - parts[1], 1))
+
+
 def _batch_bytes(program: Program) -> int:
     """Return the size of the largest batch."""
     return max((int(batches.bytes.max(initial=0)) for batches in program.recording.batches), default=0)
 
 
-def _example_bytes(program: Program, group: int, fact: Mapping[str, Any]) -> float:
+def _example_bytes(program: Program, group: int, fact: LoaderFacts) -> float:
     """Return the mean size of an example as it comes out of the dataset, 0 when it is not known."""
-    size = int(fact.get("batch_size") or 0)
+    size = fact.batch_size or 0
     found = [
         batches.bytes[batches.group[batches.iterator] == group]
         for batches in program.recording.batches

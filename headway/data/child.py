@@ -14,17 +14,19 @@ import signal
 import warnings
 from collections.abc import Callable
 
+from headway.core.apart import die_with_parent, step_apart
 from headway.core.host import readable
 
 LONGEST_S = 86400.0
 """A child that has worked for so long without an answer hangs, unless the caller says otherwise."""
 
 
-def said(work: Callable[[], bytes], timeout_s: float = LONGEST_S) -> tuple[bytes, int]:
+def said(work: Callable[[], bytes], timeout_s: float = LONGEST_S, *, apart: str = "") -> tuple[bytes, int]:
     """Return what `work` returned in a forked child, and how that ended: an exit code, or minus a signal.
 
     One that raises, dies, or says nothing for `timeout_s` seconds and is ended, has said b"". Where the script has its
-    children waited for by others, nobody knows how it ended: 0 then.
+    children waited for by others, nobody knows how it ended: 0 then. With `apart`, a key of
+    `headway.core.apart.SHARED`, `work` can only read.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -34,6 +36,9 @@ def said(work: Callable[[], bytes], timeout_s: float = LONGEST_S) -> tuple[bytes
         code = 1
         try:
             os.close(reading)
+            if apart:
+                die_with_parent()
+                step_apart(apart, keep=(writing,))
             answer = work()
             with os.fdopen(writing, "wb") as file:
                 file.write(answer)

@@ -3,8 +3,9 @@
 Only proposed where the recorded time pays for it: CPython makes old-generation
 collections rare by itself, so freezing wins nothing in most small jobs.
 
->>> _too_little("host.gc", "collections", Prediction(base_step_s=0.02, step_s=0.0199, interval=(1.0, 1.01), edits=()))
-Refusal(name='host.gc', room='host', reason='collections cost 0.5 % of a step: too little to pay for a change')
+>>> won = Prediction(base_step_s=0.02, step_s=0.0199, interval=(1.0, 1.01), edits=())
+>>> _too_little("host.gc", "collections", won).reason
+'collections cost 0.5 % of a step: too little to pay for a change'
 """
 
 from __future__ import annotations

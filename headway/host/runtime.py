@@ -31,11 +31,14 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from headway.core.errors import HeadwayError, InputError
 from headway.core.worker import Worker
+from headway.host.handlers import files, later
+from headway.runtime.file_looks import before_looks, related
 from headway.runtime.probes import NEVER, now
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.trace.vocabulary import SPANS
@@ -46,14 +49,23 @@ EVERY_STEPS = 1000
 RSS_GROWTH_BYTES = 1 << 30
 """Growth of the process after which automatic collection comes back, by default."""
 
+YOUNG_OBJECTS = 1_000_000
+"""New objects after which the youngest generation is collected all the same: a loop may wait for just that."""
+
+USED_BY_SCRIPTS = ("set_threshold", "set_debug", "freeze", "unfreeze", "get_objects", "get_referrers")
+"""Functions of gc through which a script sees the remedy or contradicts it: from then on it is undone."""
+
+gc_freeze, gc_unfreeze, gc_frozen = gc.freeze, gc.unfreeze, gc.get_freeze_count
+
 QUEUE = 1024
 """Log records that may wait; more make the caller wait."""
 
 FLUSHED_BEFORE = (
-    "logging:Logger.addHandler", "logging:Logger.removeHandler", "logging:shutdown",
-    "os:_exit", "os:abort", "os:execv", "os:execve",
+    "logging:Logger.addHandler", "logging:Logger.removeHandler", "logging:shutdown", "logging:Handler.setLevel",
+    "logging:Handler.setFormatter", "logging:Filterer.addFilter", "logging:Filterer.removeFilter",
+    "logging:StreamHandler.flush", "logging:FileHandler.close", "logging:Handler.close",
 )  # fmt: skip
-"""Functions after which a record that waits would come too late."""
+"""Functions after which a record that waits would come too late, or would be handled in another way."""
 
 RECORDS_OWN = frozenset({"args", "exc_info"})
 """Attributes of a log record that are no plain values and are dealt with."""
@@ -72,8 +84,11 @@ def collect_together(parameters: Mapping[str, Any], context: Context) -> Applied
     collector = Collector(context, every, int(parameters.get("rss_growth_bytes", RSS_GROWTH_BYTES)))
     context.listen(collector.step)
     context.undos.append(collector.undo)
-    for name in ("enable", "disable", "isenabled"):
-        context.patch(f"gc:{name}", getattr(collector, f"around_{name}"))
+    context.patch("gc:collect", collector.around_collect)
+    context.patch("gc:get_threshold", collector.around_get_threshold)
+    context.patch("gc:get_freeze_count", collector.around_get_freeze_count)
+    for name in USED_BY_SCRIPTS:
+        context.patch(f"gc:{name}", collector.ended_by)
     os.register_at_fork(after_in_child=collector.forked)
     return Applied("host.gc", collector.facts)
 
@@ -86,10 +101,10 @@ class Collector:
         self.facts: dict[str, Any] = {"every_steps": every, "frozen": 0, "collections": 0, "guard": False}
         self._base_bytes = 0
         self._active = False
-        self._wanted = True
         self._began = 0
         self._look = max(1, every // 8)
-        self._enable, self._disable = gc.enable, gc.disable
+        self._thresholds = gc.get_threshold()
+        self._collect, self._get_threshold, self._set_threshold = gc.collect, gc.get_threshold, gc.set_threshold
 
     def step(self, _: int) -> int:
         """Act at an optimizer step; returns the steps until the next one."""
@@ -97,75 +112,95 @@ class Collector:
         if not self._active:
             return self._begin(steps) if not self.facts["guard"] else NEVER
         if steps % self.every == 0:
-            if self._wanted:
-                gc.collect()
+            if gc.isenabled():
+                self._collect()
                 self.facts["collections"] += 1
         elif rss_bytes() + device_bytes() > self._base_bytes + self.growth_bytes:
             self.facts["guard"] = True
             self.undo()
-            if self._wanted:
-                gc.collect()
+            if gc.isenabled():
+                self._collect()
             return NEVER
         since = max(1, steps - self._began)  # often at first: what leaks fast fills the memory within some steps
         return min(since, self._look - steps % self._look, self.every - steps % self.every)
 
     def _begin(self, steps: int) -> int:
-        if not gc.isenabled():
-            self.context.note(Refused("host.gc", "the script has switched automatic collection off itself"))
+        self._thresholds = self._get_threshold()
+        if not gc.isenabled() or not self._thresholds[0] or gc.get_debug() or gc.get_freeze_count():
+            self.context.note(
+                Refused("host.gc", "the script has switched, frozen or debugged automatic collection itself")
+            )
             return NEVER
-        gc.collect()
-        gc.freeze()
-        self._disable()
-        self._active, self._wanted, self._began = True, True, steps
+        self._collect()
+        gc_freeze()
+        self._set_threshold(YOUNG_OBJECTS, *self._thresholds[1:])
+        self._active, self._began = True, steps
         self._base_bytes = rss_bytes() + device_bytes()
-        self.facts["frozen"] = gc.get_freeze_count()
+        self.facts["frozen"] = gc_frozen()
         return 1
 
     def undo(self) -> None:
-        """Bring automatic collection back."""
+        """Bring automatic collection back as it was."""
         if self._active:
             self._active = False
-            gc.unfreeze()
-            if self._wanted:
-                self._enable()
+            gc_unfreeze()
+            self._set_threshold(*self._thresholds)
 
     def forked(self) -> None:
-        """In a forked child: nobody steps here, so collection is automatic."""
+        """In a forked child, which takes no steps, collection is automatic."""
         self.undo()
         self.facts["guard"] = True
 
-    def around_enable(self, original: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `gc.enable`: while the remedy is in effect, only note it."""
+    def around_collect(self, original: Callable[..., int]) -> Callable[..., int]:
+        """Wrap `gc.collect`: the script's own call looks at what is frozen too."""
 
         @functools.wraps(original)
-        def enable() -> None:
-            """Want collection."""
-            self._wanted = True
+        def collect(*args: Any, **kwargs: Any) -> int:
+            """Collect as if nothing was frozen."""
             if not self._active:
-                original()
+                return original(*args, **kwargs)
+            gc_unfreeze()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                if self._active:
+                    gc_freeze()
 
-        return enable
+        return collect
 
-    def around_disable(self, original: Callable[[], None]) -> Callable[[], None]:
-        """Wrap `gc.disable`: from then on there is none at agreed steps either."""
-
-        @functools.wraps(original)
-        def disable() -> None:
-            """Want no collection."""
-            self._wanted = False
-            original()
-
-        return disable
-
-    def around_isenabled(self, original: Callable[[], bool]) -> Callable[[], bool]:
-        """Wrap `gc.isenabled`: code that switches off for a while asks it what to go back to."""
+    def around_get_threshold(self, original: Callable[[], tuple[int, int, int]]) -> Callable[[], tuple[int, int, int]]:
+        """Wrap `gc.get_threshold`: the script sees its own."""
 
         @functools.wraps(original)
-        def isenabled() -> bool:
-            """Return what the script wanted last."""
-            return self._wanted if self._active else original()
+        def get_threshold() -> tuple[int, int, int]:
+            """Return the thresholds that the remedy found."""
+            return self._thresholds if self._active else original()
 
-        return isenabled
+        return get_threshold
+
+    def around_get_freeze_count(self, original: Callable[[], int]) -> Callable[[], int]:
+        """Wrap `gc.get_freeze_count`: the script has frozen nothing, or the remedy would be over."""
+
+        @functools.wraps(original)
+        def get_freeze_count() -> int:
+            """Return what the script has frozen."""
+            return 0 if self._active else original()
+
+        return get_freeze_count
+
+    def ended_by(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function through which a script sees what is frozen, or says itself how to collect."""
+
+        @functools.wraps(original)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            """End the remedy, then call."""
+            if self._active:
+                self.undo()
+                self.facts["guard"] = True
+                self.context.note(Refused("host.gc", f"the script calls gc.{original.__name__} itself"))
+            return original(*args, **kwargs)
+
+        return called
 
 
 def device_bytes() -> int:
@@ -188,14 +223,64 @@ def log_on_a_thread(parameters: Mapping[str, Any], context: Context) -> Applied 
     capacity = parameters.get("queue", QUEUE)
     if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
         raise InputError(f"queue is {capacity!r}; it must be a whole number of at least 1. Plan another one.")
+    facts: dict[str, Any] = {"queue": capacity}
     buffer = LogBuffer(context.probes.emit, capacity)
+    if context.allow != "result-equivalent":
+        buffer.judges = Judgements(context, facts)
     context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
     for target in FLUSHED_BEFORE:
         context.patch(target, buffer.flushed_before)
+    before_looks(context, buffer.looked_at)
     context.undos.append(buffer.close)
     atexit.register(buffer.close)  # after logging's own atexit, so before it in time: handlers are still open
     os.register_at_fork(before=buffer.flush, after_in_child=buffer.forget)
-    return Applied("host.logging", {"queue": capacity})
+    return Applied("host.logging", facts)
+
+
+class Judgements:
+    """Whether handlers may be called later, each looked at once; what is found is reported."""
+
+    def __init__(self, context: Context, facts: dict[str, Any]) -> None:
+        self._context, self._facts = context, facts
+        self._known: WeakKeyDictionary[logging.Handler, tuple[object, str | None]] = WeakKeyDictionary()
+        self.files: set[str] = set()
+        """Absolute paths of the files that handlers write later."""
+
+    def all_may_wait(self, handlers: Iterable[logging.Handler]) -> bool:
+        """Whether every one of `handlers` may be called later."""
+        return all(self._may_wait(handler) for handler in handlers)
+
+    def _may_wait(self, handler: logging.Handler) -> bool:
+        form = handler.formatter, tuple(handler.filters)
+        if handler not in self._known or self._known[handler][0] != form:
+            reason = later(handler)
+            self._known[handler] = form, reason
+            self.files.update(files(handler) if reason is None else ())
+            self._report()
+        return self._known[handler][1] is None
+
+    def _report(self) -> None:
+        reasons = list(dict.fromkeys(reason for _, reason in self._known.values() if reason is not None))
+        if len(reasons) and all(reason is not None for _, reason in self._known.values()):
+            self._context.note(Refused("host.logging", "; ".join(reasons)))
+        else:
+            self._context.note(Applied("host.logging", {**self._facts, "left_alone": reasons}))
+
+
+class As:
+    """A logger that has just these handlers: what the handlers of a record were when it was logged."""
+
+    def __init__(self, handlers: list[logging.Handler]) -> None:
+        self.handlers, self.propagate, self.parent = handlers, False, None
+
+
+def handlers_of(logger: logging.Logger | None) -> list[logging.Handler]:
+    """Return the handlers that a record of `logger` is given to, in order."""
+    found: list[logging.Handler] = []
+    while logger is not None:
+        found += logger.handlers
+        logger = logger.parent if logger.propagate else None
+    return found
 
 
 class LogBuffer:
@@ -203,6 +288,8 @@ class LogBuffer:
 
     def __init__(self, emit: Callable[..., None], capacity: int) -> None:
         self._emit, self._capacity = emit, capacity
+        self.judges: Judgements | None = None
+        """Which handlers may be called later; None: all of them."""
         self._worker: Worker[Callable[[], None]] | None = None
         self._closed = False
         self._pid = os.getpid()
@@ -219,6 +306,11 @@ class LogBuffer:
                 original(logger, record)  # in a loader worker, say, which may end without warning; or in a handler
                 return
             start = now()
+            handlers = handlers_of(logger)
+            if not handlers or (self.judges is not None and not self.judges.all_may_wait(handlers)):
+                self.flush()
+                original(logger, record)
+                return
             if not frozen_arguments(tuple(value for name, value in vars(record).items() if name not in RECORDS_OWN)):
                 self.flush()
                 original(logger, record)
@@ -226,7 +318,7 @@ class LogBuffer:
             if not frozen_arguments(record.args):
                 record.msg, record.args = record.getMessage(), None
             # Handlers may ask for context variables of the code that logs.
-            self._put(functools.partial(contextvars.copy_context().run, original, logger, record))
+            self._put(functools.partial(contextvars.copy_context().run, original, As(handlers), record))
             if record.levelno >= logging.ERROR:
                 self.flush()
             with contextlib.suppress(Exception):
@@ -244,6 +336,15 @@ class LogBuffer:
             return original(*args, **kwargs)
 
         return called
+
+    def looked_at(self, path: object) -> None:
+        """Write what waits before the script reads the log, or another program may."""
+        worker = self._worker
+        if worker is not None and (path is None or any(related(path, file) for file in self._files())):
+            self.flush()
+
+    def _files(self) -> set[str]:
+        return self.judges.files if self.judges is not None else set()
 
     def _put(self, call: Callable[[], None]) -> None:
         try:

@@ -17,6 +17,7 @@ import numpy as np
 
 from headway.ledger.arrivals import Lateness
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
+from headway.ledger.sampled_lines import SampledLine
 from headway.trace.sweep import Ints
 
 
@@ -86,6 +87,15 @@ class Account:
 
     spans: Mapping[str, SpanFacts] = field(default_factory=dict)
     """Recorded name -> its totals."""
+
+    loader_ns: Mapping[int, Ints] = field(default_factory=dict)
+    """Loader (group; -1 = not known) -> [len(SUBS)] ns that training threads spent on it, over all ranks."""
+
+    loader_calls: Mapping[int, int] = field(default_factory=dict)
+    """Loader -> calls of next(loader) by training, over all ranks."""
+
+    script_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen between the steps, most time first."""
 
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the run or trace."""

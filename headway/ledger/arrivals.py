@@ -21,7 +21,8 @@ from headway.core.integers import narrowed
 from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
 from headway.ledger.rows import NAME_ID
 from headway.ledger.saved import Saves
-from headway.ledger.timeline import OpenWaits, RankBook, Sheet
+from headway.ledger.sheet import Sheet
+from headway.ledger.timeline import OpenWaits, RankBook
 from headway.trace.nesting import number_alike
 from headway.trace.sweep import Ints
 

@@ -22,7 +22,8 @@ from headway.ledger.arrivals import Booked, Lateness, settle
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.ledger.rows import NAME_ID, NAMES, Life, Rows, life_of, name_codes, rows_of, worker_codes
 from headway.ledger.saved import saved_steps
-from headway.ledger.timeline import Sheet, book_rank, trained_until
+from headway.ledger.sheet import Sheet
+from headway.ledger.timeline import book_rank, trained_until
 from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace

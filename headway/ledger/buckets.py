@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 BUCKETS: tuple[str, ...] = (
     "useful",
+    "eval",
     "input",
     "comm",
     "bubble",
@@ -31,8 +32,13 @@ BUCKETS: tuple[str, ...] = (
 """Every bucket, in the order in which reports print them."""
 
 SUB_LINES: dict[str, str] = {
-    "useful.compute": "forward, backward and what else the step did; on a device: compute kernels",
-    "useful.optimizer": "inside optimizer.step()",
+    "useful.forward": "model and loss: from the first forward to the backward that follows",
+    "useful.backward": "inside backward()",
+    "useful.optimizer": "from the last backward to the end of the update, without the closure's forward and backward",
+    "useful.compute": "the rest of a step in which no backward was seen; on a device: compute kernels",
+    "eval.forward": "forward passes of evaluation",
+    "eval.input": "evaluation waited for its loader",
+    "eval.other": "the rest of evaluation: metrics, generation, copies",
     "input.fetch": "the awaited batch was blocked on storage, network or sleep",
     "input.cpu_wait": "the awaited batch's worker was runnable but had no core",
     "input.prep": "the awaited batch's worker computed: dataset code and collate",
@@ -45,8 +51,9 @@ SUB_LINES: dict[str, str] = {
     "bubble.p2p": "a pipeline stage waiting for its peer to send or receive",
     "straggler.compute": "waiting for a rank whose compute took longer",
     "straggler.input": "waiting for a rank whose input took longer",
+    "straggler.eval": "waiting for a rank that evaluated",
     "straggler.checkpoint": "waiting for a rank that saved or loaded state",
-    "straggler.host": "waiting for a rank that collected garbage or logged",
+    "straggler.host": "waiting for a rank that collected garbage, logged or ran code of the script",
     "straggler.startup": "waiting for a rank that compiled or had not started",
     "straggler.device": "a collective kernel waiting for the last rank's kernel",
     "checkpoint.save": "inside torch.save or a DCP save",
@@ -72,6 +79,8 @@ SUB_LINES: dict[str, str] = {
     "rework.partial": "the step that a failed attempt did not finish",
     "host.gc": "garbage collection",
     "host.logging": "logging handlers",
+    "host.script": "code of the script between a backward or update and the next forward: batches made by hand, "
+    "environments, writers",
     "host.launch": "device idle inside a step: the host had not launched the next kernel",
     "host.copy": "device busy only with copies back to the host",
     "idle.teardown": "last step to the end of the process, its last collections included",
@@ -109,7 +118,7 @@ class Booking:
     """The sub-line; names that `waits.py` splits further carry the one used when nothing is known."""
 
     precedence: int
-    """On overlap the larger one owns the nanosecond; unique per name."""
+    """On overlap the larger one owns the nanosecond; of equal ones the inner one, which began last."""
 
 
 BUCKET_OF: dict[str, Booking] = {
@@ -135,7 +144,13 @@ BUCKET_OF: dict[str, Booking] = {
     "host.compile": Booking("startup.compile", 41),
     "host.import": Booking("startup.import", 40),
     "dropped": Booking("unknown.dropped", 20),
+    # These nest in every way: forward and backward in a closure in an update, an update in a hook of backward.
+    "segment.backward": Booking("useful.backward", 10),
+    "segment.grad": Booking("useful.backward", 10),
     "optimizer.step": Booking("useful.optimizer", 10),
+    "optimizer.closure": Booking("useful.forward", 10),
+    "forward": Booking("useful.forward", 10),
+    "host.script": Booking("host.script", 1),
 }
 """Recorded name -> its booking: the only place that maps. Names left out own no time by themselves."""
 
@@ -149,11 +164,26 @@ STARTUP_OF: dict[str, Booking] = {
 """The same before the first step, where collections, logging and the rest belong to start-up."""
 
 REMAINDER_SUB = "useful.compute"
-"""What the training thread does inside a step while no recorded name covers it; its basis is 'remainder'."""
+"""What the training thread does inside a step that no recorded name covers; its basis is 'remainder'.
+
+Where backwards were recorded, what precedes one is `useful.forward` (losses, models that are functions), and what lies
+between one and the update is `useful.optimizer` (clipping, unscaling).
+"""
+
+IN_EVALUATION: dict[str, str] = {
+    "input.transfer": "eval.input",
+    "input.load": "eval.input",
+    "input.next": "eval.input",
+    "input.iter": "eval.input",
+    "forward": "eval.forward",
+}
+"""Recorded name -> its sub-line inside a row named 'eval'. Useful and unowned time there is `eval.other`; other names
+keep their sub-lines."""
 
 BLAME: dict[str, str] = {
     "useful": "straggler.compute",
     "input": "straggler.input",
+    "eval": "straggler.eval",
     "checkpoint": "straggler.checkpoint",
     "host": "straggler.host",
     "startup": "straggler.startup",

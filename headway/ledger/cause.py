@@ -45,7 +45,7 @@ class Cause:
     """Whether `predicted_speedup` is that of a run without the cause: what the fix wins of it is not known."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row of the `causes` list of schema `headway.why/1`."""
+        """Return the row of the `causes` list of schema `headway.why/2`."""
         return {
             "cause": self.cause,
             "where": self.where,

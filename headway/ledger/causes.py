@@ -14,17 +14,17 @@ counterfactual: the recorded run replayed without the cause.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_seconds, plural
-from headway.ledger.account import SpanFacts
 from headway.ledger.cause import Cause, ranked
-from headway.ledger.input_counts import count_words
+from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.input_causes import input_fetch, input_prep, input_transfer
 from headway.ledger.ledger import Ledger
+from headway.ledger.script_causes import bubble, evaluation, host_script
 
 LEAST_FRACTION = 0.005
 """A cause that lost less of the device time than this is not listed."""
@@ -41,6 +41,7 @@ EDIT_OF_CAUSE: dict[str, str] = {
     "input.transfer": "input.transfer=none",
     "comm.exposed": "comm=none",
     "straggler.rank": "straggler=none",
+    "host.script": "script=none",
     "host.gc": "host.gc=none",
     "host.logging": "host.logging=none",
     "checkpoint.stall": "checkpoint=none",
@@ -50,17 +51,12 @@ EDIT_OF_CAUSE: dict[str, str] = {
 DOING: dict[str, str] = {
     "useful": "computed longer",
     "input": "waited longer for input",
+    "eval": "evaluated longer",
     "checkpoint": "saved or loaded state",
-    "host": "collected garbage or logged",
+    "host": "collected garbage, logged, or ran code of the script",
     "startup": "compiled or started later",
 }
 """Bucket of a rank's largest excess -> what the rank was doing, in words."""
-
-
-TRY = "; try --set "
-"""What stands between advice and the what-if edit that predicts it; dropped where nothing can be replayed."""
-
-MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
 
 
 class Forecast(Protocol):
@@ -133,7 +129,15 @@ def find_causes(
     least_s = least_fraction * ledger.total_ns / NS_PER_S
     found = [cause for rule in RULES.values() for cause in rule(ledger) if cause.lost_device_s > 0]
     found = [cause for cause in found if cause.lost_device_s >= least_s]
-    found = [_booked(cause) if predict is None else _predicted(cause, ledger, predict) for cause in found]
+    total_s: dict[str, float] = {}
+    for cause in found:
+        total_s[cause.cause] = total_s.get(cause.cause, 0.0) + cause.lost_device_s
+    found = [
+        _booked(cause)
+        if predict is None
+        else _predicted(cause, ledger, predict, cause.lost_device_s / total_s[cause.cause])
+        for cause in found
+    ]
     return ranked(_fixed(cause, (fixes or {}).get(cause.cause)) for cause in found)
 
 
@@ -142,8 +146,11 @@ def _booked(cause: Cause) -> Cause:
     return replace(cause, fix=cause.fix.partition(TRY)[0])
 
 
-def _predicted(cause: Cause, ledger: Ledger, predict: Predictor) -> Cause:
-    """Put the replay without the cause in the place of the booked seconds, where it can be replayed."""
+def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) -> Cause:
+    """Put the replay without the cause in the place of the booked seconds, where it can be replayed.
+
+    The replay takes the cause away wherever it is; `part` of what that wins is this cause's: one loader of several.
+    """
     edit = EDIT_OF_CAUSE.get(cause.cause)
     if edit is None:
         return cause
@@ -151,13 +158,17 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor) -> Cause:
         forecast = predict((edit,))
     except InputError:  # This run cannot be replayed so; the booked seconds stand, without a prediction.
         return _booked(cause)
-    won_s = max(0.0, forecast.base_step_s - forecast.step_s) * ledger.steps * ledger.devices
+    won_step_s = part * max(0.0, forecast.base_step_s - forecast.step_s)
+    won_s = won_step_s * ledger.steps * ledger.devices
     evidence = cause.evidence
     if ledger.meta.get("attempt"):  # what the earlier attempts and the first, cold steps lost besides is in the buckets
         evidence += (
             f"; {format_seconds(cause.lost_device_s)} over all attempts: replayed is the steady part of the last"
         )
     gain, bounds = forecast.speedup, forecast.interval
+    if part < 1:
+        gain, *ends = (1 / (1 - part * (1 - 1 / max(value, 1e-9))) for value in (gain, *bounds))
+        bounds = (ends[0], ends[1])
     found = replace(cause, lost_device_s=won_s, evidence=evidence)
     return replace(found, predicted_speedup=gain, interval=bounds, at_most=True)
 
@@ -174,146 +185,24 @@ def _fixed(cause: Cause, fix: Fix | None) -> Cause:
 # ---- the rules
 
 
-def _sub_s(ledger: Ledger, *subs: str) -> float:
-    """Return device-seconds of some sub-lines."""
-    return sum(ledger.sub_ns.get(sub, 0) for sub in subs) / NS_PER_S
-
-
-def _blamed_s(ledger: Ledger, bucket: str, share: float = 1.0) -> float:
-    """Return what other ranks waited because a rank spent more in `bucket`."""
-    return share * sum(row.get(bucket, 0) for row in ledger.lateness.blamed_ns.values()) / NS_PER_S
-
-
-def _share_of(ledger: Ledger, bucket: str, *subs: str) -> float:
-    """Return the share of some sub-lines in their bucket."""
-    whole = ledger.ledger_ns[bucket]
-    return sum(ledger.sub_ns.get(sub, 0) for sub in subs) / whole if whole else 0.0
-
-
-def _span(ledger: Ledger, name: str) -> SpanFacts:
-    """Return the totals of a recorded name."""
-    return ledger.spans.get(name, SpanFacts(0, 0, 0, 0))
-
-
-def _also(waited_s: float) -> str:
-    """Mention what other ranks waited."""
-    return f"; other ranks waited {format_seconds(waited_s)} more for it" if waited_s > 0 else ""
-
-
-def _each(total_s: float, count: int) -> str:
-    """Return the mean, in words."""
-    return f"{format_seconds(total_s / count)} each" if count else format_seconds(total_s)
-
-
-def _loader(ledger: Ledger) -> Mapping[str, Any]:
-    """Return what run.json says of the first loader."""
-    loaders = ledger.meta.get("loaders") or {}
-    first: Mapping[str, Any] = next(iter(loaders.values()), {})
-    return first
-
-
-def _workers(ledger: Ledger) -> int | None:
-    """Return the loader's workers per rank, None when it is not known."""
-    value = _loader(ledger).get("num_workers")
-    return None if value is None else int(value)
-
-
-def _is_served(ledger: Ledger) -> bool:
-    """Whether a data server made the batches: the loaders have no workers of their own then."""
-    return "server" in (ledger.meta.get("input") or {})
-
-
-def _ranks_per_host(ledger: Ledger) -> int:
-    """Return the ranks of the fullest host; all of them where hosts are not known."""
-    return max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
-
-
-def _where_loader(ledger: Ledger) -> str:
-    """Name every loader of the run: what was waited for is not told apart."""
-    named = []
-    for facts in (ledger.meta.get("loaders") or {"": {}}).values():
-        name, workers = facts.get("dataset") or "loader", facts.get("num_workers")
-        named.append(str(name) if workers is None else f"{name}, {plural(workers, 'worker')} per rank")
-    return "; ".join(dict.fromkeys(named))
-
-
-def _input_fetch(ledger: Ledger) -> list[Cause]:
-    """Awaited batches that were blocked on storage, network or sleep; unsplit waits count here and say so."""
-    subs = ("input.fetch", "input.unsplit")
-    waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
-    own, blind = _sub_s(ledger, *subs), _sub_s(ledger, "input.unsplit")
-    count = _span(ledger, "input.next").count
-    evidence = f"{count:,} calls of next(loader) waited {_each(own, count)} while their batch was read"
-    if blind > own / 2:
-        evidence += " (their loads were not recorded, so this may be preparation as well)"
-    evidence += "".join(f"; {line}" for line in count_words(ledger.meta.get("input") or {}))
-    workers = _workers(ledger)
-    if _is_served(ledger):
-        fix = MORE_AT_SERVER
-    elif workers == 0:
-        fix = "read in worker processes: DataLoader(num_workers=4); try --set workers=4, or --set cache_fraction=1"
-    else:
-        tried = f"{TRY}workers={2 * (workers or 2)}, or --set cache_fraction=1"
-        fix = f"more workers than {workers or 'now'}, or a cache{tried}"
-    return [Cause("input.fetch", _where_loader(ledger), own + waited, evidence + _also(waited), fix)]
-
-
-def _input_prep(ledger: Ledger) -> list[Cause]:
-    """Awaited batches that were being computed, or whose worker had no core."""
-    subs = ("input.prep", "input.cpu_wait")
-    waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
-    own, queue = _sub_s(ledger, *subs), _sub_s(ledger, "input.cpu_wait")
-    count = _span(ledger, "input.next").count
-    evidence = f"{count:,} calls of next(loader) waited {_each(own, count)} while their batch was prepared"
-    if queue > 0:
-        evidence += f", {format_seconds(queue)} of it because their worker had no core"
-    workers, cores = _workers(ledger), ledger.meta.get("cores")
-    if _is_served(ledger):
-        fix = MORE_AT_SERVER
-    elif workers == 0:
-        fix = "prepare in worker processes: DataLoader(num_workers=2); try --set workers=2"
-    elif queue > own / 2 or (cores and workers and workers * _ranks_per_host(ledger) >= int(cores)):
-        fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"
-    else:
-        fix = f"more workers than {workers if workers is not None else 'now'}{TRY}workers={2 * (workers or 1)}"
-    return [Cause("input.prep", _where_loader(ledger), own + waited, evidence + _also(waited), fix)]
-
-
-def _input_transfer(ledger: Ledger) -> list[Cause]:
-    """Hand-off of finished batches, and creation of iterators."""
-    subs = ("input.transfer", "input.start")
-    waited = _blamed_s(ledger, "input", _share_of(ledger, "input", *subs))
-    hand, start = _sub_s(ledger, "input.transfer"), _sub_s(ledger, "input.start")
-    count, created = _span(ledger, "input.next").count, _span(ledger, "input.iter").count
-    copies = _span(ledger, "kernel.copy")
-    evidence = f"the hand-off in {count:,} calls of next(loader) took {_each(hand, count)}"
-    if copies.count:
-        evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
-    if start > 0:
-        evidence += f"; starting and ending {created:,} iterators took {_each(start, created)}"
-    if start > hand:
-        fix = "keep the workers between epochs: DataLoader(persistent_workers=True); try --set persistent=true"
-    else:
-        fix = "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device"
-    return [Cause("input.transfer", _where_loader(ledger), hand + start + waited, evidence + _also(waited), fix)]
-
-
 def _comm_exposed(ledger: Ledger) -> list[Cause]:
     """Communication that nothing hides, after the last rank had arrived."""
     own = ledger.ledger_ns["comm"] / NS_PER_S
-    kernels = _span(ledger, "kernel.comm")
+    kernels = span_of(ledger, "kernel.comm")
     names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
-    spans = [_span(ledger, name) for name in names]
+    spans = [span_of(ledger, name) for name in names]
     count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
-    evidence = f"{count:,} waits lasted {_each(own, count)} after the last rank had arrived"
+    evidence = f"{count:,} waits lasted {mean_of(own, count)} after the last rank had arrived"
     if size and count:
         evidence += f", for {format_bytes(size / count)} each"
     if kernels.count:
         evidence = (
-            f"{kernels.count:,} communication kernels ran {_each(kernels.total_ns / NS_PER_S, kernels.count)}; for "
+            f"{kernels.count:,} communication kernels ran {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}; for "
         )
         evidence += f"{format_seconds(own)} in all nothing computed beside them"
-    fix = "overlap more or send less: another DDP bucket size, gradients in bf16, faster links"
+    # Only DDP's own wait for its gradients can be cut into other buckets.
+    cut = "another DDP bucket size, " if span_of(ledger, "comm.wait").count else ""
+    fix = f"overlap more or send less: {cut}gradients or activations in bf16, faster links"
     return [Cause("comm.exposed", plural(ledger.devices, "rank"), own, evidence, fix)]
 
 
@@ -376,47 +265,46 @@ def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
 
 def _host_gc(ledger: Ledger) -> list[Cause]:
     """Garbage collection on the training thread."""
-    own, span = _sub_s(ledger, "host.gc"), _span(ledger, "host.gc")
-    waited = _blamed_s(ledger, "host", _share_of(ledger, "host", "host.gc"))
+    own, span = booked_s(ledger, "host.gc"), span_of(ledger, "host.gc")
+    waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.gc"))
     evidence = f"{span.count:,} collections stopped training, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
     fix = "freeze what set-up made and collect on all ranks at once: remedy host.gc; try --set gc=frozen:100"
-    return [Cause("host.gc", "training thread", own + waited, evidence + _also(waited), fix)]
+    return [Cause("host.gc", "training thread", own + waited, evidence + also_waited(waited), fix)]
 
 
 def _host_logging(ledger: Ledger) -> list[Cause]:
     """Logging handlers on the training thread."""
-    own, span = _sub_s(ledger, "host.logging"), _span(ledger, "host.logging")
-    waited = _blamed_s(ledger, "host", _share_of(ledger, "host", "host.logging"))
-    evidence = f"{span.count:,} log records took {_each(own, span.count)} on the training thread"
+    own, span = booked_s(ledger, "host.logging"), span_of(ledger, "host.logging")
+    waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.logging"))
+    evidence = f"{span.count:,} log records took {mean_of(own, span.count)} on the training thread"
     fix = "hand log records to a background thread: remedy host.logging; try --set logging=buffered"
-    return [Cause("host.logging", "training thread", own + waited, evidence + _also(waited), fix)]
+    return [Cause("host.logging", "training thread", own + waited, evidence + also_waited(waited), fix)]
 
 
 def _host_launch(ledger: Ledger) -> list[Cause]:
     """Devices that waited for the host to launch the next kernel."""
-    own = _sub_s(ledger, "host.launch", "host.copy")
-    kernels = _span(ledger, "kernel.compute")
+    own = booked_s(ledger, "host.launch", "host.copy")
+    kernels = span_of(ledger, "kernel.compute")
     idle = 100 * ledger.fraction("host.launch")
     evidence = f"devices idled {idle:.0f} % of the time because no kernel had been launched"
     if kernels.count:
-        evidence += f"; {kernels.count} kernels took {_each(kernels.total_ns / NS_PER_S, kernels.count)}"
+        evidence += f"; {kernels.count} kernels took {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
     fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
     return [Cause("host.launch", plural(ledger.devices, "device"), own, evidence, fix)]
 
 
 def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     """Saves that held up training, and the ranks that waited for them."""
-    own, waited = ledger.ledger_ns["checkpoint"] / NS_PER_S, _blamed_s(ledger, "checkpoint")
-    stock, copies = _span(ledger, "checkpoint.save"), _span(ledger, "checkpoint.snapshot")
+    own, waited = ledger.ledger_ns["checkpoint"] / NS_PER_S, blamed_s(ledger, "checkpoint")
+    stock, copies = span_of(ledger, "checkpoint.save"), span_of(ledger, "checkpoint.snapshot")
     count = stock.count + copies.count
-    evidence = f"{count:,} saves stopped training for {_each(own, count)}"
+    evidence = f"{count:,} saves stopped training for {mean_of(own, count)}"
     parts = {"save": "writing", "persist": "fsync and flush", "commit": "rename"} if stock.count else {}
     parts |= {"snapshot": "copying", "wait": "waiting for a copy or an earlier save"} if copies.count else {}
-    told = [
-        f"{text} {format_seconds(took)}" for key, text in parts.items() if (took := _sub_s(ledger, f"checkpoint.{key}"))
-    ]
-    evidence += f" ({', '.join(told)})" if told else ""
-    evidence += _in_background(ledger) + _also(waited)
+    took = {text: booked_s(ledger, f"checkpoint.{key}") for key, text in parts.items()}
+    shares = [f"{text} {format_seconds(seconds)}" for text, seconds in took.items() if seconds]
+    evidence += f" ({', '.join(shares)})" if shares else ""
+    evidence += _in_background(ledger) + also_waited(waited)
     fix = "save less often, or copy to host memory and write in the background; try --set checkpoint=0.5x"
     if copies.count and not stock.count:
         fix = "save less often: CheckpointPolicy(budget=) bounds the share of the time; try --set checkpoint=0.5x"
@@ -425,29 +313,32 @@ def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
 
 def _in_background(ledger: Ledger) -> str:
     """Say what was done for the saves without holding training up."""
-    writes = _span(ledger, "checkpoint.persist")
+    writes = span_of(ledger, "checkpoint.persist")
     if not writes.count:
         return ""
     seconds = writes.total_ns / NS_PER_S
-    return f"; {format_bytes(writes.total_bytes)} were written in the background, {_each(seconds, writes.count)}"
+    return f"; {format_bytes(writes.total_bytes)} were written in the background, {mean_of(seconds, writes.count)}"
 
 
 def _startup_compile(ledger: Ledger) -> list[Cause]:
     """torch.compile at work, at the start and in steps."""
-    own, waited = _sub_s(ledger, "startup.compile", "restart.compile"), _blamed_s(ledger, "startup")
-    span = _span(ledger, "host.compile")
+    own, waited = booked_s(ledger, "startup.compile", "restart.compile"), blamed_s(ledger, "startup")
+    span = span_of(ledger, "host.compile")
     evidence = (
         f"torch.compile worked {plural(span.count, 'time')}, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
     )
     fix = "keep the compile cache between runs (TORCHINDUCTOR_CACHE_DIR), mark dynamic shapes to avoid recompilation"
-    return [Cause("startup.compile", "training thread", own + waited, evidence + _also(waited), fix)]
+    return [Cause("startup.compile", "training thread", own + waited, evidence + also_waited(waited), fix)]
 
 
 RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
-    "input.fetch": _input_fetch,
-    "input.prep": _input_prep,
-    "input.transfer": _input_transfer,
+    "input.fetch": input_fetch,
+    "input.prep": input_prep,
+    "input.transfer": input_transfer,
+    "eval": evaluation,
+    "host.script": host_script,
     "comm.exposed": _comm_exposed,
+    "bubble.p2p": bubble,
     "straggler.rank": _straggler_rank,
     "host.gc": _host_gc,
     "host.logging": _host_logging,

@@ -34,7 +34,7 @@ class Creation:
     """What they took on the rank where they took longest."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `group_creation` entry of `headway.why/1`."""
+        """Return the `group_creation` entry of `headway.why/2`."""
         return asdict(self)
 
 

@@ -30,11 +30,12 @@ from headway.ledger.cause import Cause
 from headway.ledger.kernels import profile_account
 from headway.ledger.operation_ledger import operation_account
 from headway.ledger.recorded import RECORDED, RecordedRun, recorded_account, recorded_trace_account
+from headway.ledger.sampled_lines import SampledLine
 from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
 
-SCHEMA = "headway.why/1"
+SCHEMA = "headway.why/2"
 
 OPERATIONS = "straggler"
 """Source of an operation trace."""
@@ -85,6 +86,19 @@ class Ledger:
 
     spans: Mapping[str, SpanFacts] = field(default_factory=dict)
     """Recorded name -> its totals."""
+
+    loader_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Loader (group of the run's loader facts; -1 = not known) -> sub-line -> device-ns spent on it.
+
+    The lines of bucket `input` add up to the bucket where a loader brought every batch; `eval.input` is what
+    evaluations waited for it.
+    """
+
+    loader_calls: Mapping[int, int] = field(default_factory=dict)
+    """Loader -> calls of next(loader) by training."""
+
+    script_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen between the steps, most time first."""
 
     meta: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the run: run.json, or the trace's own."""
@@ -139,6 +153,9 @@ class Ledger:
             step_wall_ns=account.step_wall_ns,
             lateness=account.lateness,
             spans=account.spans,
+            loader_ns={loader: subs_of(amounts) for loader, amounts in sorted(account.loader_ns.items())},
+            loader_calls=dict(sorted(account.loader_calls.items())),
+            script_lines=account.script_lines,
             meta=account.meta,
             hosts=account.hosts,
             notes=tuple(notes),
@@ -175,7 +192,7 @@ class Ledger:
         straggler: Mapping[str, Any] | None = None,
         fidelity: float | None = None,
     ) -> dict[str, Any]:
-        """Return the object of schema `headway.why/1`; what another room knows is passed in."""
+        """Return the object of schema `headway.why/2`; what another room knows is passed in."""
         return {
             "schema": SCHEMA,
             "devices": self.devices,

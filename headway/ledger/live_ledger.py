@@ -4,7 +4,7 @@ Use it for what is shown while a job runs (status line, live page, metrics,
 experiment loggers); the finished run's `Ledger` decides. A step is booked once
 it is complete on every rank that keeps up, by the same table, the same sweep
 and the same meetings of ranks. Known differences: buckets only, start-up is
-one piece, and a step ends with the first optimizer's update. int64 ns on
+one piece, and steps end as `live_ends` says. int64 ns on
 CLOCK_MONOTONIC; one `LiveLedger` may be fed and read by different threads.
 
 >>> ledger = LiveLedger(start_ns=0, world_size=1)
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.live_rank import LiveRank, Records, RingFacts, Window
+from headway.ledger.live_rank import LEARNING, LiveRank, Records, RingFacts, Window
 from headway.ledger.live_sweep import book_windows
 from headway.trace.sweep import Ints
 
@@ -258,6 +258,7 @@ class LiveLedger:
         self._lock = threading.Lock()
         self._attempt = 0
         self._ranks: dict[int, LiveRank] = {}
+        self._children: dict[int, int] = {}
         self._from_ns: dict[int, int] = {}
         self._booked: dict[int, Ints] = {}
         self._failed: _Failed | None = None
@@ -269,14 +270,14 @@ class LiveLedger:
         self._sum_ns = 0
 
     def add(self, header: RingFacts, records: Records) -> None:
-        """Take in new records of one process; only ranks themselves count, and no attempt before the present one."""
-        if header.role not in ("main", "spawned") or not len(records):
+        """Take in new records of one process; only ranks count, and children that train, of the present attempt."""
+        if header.role not in ("main", "spawned", "child") or not len(records):
             return
         with self._lock:
             self._count_dropped(header, records)
             if header.attempt > self._attempt:
                 self._next_attempt(header.attempt)
-            if header.attempt == self._attempt:
+            if header.attempt == self._attempt and self._is_device(header, records):
                 rank = self._rank(header)
                 if rank.pid == header.pid:  # else the parent of a rank that the script spawned
                     rank.take(records)
@@ -287,7 +288,7 @@ class LiveLedger:
         """Take in what only the headers say: which processes have noted their end."""
         with self._lock:
             for header in headers:
-                rank = self._ranks.get(header.rank)
+                rank = self._ranks.get(self._children.get(header.pid, header.rank))
                 if rank is not None and rank.pid == header.pid and header.attempt == self._attempt:
                     rank.ended = header.end_ns > 0
 
@@ -326,11 +327,27 @@ class LiveLedger:
 
     def _rank(self, header: RingFacts) -> LiveRank:
         """Return the state of a rank; a process that the script spawned for it stands in its parent's place."""
-        known = self._ranks.get(header.rank)
-        if known is None or (known.pid != header.pid and header.role == "spawned"):
-            known = LiveRank(header.rank, header.pid, self._from(header.rank))
-            self._ranks[header.rank] = known
+        number = self._children.get(header.pid, header.rank)
+        known = self._ranks.get(number)
+        if known is None or (known.pid != header.pid and header.role in ("spawned", "child")):
+            known = LiveRank(number, header.pid, self._from(number))
+            self._ranks[number] = known
         return known
+
+    def _is_device(self, header: RingFacts, records: Records) -> bool:
+        """Say whether a process is a rank; a child becomes one when it first trains, and gets its number.
+
+        It takes the number of a parent that has made no step, or the next free one: as in the finished run.
+        """
+        if header.role != "child" or header.pid in self._children:
+            return True
+        if not np.isin(records["code"], LEARNING).any():
+            return False
+        parent = self._ranks.get(header.rank)
+        idle = header.rank not in self._children.values() and (parent is None or not parent.steps)
+        taken = {*self._ranks, *range(self._world_size), *self._children.values()}
+        self._children[header.pid] = header.rank if idle else max(taken) + 1
+        return True
 
     def _from(self, rank: int) -> int:
         """Return from when on the present attempt answers for `rank`."""
@@ -403,6 +420,7 @@ class LiveLedger:
         if self._ranks:
             self._failed = _Failed(min(saved, default=0), self._series)
         self._ranks, self._series, self._attempt = {}, StepSeries(self._limit), number
+        self._children = {}
 
     def _so_far(self, number: int, now_ns: int) -> Ints:
         """Return [len(BUCKETS)]: what is booked for a rank, and what can be said of the time since."""

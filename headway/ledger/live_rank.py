@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.ledger.live_ends import LiveEnds
 from headway.trace.rows import training_thread
 from headway.trace.sweep import Ints
 from headway.trace.vocabulary import SPANS
@@ -29,15 +30,15 @@ STEP, WAIT, SAVE, LOAD = (
     SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
 )
 SNAPSHOT, COMMIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "commit", "restore"))
-TRAINING = tuple(SPANS[name].code for name in ("input.iter", "input.next", "optimizer.step"))
+LEARNING = tuple(SPANS[name].code for name in ("optimizer.step", "segment.backward", "segment.grad"))
+"""Codes that only a thread that trains writes."""
+
+TRAINING = (*LEARNING, *(SPANS[name].code for name in ("input.iter", "input.next", "forward")))
 """Codes that begin step 0."""
 
 RATE_WINDOW_NS = 10_000_000_000
 RECENT = 1024
 """Ends of steps remembered for the rate."""
-
-STRAY_UPDATES = 32
-"""Updates by others after which an optimizer that made none no longer ends the steps."""
 
 OPEN_COPIES = 64
 """Copies that are remembered until their commit is seen."""
@@ -145,8 +146,7 @@ class LiveRank:
     """Checkpoints whose commit was seen since the last window."""
 
     _lane: int = -1
-    _lead: int = -1
-    _strays: int = 0
+    _step_ends: LiveEnds = field(default_factory=LiveEnds)
     _held: list[Records] = field(default_factory=list)
     _open: int = 0
     _given_up: dict[int, int] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class LiveRank:
     def take(self, records: Records) -> None:
         """Hold new records, and find the steps that they complete."""
         self.last_ns = max(self.last_ns, int((records["start_ns"] + records["duration_ns"]).max()))
-        if self._lane != 0 and (records["code"] == STEP).any():
+        if self._lane != 0 and np.isin(records["code"], LEARNING).any():
             lane = training_thread(records)
             if lane == 0 or self._lane < 0:
                 self._lane = lane
@@ -168,7 +168,7 @@ class LiveRank:
         # Written down long after it began: its own time may lie in steps that are booked already.
         self._committed += records["b"][records["code"] == COMMIT].tolist()
         self._held.append(records)
-        ends = self._ends_of(records)
+        ends = self._step_ends.of(records)
         if len(ends):
             ends = np.maximum(np.maximum.accumulate(ends), self.last_step_ns)
             self._ends.append(ends)
@@ -258,18 +258,3 @@ class LiveRank:
         lane = self._lane if lane < 0 else lane
         own: Records = records[(records["lane"] == lane) | (records["code"] == WAIT)]
         return own
-
-    def _ends_of(self, records: Records) -> Ints:
-        """Return the ends of the updates that end a step: those of the optimizer met first, while it lasts."""
-        updates = records[records["code"] == STEP]
-        if not len(updates):
-            return np.zeros(0, np.int64)
-        if self._lead < 0:
-            self._lead = int(updates["a"][0])
-        mine = updates[updates["a"] == self._lead]
-        self._strays = 0 if len(mine) else self._strays + len(updates)
-        if self._strays >= STRAY_UPDATES:  # that optimizer is done: a later phase of training has others
-            self._lead, self._strays = int(updates["a"][-1]), 0
-            mine = updates[updates["a"] == self._lead]
-        ends: Ints = mine["start_ns"] + mine["duration_ns"]
-        return ends

@@ -20,17 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.arrivals import COLLECTIVES, MESSAGES, last_arrivals, meetings
-from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
+from headway.ledger.buckets import BUCKET_OF, BUCKETS, IN_EVALUATION, bucket_of_sub
+from headway.ledger.live_phases import phases
 from headway.ledger.live_rank import Records, Window
 from headway.ledger.rows import NAME_ID, Rows
 from headway.ledger.timeline import GAP_PRECEDENCE, checkpoint_gaps
+from headway.trace.intervals import inside
 from headway.trace.records import RECORD_DTYPE
 from headway.trace.sweep import Ints, sweep
 from headway.trace.vocabulary import SPANS
 
 _SIZE = 1 + max(span.code for span in SPANS.values())
-_USEFUL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART = (
-    BUCKETS.index(name) for name in ("useful", "comm", "bubble", "straggler", "checkpoint", "startup", "restart")
+_USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART = (
+    BUCKETS.index(name)
+    for name in ("useful", "eval", "comm", "bubble", "straggler", "checkpoint", "startup", "restart")
 )
 _GAP = 0
 """Code of a gap inside a checkpoint; no record bears it."""
@@ -51,6 +54,7 @@ def _marked(names: Sequence[str]) -> NDArray[np.bool_]:
     return marks
 
 
+_IN_EVALUATION = _marked([*IN_EVALUATION, "host.script"])
 _SEND = SPANS["comm.send"].code
 _IS_MESSAGE, _IS_COMM = _marked(MESSAGES), _marked([*COLLECTIVES, *MESSAGES])
 _IS_STATE = _marked([name for name in SPANS if name.startswith("checkpoint.")])
@@ -61,7 +65,8 @@ def book_windows(windows: Sequence[Window], *, restarted: bool = False) -> Itera
 
     `restarted` books compilation inside steps to the restart.
     """
-    parts = [_with_gaps(window) for window in windows]
+    found = [phases(window) for window in windows]
+    parts = [np.concatenate([_with_gaps(window), script]) for window, (script, _) in zip(windows, found, strict=True)]
     records = np.concatenate(parts)
     which = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     low = np.array([window.low_ns for window in windows], np.int64)
@@ -75,12 +80,24 @@ def book_windows(windows: Sequence[Window], *, restarted: bool = False) -> Itera
     end = np.clip(records["start_ns"] + records["duration_ns"], start, high[which])
     cuts = np.concatenate([window.ends_ns + moved for window, moved in zip(windows, shift, strict=True)])
     code = records["code"]
-    pieces = sweep(start + shift[which], end + shift[which], _PRECEDENCE[code], window=(0, int(base[-1])), cuts=cuts)
+    spans = [
+        np.clip(edges, lower, upper) + moved
+        for (_, own_spans), lower, upper, moved in zip(found, low, high, shift, strict=True)
+        for edges in own_spans
+    ]
+    pieces = sweep(
+        start + shift[which], end + shift[which], _PRECEDENCE[code], window=(0, int(base[-1])),
+        cuts=np.concatenate([cuts, *spans]),
+    )  # fmt: skip
     step = np.searchsorted(cuts, pieces.start_ns, side="right")
     owner, duration = pieces.row, pieces.duration_ns
     bucket = np.where(owner >= 0, np.append(_BUCKET[code], _USEFUL)[owner], _USEFUL)
     if restarted:
         bucket[bucket == _STARTUP] = _RESTART
+    # As in the finished ledger: collections, saves, log lines and collectives of an evaluation keep their buckets.
+    taken = _IN_EVALUATION[np.append(code, 0)[owner]] | (bucket == _USEFUL) | (owner < 0)
+    evaluates = inside(pieces.start_ns, (np.concatenate(spans[::2]), np.concatenate(spans[1::2])))
+    bucket[evaluates & taken] = _EVAL
     late = _late_ns(pieces.start_ns, duration, owner, code, arrival_ns + shift[which])
     waits = np.flatnonzero(late)
     messages = _IS_MESSAGE[code[owner[waits]]]

@@ -138,7 +138,7 @@ class MachineTimes:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `machines` entry of `headway.why/1`."""
+        """Return the `machines` entry of `headway.why/2`."""
         return {
             "machines": len(self.machines),
             "basis": self.basis,

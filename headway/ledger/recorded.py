@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from headway.ledger.account import Account, SpanFacts
+from headway.ledger.account import Account, SpanFacts, blank_subs
 from headway.ledger.arrivals import Lateness
 from headway.ledger.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.sampled import Windows, apply_windows, moved, window_shares
+from headway.ledger.sampled_lines import joined
+from headway.ledger.sheet import Sheet
+from headway.trace.basis import BASES
 from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
@@ -137,6 +141,12 @@ def _realtime(meta: Mapping[str, Any]) -> int:
     return int(meta["realtime_ns"]) - int(meta["start_ns"]) if meta.get("realtime_ns") and meta.get("start_ns") else 0
 
 
+def said_of_steps(traces: Sequence[Parts]) -> list[str]:
+    """Return what a reader must know of how steps were counted, where no optimizer counts them."""
+    counted_by = sorted({str(trace.meta.get("step_basis") or "optimizer") for trace in traces} - {"optimizer"})
+    return [BASES[name] for name in counted_by if name in BASES]
+
+
 def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], windows: Windows | None) -> Account:
     """Sum a booked run."""
     last = book.attempts[-1]
@@ -145,6 +155,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
         basis.update(dict.fromkeys(("useful", "comm", "input", "host"), windows.basis))
     cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
     notes = [f"the end of {cut} processes was not seen: they are booked up to their last record"] if cut else []
+    notes += said_of_steps(traces)
     return Account(
         wall_ns=book.wall[1] - book.wall[0],
         sub_ns={
@@ -156,6 +167,9 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
         step_wall_ns=last.step_wall_ns,
         lateness=_joined_lateness([attempt.lateness for attempt in book.attempts]),
         spans=_span_facts(book),
+        loader_ns=_loader_ns(book),
+        loader_calls=dict(sum((Counter(sheet.loader_calls) for sheet in _sheets(book)), start=Counter())),
+        script_lines=joined(row.get("script", []) for trace in traces for row in trace.ranks.values()),
         meta=meta,
         hosts={rank: str(row["host"]) for trace in traces for rank, row in trace.ranks.items() if row.get("host")},
         notes=tuple(notes + list(windows.notes if windows is not None else ())),
@@ -187,6 +201,20 @@ def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
             times[rank] = times.get(rank, 0) + number
     main = max(parts, key=lambda part: part.num_collectives)
     return Lateness(blamed, times, main.median_margin_ns, sum(part.num_collectives for part in parts))
+
+
+def _loader_ns(book: RunBook) -> dict[int, Ints]:
+    """Total what every loader cost over ranks and attempts."""
+    total: dict[int, Ints] = {}
+    for sheet in _sheets(book):
+        for loader, amounts in sheet.loader_ns.items():
+            total[loader] = total.get(loader, blank_subs()) + amounts
+    return total
+
+
+def _sheets(book: RunBook) -> list[Sheet]:
+    """Return the sheets of all ranks in all attempts."""
+    return [sheet for attempt in book.attempts for sheet in attempt.sheets.values()]
 
 
 def _span_facts(book: RunBook) -> dict[str, SpanFacts]:

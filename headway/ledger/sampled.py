@@ -22,7 +22,9 @@ from headway.ledger.arrivals import Booked
 from headway.ledger.attempts import RunBook
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
 from headway.ledger.kernels import DeviceBook, device_books, lateness_of
+from headway.ledger.phases import by_host, evaluations_of
 from headway.ledger.rows import NAMES, Rows
+from headway.trace.intervals import inside
 from headway.trace.sweep import Ints, share_out, sweep
 from headway.trace.trace import Trace, concat
 
@@ -105,7 +107,10 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
 
 
 def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | None:
-    """Return [len(CLASSES), len(SEEN) + 1] ns of one window of one device, only inside steps; None outside them."""
+    """Return [len(CLASSES), len(SEEN) + 1] ns of one window of one device, only inside steps; None outside them.
+
+    What lies in an evaluation is left out: it says nothing about training.
+    """
     pieces = device.pieces
     middle = pieces.start_ns + waited
     start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1)
@@ -118,13 +123,15 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | N
         return None
     kept = end > start
     start, end, seen = start[kept], end[kept], seen[kept]
-    picked = rows.of(*BUCKET_OF)
+    picked, evaluations = by_host(rows, rows.of(*BUCKET_OF)), evaluations_of(rows)
     level = np.array([BUCKET_OF[NAMES[code]].precedence for code in rows.name[picked].tolist()], np.int64)
-    labels = sweep(rows.start_ns[picked], rows.end_ns[picked], level, window=(low, high), cuts=start)
+    cuts = np.concatenate([start, *evaluations])
+    labels = sweep(rows.start_ns[picked], rows.end_ns[picked], level, window=(low, high), cuts=cuts)
     name = np.append(rows.name[picked], -1)[labels.row]
     activity = seen[np.clip(np.searchsorted(start, labels.start_ns, side="right") - 1, 0, len(seen) - 1)]
     table = np.zeros((len(CLASSES), OWN + 1), np.int64)
-    np.add.at(table, (_CLASS_OF_NAME[name], activity), labels.duration_ns)
+    trained = ~inside(labels.start_ns, evaluations)
+    np.add.at(table, (_CLASS_OF_NAME[name][trained], activity[trained]), labels.duration_ns[trained])
     return table
 
 

@@ -90,7 +90,7 @@ class StragglerReport:
     """The replays behind the numbers; ask it further questions."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the 'straggler' object of schema `headway.why/1`; every key is a string."""
+        """Return the 'straggler' object of schema `headway.why/2`; every key is a string."""
         return {
             "slowdown": self.slowdown,
             "waste": self.waste,

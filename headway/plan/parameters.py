@@ -52,6 +52,10 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and bool(value) and all(_is_number(one) and one > 0 for one in value),
         "a list of numbers above 0",
     ),
+    "names": (
+        lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
+        "a list of names",
+    ),
     "flag": (lambda value: isinstance(value, bool), "true or false"),
 }
 """Kind of a parameter -> whether a JSON value is of it, and the rule in words."""

@@ -20,10 +20,10 @@ from typing import Any, Protocol, cast
 
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
-from headway.core.units import format_bytes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
+from headway.plan.reasons import LeftOut, excludes, reason_of
 from headway.plan.setup import Setup
-from headway.sim.edits import Edit, parse_edit
+from headway.sim.edits import Edit
 from headway.sim.program import Prediction, Program
 
 MAX_EXHAUSTIVE = 8
@@ -58,7 +58,10 @@ class Plan:
     """Names of those to apply together, in the order of `proposals`."""
 
     refused: tuple[Refusal, ...] = ()
-    """What was considered and not proposed, with reasons."""
+    """What was considered and not proposed, with reasons; and what would be chosen with more memory or a grant."""
+
+    left_out: tuple[LeftOut, ...] = ()
+    """Of each proposal that is not chosen, the reason."""
 
     device_hours_won: float = 0.0
     """By the chosen set, over a run as long as the recorded one."""
@@ -83,24 +86,26 @@ class Plan:
         proposals = [row for row in found if isinstance(row, Proposal)]
         return compose(proposals, program, setup, base=base, refused=[row for row in found if isinstance(row, Refusal)])
 
-    def plan_file(self, baseline: str | None = None) -> PlanFile:
-        """Return what `headway run --apply` reads: the chosen remedies, and the run they were made from."""
+    def plan_file(self, baseline: str | None = None, step_s: float | None = None) -> PlanFile:
+        """Return what `headway run --apply` reads: the chosen remedies, the run they were made from, and its pace."""
         remedies = tuple(
             Remedy(row.name, dict(row.parameters), row.predicted_speedup, row.interval, row.allow)
             for row in self.proposals
             if row.name in self.chosen
         )
-        return PlanFile(remedies, predicted_speedup=self.predicted_speedup, interval=self.interval, baseline=baseline)
+        return PlanFile(
+            remedies, predicted_speedup=self.predicted_speedup, interval=self.interval, baseline=baseline, step_s=step_s
+        )
 
-    def save(self, path: str | Path, *, baseline: str | None = None) -> None:
-        """Write the plan file; `baseline` is the run folder it was made from."""
-        write_plan(self.plan_file(baseline), path)
+    def save(self, path: str | Path, *, baseline: str | None = None, step_s: float | None = None) -> None:
+        """Write the plan file; `baseline` is the run folder it was made from, `step_s` the pace of its steps."""
+        write_plan(self.plan_file(baseline, step_s), path)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of `headway plan --json`."""
         return {
             "schema": "headway.plan/1",
-            "proposals": [row.to_json() for row in self.proposals],
+            "proposals": [{**row.to_json(), "left_out": self._reason(row.name)} for row in self.proposals],
             "chosen": list(self.chosen),
             "predicted_speedup": self.predicted_speedup,
             "interval": list(self.interval),
@@ -110,6 +115,11 @@ class Plan:
             "refused": [row.to_json() for row in self.refused],
             "note": self.note,
         }
+
+    def _reason(self, name: str) -> dict[str, str] | None:
+        """Return why a proposal is not chosen, None for one that is."""
+        found = next((row for row in self.left_out if row.name == name), None)
+        return {"kind": found.kind, "reason": found.reason} if found else None
 
 
 def resolve(adviser: str | Adviser) -> Adviser:
@@ -134,8 +144,13 @@ def compose(
     base = base or program.predict()
     hours = _device_hours(program, setup)
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
-    able, barred = _admissible(ranked, setup)
-    best = _best_set(able, program, setup)
+    room_bytes = setup.limits.memory_per_rank_bytes(setup)
+    best = _best_set(_able(ranked, room_bytes, setup), program, room_bytes)
+    left_out = tuple(
+        reason_of(row, best, room_bytes=room_bytes, allowed=setup.limits.allow) for row in ranked if row not in best
+    )
+    rooms = {row.name: row.room for row in ranked}
+    barred = [Refusal(row.name, rooms[row.name], row.reason) for row in left_out if row.kind in ("memory", "grant")]
     final = program.predict(_edits(best)) if best else base
     return Plan(
         base_step_s=base.base_step_s,
@@ -144,6 +159,7 @@ def compose(
         proposals=tuple(ranked),
         chosen=tuple(row.name for row in best),
         refused=(*refused, *barred),
+        left_out=left_out,
         device_hours_won=hours * (1 - 1 / final.speedup),
         note=final.note,
     )
@@ -154,31 +170,20 @@ def _device_hours(program: Program, setup: Setup) -> float:
     return program.measured_s * program.recording.recorded_steps * setup.world_size / 3600
 
 
-def _admissible(ranked: Sequence[Proposal], setup: Setup) -> tuple[list[Proposal], list[Refusal]]:
-    """Split the proposals into those that may be chosen, and reasons why others may not."""
-    able, barred = [], []
-    room_bytes = setup.limits.memory_per_rank_bytes(setup)
-    for row in ranked:
-        if not row.applies or not row.clear:
-            continue
-        if row.memory_bytes > room_bytes:
-            reason = f"needs {format_bytes(row.memory_bytes)} per rank, {format_bytes(room_bytes)} are free"
-            barred.append(Refusal(row.name, row.room, reason))
-        elif row.allow is not None and row.allow not in setup.limits.allow:
-            barred.append(Refusal(row.name, row.room, f"{row.risk or 'it changes results'}: grant --allow {row.allow}"))
-        else:
-            able.append(row)
-    return able[:MAX_EXHAUSTIVE], barred
+def _able(ranked: Sequence[Proposal], room_bytes: int, setup: Setup) -> list[Proposal]:
+    """Return the proposals that nothing keeps out of a plan of their own, best first."""
+    reasons = ((row, reason_of(row, (), room_bytes=room_bytes, allowed=setup.limits.allow).kind) for row in ranked)
+    return [row for row, kind in reasons if kind == "little"][:MAX_EXHAUSTIVE]
 
 
-def _best_set(able: Sequence[Proposal], program: Program, setup: Setup) -> tuple[Proposal, ...]:
+def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int) -> tuple[Proposal, ...]:
     """Return the combination with the shortest step, without members that add less than the least gain."""
-    room_bytes = setup.limits.memory_per_rank_bytes(setup)
     sets = [
         members
         for size in range(1, len(able) + 1)
         for members in combinations(able, size)
-        if sum(row.memory_bytes for row in members) <= room_bytes and not _clash(members)
+        if sum(row.memory_bytes for row in members) <= room_bytes
+        and not any(excludes(one, other) for one, other in combinations(members, 2))
     ]
     if not sets:
         return ()
@@ -199,13 +204,6 @@ def _names(members: Sequence[Proposal]) -> tuple[str, ...]:
 
 def _step_s(members: Sequence[Proposal], program: Program) -> float:
     return program.predict(_edits(members), interval=False).step_s
-
-
-def _clash(members: Sequence[Proposal]) -> bool:
-    """Say whether two members exclude each other, or edit the same target."""
-    names = {row.name for row in members}
-    targets = [parse_edit(edit).target for row in members for edit in row.edits]
-    return len(set(targets)) < len(targets) or any(names & set(row.conflicts) for row in members)
 
 
 def _edits(members: Iterable[Proposal]) -> list[Edit | str]:

@@ -63,6 +63,15 @@ class Proposal:
     conflicts: tuple[str, ...] = ()
     """Names of remedies that cannot be applied with it."""
 
+    loaders: tuple[int, ...] = ()
+    """Groups of the loaders that it is for; () = it is not about loaders."""
+
+    left_alone: Mapping[int, str] = field(default_factory=dict)
+    """Group -> why that loader does not take it."""
+
+    evaluation_share: float = 0.0
+    """Part of the time won that is won in evaluations, 0..1."""
+
     def __post_init__(self) -> None:
         """Check the interval."""
         if not self.interval[0] <= self.interval[1]:
@@ -87,6 +96,7 @@ class Proposal:
             "edits": list(self.edits),
             "parameters": dict(self.parameters),
             "allow": self.allow,
+            "evaluation_share": self.evaluation_share,
         }
 
 
@@ -103,6 +113,12 @@ class Refusal:
     reason: str
     """Why not, with the number or the fact that decided."""
 
+    unsafe: bool = False
+    """Whether it was refused because it could change results, whatever it would gain."""
+
+    left_alone: Mapping[int, str] = field(default_factory=dict)
+    """Group -> why that loader does not take it."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the row of the plan's list of refusals."""
-        return {"name": self.name, "room": self.room, "reason": self.reason}
+        return {"name": self.name, "room": self.room, "reason": self.reason, "unsafe": self.unsafe}

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from headway.core.errors import InputError
+from headway.trace.loader_facts import LoaderFacts, loaders_in
 
 MEMORY_FRACTION = 0.8
 """Share of the available memory that remedies may use together."""
@@ -70,8 +71,8 @@ class Setup:
     limits: Limits
     """What the plan may use."""
 
-    loaders: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Loader -> its facts, as in run.json."""
+    loaders: Mapping[str, LoaderFacts] = field(default_factory=dict)
+    """Loader -> its facts in run.json."""
 
     def __post_init__(self) -> None:
         """Check the counts."""
@@ -109,5 +110,5 @@ class Setup:
                 max_workers=max(LEAST_WORKERS, 2 * cores) if max_workers is None else max_workers,
                 allow=allow,
             ),
-            loaders=dict(facts.get("loaders") or {}),
+            loaders=loaders_in(facts),
         )

@@ -48,6 +48,7 @@ class BucketStyle:
 
 BUCKET_STYLES: dict[str, BucketStyle] = {
     "useful": BucketStyle("useful work", "#328ad4", "#4290dc", 68),
+    "eval": BucketStyle("evaluation", "#7828e6", "#dca0fa", 141, hatched=True),
     "input": BucketStyle("waiting for input", "#db7b16", "#f78f13", 208),
     "comm": BucketStyle("exposed communication", "#f7c512", "#fed967", 178),
     "bubble": BucketStyle("pipeline bubbles", "#43c4e7", "#91e9f0", 80),
@@ -56,7 +57,7 @@ BUCKET_STYLES: dict[str, BucketStyle] = {
     "startup": BucketStyle("start-up", "#979797", "#7e8084", 103),
     "restart": BucketStyle("restarts", "#3b444d", "#56595d", 242),
     "rework": BucketStyle("rework after restarts", "#4b1b2a", "#63383c", 89, hatched=True),
-    "host": BucketStyle("host work (GC, logging, launch gaps)", "#317860", "#8bbc92", 35),
+    "host": BucketStyle("host work (GC, logging, the script's own code, launch gaps)", "#317860", "#8bbc92", 35),
     "idle": BucketStyle("idle devices", "#dee1e3", "#2e2e2e", 248),
     "unknown": BucketStyle("time nobody recorded", "#aaafb5", "#676d75", 245, hatched=True),
 }
@@ -209,7 +210,7 @@ def share(part: object, whole: float) -> float | None:
 
 
 def verdict(why: Json) -> Verdict:
-    """Say in one sentence where the time of a `headway.why/1` object went, and what to do first.
+    """Say in one sentence where the time of a `headway.why/2` object went, and what to do first.
 
     The first cause with a predicted gain leads, else the first cause: its bucket
     gives the share, its fix the remedy. A run without a cause worth naming is
@@ -221,7 +222,7 @@ def verdict(why: Json) -> Verdict:
     end = ending(why.get("exit"), why.get("steps"))
     end += " " * bool(end)
     if not finite(why.get("steps")):
-        return Verdict(f"{end}No optimizer step was recorded in {devices} x {wall}.", "", "")
+        return Verdict(f"{end}No training step was recorded in {devices} x {wall}.", "", "")
     if (why.get("hang") or {}).get("ended_the_run"):
         goodput = percent(why.get("goodput"))
         sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
@@ -319,6 +320,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "straggler.sequence": "sequence-length imbalance",
     "straggler.rank": "a slow rank",
     "host.gc": "garbage collection",
+    "host.script": "the script's own code between steps",
     "host.logging": "logging",
     "host.launch": "launch gaps",
     "startup.compile": "start-up and compilation",

@@ -8,7 +8,7 @@ left out. The page's policy forbids every request; scripts run only if their
 hash is the one written into it. Times in seconds, shares as fractions.
 
 >>> data = ReportData("demo", {"devices": 1, "steps": 0, "wall_s": 2.0, "ledger": {"startup": 2.0}})
->>> "https://" in page(data), "No optimizer step was recorded" in page(data)
+>>> "https://" in page(data), "No training step was recorded" in page(data)
 (False, True)
 """
 
@@ -49,7 +49,7 @@ class ReportData:
     """The run or trace as its owner knows it; shown in the header and as the page's title."""
 
     why: Json
-    """The `headway.why/1` object."""
+    """The `headway.why/2` object."""
 
     run: Json | None = None
     """The `headway.run/1` object: steps per second, and predicted beside measured when a plan was applied."""
@@ -135,10 +135,10 @@ def page(data: ReportData, live: Live | None = None) -> str:
         "facts": sections.facts_part(data.facts),
     }
     shown = {name: markup for name, markup in parts.items() if markup}
-    uplot = _asset("uplot.min.js")
-    script = _asset("page.js").replace("/*LIVE*/", _asset("live.js") if live else "")
-    library = f"/* {_asset('uplot.LICENSE').strip()} */\n{uplot.partition('*/')[2].lstrip()}"
-    return Template(_asset("page.html")).substitute(
+    uplot = asset("uplot.min.js")
+    script = asset("page.js").replace("/*LIVE*/", asset("live.js") if live else "")
+    library = f"/* {asset('uplot.LICENSE').strip()} */\n{uplot.partition('*/')[2].lstrip()}"
+    return Template(asset("page.html")).substitute(
         policy=_policy(library, script) + ("; connect-src 'self'" if live else ""),
         version=text(headway.__version__),
         title=text(f"{clean(data.title)}: headway report"),
@@ -164,7 +164,8 @@ FOOTERS = ("This file is complete: it loads nothing.", "Figures are estimates un
 """Last words of a report, and of a page that follows a run."""
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """Return the text of a file that is part of the pages."""
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
@@ -181,8 +182,8 @@ def _style() -> str:
     light = "".join(f"--b-{name}: {style.light}; " for name, style in BUCKET_STYLES.items())
     dark = "".join(f"--b-{name}: {style.dark}; " for name, style in BUCKET_STYLES.items())
     classes = "".join(f".b-{name} {{ fill: var(--b-{name}); }}\n" for name in BUCKET_STYLES)
-    own = _asset("page.css").replace("/*LIGHT*/", f":root {{ {light} }}").replace("/*DARK*/", DARK + dark)
-    return f"{_asset('uplot.min.css')}\n{own}\n{classes}"
+    own = asset("page.css").replace("/*LIGHT*/", f":root {{ {light} }}").replace("/*DARK*/", DARK + dark)
+    return f"{asset('uplot.min.css')}\n{own}\n{classes}"
 
 
 DARK = (

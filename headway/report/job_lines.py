@@ -1,6 +1,6 @@
 """Lines of `headway why` about a job of many ranks: where it hung, machines that stand out, MFU, cost of its groups.
 
-Each function takes the `headway.why/1` object and returns sentences, [] when
+Each function takes the `headway.why/2` object and returns sentences, [] when
 there is nothing to say.
 
 >>> job_lines({"mfu": {"mfu": 0.412, "hfu": 0.55, "flops_per_s_per_device": 1.28e14, "recompute": "full",

@@ -39,7 +39,7 @@ LONG_NS = NS_PER_S
 
 STATES = {
     "waiting": "Waiting for the run to begin.",
-    "running": "No optimizer step yet.",
+    "running": "No training step yet.",
     "lost": "The launcher is gone, and so are its ranks.",
     "ended": "The run has ended.",
 }
@@ -111,7 +111,7 @@ def live_charts(series: LiveSeries) -> dict[str, Any]:
 
 
 def live_why(figures: LiveFigures) -> dict[str, Any]:
-    """Return the account as a `headway.why/1` object: what the sections of the report are made of.
+    """Return the account as a `headway.why/2` object: what the sections of the report are made of.
 
     Its causes are whole buckets, as booked; nothing is predicted.
     """
@@ -120,7 +120,7 @@ def live_why(figures: LiveFigures) -> dict[str, Any]:
     total_ns = max(figures.devices * wall_ns, 1)
     lost = sorted(((amounts[name], name) for name in CAUSES if amounts[name]), reverse=True)
     return {
-        "schema": "headway.why/1",
+        "schema": "headway.why/2",
         "devices": figures.devices,
         "steps": figures.steps,
         "wall_ns": wall_ns,

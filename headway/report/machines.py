@@ -1,7 +1,7 @@
 """Machines by speed: the heat maps of the page, and the lines on the terminal that name those that stand out.
 
 The heat maps come from `headway.ledger.machines.MachineTimes`, the text from
-the `machines` entry of a `headway.why/1` object.
+the `machines` entry of a `headway.why/2` object.
 
 >>> entry = {"machines": 4, "basis": "peers", "slowdown": {"a": 1.0, "b": 1.0, "c": 1.01, "d": 1.4}, "outliers": [
 ...     {"machine": "d", "ranks": [6, 7], "slowdown": 1.4, "sigmas": 40.0, "lost_s": 3.2}]}

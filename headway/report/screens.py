@@ -49,8 +49,8 @@ def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
 
     Reads `exit` {code, class, first_rank, traceback}, `steps_per_s`, `goodput`,
     `baseline` and `applied`. The row named 'plan' stands last and in bold; a
-    remedy with `reason_not_applied` is told below the table. A traceback ends
-    the screen.
+    remedy with `reason_not_applied` or `withdrawn` is told below the table, then what `verified` counts. A traceback
+    ends the screen.
     """
     width = screen.get("width", 88)
     parts: list[RenderableType] = [title("headway run", str(run.get("run", "")), width=width), ""]
@@ -58,7 +58,18 @@ def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
     rows = list(run.get("applied") or ())
     if rows:
         parts += ["", *_applied(rows, str(run.get("baseline") or ""))]
+    if run.get("verified"):
+        parts.append(paragraph(_verified(run["verified"])))
     return draw([*parts, *_traceback(run)], **screen)
+
+
+def _verified(found: Json) -> Text:
+    """Return how many batches under remedies were the script's own."""
+    wrong = int(found["unequal"])
+    words = f"Verified: {found['compared']} batches compared with the script's own, {found['equal']} equal"
+    missed = [f"{count} not compared: {clean(reason)}" for reason, count in found["not_compared"].items()]
+    told = joined([f"{words}, {wrong} not" if wrong else words, *missed], "; ")
+    return Text(f"{told}.", style="bold red" if wrong else "")
 
 
 def _run_sentence(run: Json) -> Text:
@@ -88,6 +99,9 @@ def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
     for row in rows:
         if row.get("reason_not_applied"):
             reason = (f"  not applied: {clean(row['reason_not_applied'])}", "dim")
+            parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))
+        elif row.get("withdrawn"):
+            reason = (f"  withdrawn while the run went on: {clean(row['withdrawn'])}", "dim")
             parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))
     return parts
 
@@ -134,7 +148,17 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     parts: list[RenderableType] = [title("headway plan", source, width=width), "", paragraph(_plan_sentence(plan))]
     if proposals:
         parts += ["", *_proposals(proposals, chosen, "✓" if unicode else "*")]
-    refused = [f"{clean(r.get('name'))}: {clean(r.get('reason', ''))}" for r in plan.get("refused") or ()]
+    loaders = list(plan.get("loaders") or ())
+    if len(loaders) > 1 or (loaders and chosen and not any(row.get("remedies") for row in loaders)):
+        parts += ["", *_loaders(loaders), *_evaluations(proposals, chosen)]
+    reasons = {
+        clean(r.get("name")): clean(r["left_out"]["reason"]) for r in proposals if _left_out(r) not in ("", "hand")
+    }
+    if reasons:
+        lines = (paragraph(f"{name}: {reason}", style="dim") for name, reason in reasons.items())
+        parts += ["", Text("  Proposed, not in the plan", style="bold"), *lines]
+    rest = [r for r in plan.get("refused") or () if clean(r.get("name")) not in reasons]
+    refused = [f"{clean(r.get('name'))}: {clean(r.get('reason', ''))}" for r in rest]
     if refused:
         parts += ["", Text("  Considered, not proposed", style="bold"), *(paragraph(r, style="dim") for r in refused)]
     if plan.get("note"):
@@ -154,12 +178,39 @@ def _plan_sentence(plan: Json) -> Text:
     """Return what the chosen remedies gain together, or that there is nothing to apply."""
     number = len(plan.get("chosen") or ())
     if not number:
-        nothing = "Nothing to apply: no remedy of headway's own gains more than the noise of two runs."
-        return Text(nothing + by_hand(plan), style="bold")
+        return Text(nothing_to_apply(plan) + by_hand(plan), style="bold")
     together = f"{number} remedies together" if number > 1 else "One remedy"
     bounds = interval(plan.get("interval"))
     gain = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
     return Text(f"{together}: predicted {gain} the steps per second.", style="bold")
+
+
+def _left_out(row: Json) -> str:
+    """Return the kind of the reason for which a proposal is not in the plan; '' where none is known."""
+    reason = row.get("left_out")
+    return str(reason.get("kind", "")) if isinstance(reason, Mapping) else ""
+
+
+def nothing_to_apply(plan: Json) -> str:
+    """Return the sentence on why no remedy is in the plan: the reason that keeps out what gains most.
+
+    >>> row = {"name": "data.cache", "predicted_speedup": 1.75, "left_out": {"kind": "memory", "reason": "needs 2 GB"}}
+    >>> nothing_to_apply({"proposals": [row]})
+    'Nothing to apply: data.cache, predicted 1.75x, needs 2 GB.'
+    """
+    barred = [row for row in plan.get("proposals") or () if _left_out(row) in ("grant", "memory")]
+    best = max(barred, key=lambda row: row.get("predicted_speedup") or 0.0, default=None)
+    if best is not None and _left_out(best) == "grant":
+        what = f"{clean(best['name'])}, predicted {predicted(best)}"
+        return f"Nothing to apply without your leave: {what}, needs --allow {clean(best.get('allow'))}."
+    if best is not None:
+        reason = clean(best["left_out"]["reason"])
+        return f"Nothing to apply: {clean(best['name'])}, predicted {predicted(best)}, {reason}."
+    unsafe = [clean(row.get("name")) for row in plan.get("refused") or () if row.get("unsafe")]
+    if unsafe:
+        names = joined(unsafe, ", ")
+        return f"Nothing to apply: {names} could change results here, and nothing else gains more than the noise."
+    return "Nothing to apply: no remedy of headway's own gains more than the noise of two runs."
 
 
 def by_hand(plan: Json) -> str:
@@ -192,6 +243,27 @@ def _proposals(proposals: Sequence[Json], chosen: set[str], mark: str) -> list[R
         add_row(table, *cells, Text(cost, style="dim"))
     remark = [paragraph(f"{mark} = in the plan.", style="dim")] if chosen else []
     return [table, *remark]
+
+
+def _loaders(rows: Sequence[Json]) -> list[RenderableType]:
+    """Return a line per loader: where it is, what reads it, and the remedy that it takes or the reason for none."""
+    lines: list[RenderableType] = [Text("  Loaders", style="bold")]
+    for row in rows:
+        where = joined([clean(row[key]) for key in ("line", "dataset") if row.get(key)], ", ")
+        taken = joined([clean(name) for name in row.get("remedies") or ()], ", ")
+        what = taken or f"left alone: {clean(row.get('reason', ''))}"
+        lines.append(paragraph(f"{row['loader']}  {where} ({clean(row['used_by'])}): {what}", style="dim"))
+    return lines
+
+
+def _evaluations(proposals: Sequence[Json], chosen: set[str]) -> list[RenderableType]:
+    """Return, of each chosen remedy, which part of the time it wins is won in evaluations."""
+    shares = [(clean(row.get("name")), row.get("evaluation_share") or 0.0) for row in proposals]
+    return [
+        paragraph(f"{percent(share)} of the time that {name} wins is won in evaluations.", style="dim")
+        for name, share in shares
+        if share > 0 and name in chosen
+    ]
 
 
 def render_whatif(whatif: Json, **screen: Unpack[ScreenOptions]) -> str:

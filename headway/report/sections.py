@@ -39,7 +39,7 @@ from headway.report.figures import (
     verdict,
     worth_naming,
 )
-from headway.report.screens import WHOLE_PLAN, applied, by_hand, prediction_error
+from headway.report.screens import WHOLE_PLAN, applied, by_hand, nothing_to_apply, prediction_error
 
 MILD_SLOWDOWN = 1.1
 """A heat map's darkest colour stands for at least this slowdown, so that noise stays pale."""
@@ -80,7 +80,7 @@ def _rect(bucket: str, left: float, width: float, height: int, hint: str = "") -
 
 
 def verdict_part(why: Json) -> str:
-    """Return the headline and the remedy of a `headway.why/1` object, as `figures.verdict` says them."""
+    """Return the headline and the remedy of a `headway.why/2` object, as `figures.verdict` says them."""
     answer = verdict(why)
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
     remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.remedy.rstrip("."))}.{gain}</p>' if answer.remedy else ""
@@ -122,8 +122,6 @@ def ledger_part(why: Json, rank_ledger: Mapping[int, Mapping[str, float]]) -> st
     ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
     if not any(ledger.values()):
         return ""
-    rows = "".join(_bucket_rows(why, bucket, amount, max(ledger.values())) for bucket, amount in ledger.items())
-    head = '<tr><th>Bucket</th><th class="n">Device time</th><th class="n">Share</th><th class="bar"></th></tr>'
     stacks = _stacks(ledger, rank_ledger)
     total = f"{device_seconds(total_device_s(why))[:-2]} device-seconds"
     lead = (
@@ -133,7 +131,17 @@ def ledger_part(why: Json, rank_ledger: Mapping[int, Mapping[str, float]]) -> st
     usual = _usual_basis(why)
     lead += f" Basis: {usual}." if usual not in ("", "measured", "recorded") else ""
     notes = "".join(f'<p class="note">{text(note)}</p>' for note in why.get("notes") or ())
-    return section("ledger", "Where the time went", lead, f'{stacks}<table class="ledger">{head}{rows}</table>{notes}')
+    return section("ledger", "Where the time went", lead, f"{stacks}{ledger_table(why)}{notes}")
+
+
+def ledger_table(why: Json) -> str:
+    """Return the table of buckets and sub-lines, '' where nothing was booked."""
+    ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
+    if not any(ledger.values()):
+        return ""
+    rows = "".join(_bucket_rows(why, bucket, amount, max(ledger.values())) for bucket, amount in ledger.items())
+    head = '<tr><th>Bucket</th><th class="n">Device time</th><th class="n">Share</th><th class="bar"></th></tr>'
+    return f'<table class="ledger">{head}{rows}</table>'
 
 
 def _bucket_rows(why: Json, bucket: str, amount: float, largest: float) -> str:
@@ -225,7 +233,7 @@ def legend(buckets: Sequence[str]) -> str:
 
 
 def causes_part(why: Json) -> str:
-    """Return the ranked causes of a `headway.why/1` object that are worth naming, all of them, in its order."""
+    """Return the ranked causes of a `headway.why/2` object that are worth naming, all of them, in its order."""
     causes = [cause for cause in why.get("causes") or () if worth_naming(cause, why)]
     if not causes:
         return ""
@@ -341,7 +349,7 @@ def plan_part(plan: Json | None) -> str:
     lead = (
         f"The chosen ones (✓) together: predicted {together} the steps per second."
         if chosen
-        else f"Nothing that headway itself can apply gains more than the noise of two runs.{by_hand(plan)}"
+        else f"{nothing_to_apply(plan)}{by_hand(plan)}"
     )
     return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')
 

@@ -1,6 +1,6 @@
 """The answer of `headway why` as terminal text: the first screen anybody sees.
 
-`render_why` takes the `headway.why/1` object and returns a string: one
+`render_why` takes the `headway.why/2` object and returns a string: one
 sentence, the ledger as bars, the ranked causes with their fixes, the next
 command to type. The other verbs' screens are in `screens.py` and offered here
 too. Nothing is printed: the command prints. Times in seconds, shares in
@@ -95,7 +95,7 @@ BASIS_PHRASES: dict[str, str] = {
 
 
 def render_why(why: Json, *, source: str = "", next_command: str = "", **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.why/1` object.
+    """Return the screen of a `headway.why/2` object.
 
     `source` is the run or trace as the user named it; `next_command` overrides
     the command offered last.

@@ -10,7 +10,7 @@ small however long the window is. Times in integer nanoseconds.
 >>> spans = {"start_ns": [0, 40], "duration_ns": [40, 10], "rank": [0, 0], "name": [0, 1], "kind": [5, 7]}
 >>> line = timeline(Trace.from_columns(spans, names=["input.next", "optimizer.step"]))
 >>> [(row.name, row.bucket.tolist()) for row in line.rows], line.end_ns - line.start_ns
-([('rank 0', [1, 0])], 50)
+([('rank 0', [2, 0])], 50)
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ REST_OF_STEP = "compute"
 ANNOTATION = len(BUCKETS)
 """Bucket index of a mark: the profiler's own rows, ranges that a script named."""
 
-HIDDEN = ("process", "launcher", "window", "dropped", "region", "segment.forward", "segment.backward")
+HIDDEN = (
+    "process", "launcher", "window", "dropped", "region", "eval.mark", "epoch", "segment.forward", "segment.backward",
+    "segment.grad",
+)  # fmt: skip
 """Bookkeeping that would cover the row it lies in."""
 
 

@@ -1,35 +1,31 @@
-"""Recording from inside a script, for those who want more than `headway run` sees, or cannot use it.
+"""Names and marks that a script adds to its recording: timers, evaluation, epochs, steps.
 
-Both forms work under `headway run` (they add names to its recording) and
-without it (they record into a run folder of their own, ./headway-runs/<id>,
-which is finalised when the block, or the process, ends).
+They work under `headway run` and inside `with headway.run()` (`in_process.py`),
+and do nothing anywhere else, so that they may stay in the script.
 
-    with headway.run() as r:
+    for index in range(epochs):
+        headway.epoch(index)
         for batch in headway.steps(loader):
-            with r.region("augment"):
+            with headway.timer("augment"):
                 ...
+        with headway.evaluation():
+            validate(model)
 
->>> with run("/nonexistent/never", enabled=False) as r:
-...     with r.region("anything"):
-...         total = sum(steps([1, 2, 3]))
->>> total, r.path
-(6, '')
+>>> with timer("anything"), evaluation():
+...     total = sum(steps([1, 2, 3]))
+>>> total
+6
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.core.errors import InputError
-from headway.core.host import host_cores
 from headway.runtime import timers
-from headway.runtime.probes import now, write_json
+from headway.runtime.probes import now
 from headway.trace.vocabulary import SPANS
 
 if TYPE_CHECKING:
@@ -39,8 +35,8 @@ T = TypeVar("T")
 
 REGION = SPANS["region"].code
 NEXT = SPANS["input.next"].code
-
-DEFAULT_FOLDER = "headway-runs"
+EVALUATION = SPANS["eval.mark"].code
+EPOCH = SPANS["epoch"].code
 
 
 class Timer:
@@ -124,61 +120,67 @@ def timer(name: str) -> Timer:
     return Timer(name, bootstrap.active())
 
 
-class Run:
-    """A recording that is going on; `path` is its run folder, '' when nothing is recorded."""
+class Evaluation:
+    """Marks stretches of the script as evaluation: `with`, or `begin()` and `end()`, as callbacks need it.
 
-    def __init__(self, session: Any, *, own: bool) -> None:
-        self._session = session
-        self._own = own
-        self._started_ns = (now(), time.time_ns())
-        self._pid = os.getpid()
+    A second `begin()` inside a stretch, and an `end()` outside one, change nothing: a framework may report the
+    beginning of one evaluation by several of its hooks. Without a recording nothing is recorded.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._probes = session.probes if session is not None else None
+        self._begun_ns = 0
+        self._number = 0
 
     @property
-    def path(self) -> str:
-        """The run folder."""
-        return str(self._session.probes.run) if self._session is not None else ""
+    def open(self) -> bool:
+        """Whether a stretch has begun and not ended."""
+        return self._begun_ns != 0
 
-    def region(self, name: str) -> Timer:
-        """Record how long the block takes under a name of the script's own, such as 'augment'."""
-        return Timer(name, self._session)
+    def begin(self) -> None:
+        """Begin a stretch."""
+        if not self._begun_ns:
+            self._begun_ns = now()
 
-    def finish(self) -> None:
-        """Stop a recording of our own and finalise its folder; one of `headway run` goes on."""
-        session, self._session = self._session, None
-        if session is None or not self._own or self._pid != os.getpid():
-            return
-        probes = session.probes
-        session.stop()
-        if probes.recorder.rank == 0:
-            write_json(f"{probes.run}/run.json", run_facts(probes, self._started_ns))
-        from headway.runtime.finalise import finalise_attempt  # loads numpy and pyarrow: only when the job is done
+    def end(self) -> None:
+        """End the stretch and record it."""
+        started_ns, self._begun_ns = self._begun_ns, 0
+        if started_ns and self._probes is not None:
+            self._probes.emit(EVALUATION, started_ns, now() - started_ns, self._number)
+            self._number += 1
 
-        finalise_attempt(Path(probes.run), probes.recorder.attempt, rank=probes.recorder.rank)
+    def __enter__(self) -> Evaluation:
+        """Begin."""
+        self.begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End."""
+        self.end()
 
 
-@contextlib.contextmanager
-def run(path: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> Iterator[Run]:
-    """Record the block; yields a `Run`.
+def evaluation() -> Evaluation:
+    """Return a mark for evaluation: `with headway.evaluation(): validate(model)`.
 
-    Under `headway run` the recording is the launcher's and `path` is ignored. With `enabled=False`, or HEADWAY=off in
-    the environment, nothing is recorded and everything else works.
+    The ledger books what happens inside as evaluation, whatever the model's mode says. Records under `headway run` and
+    inside `with headway.run()`; anywhere else it does nothing.
     """
     from headway.runtime import bootstrap
 
-    off = os.environ.get("HEADWAY", "").lower() in ("off", "0")
-    session = bootstrap.active()
-    if off or not enabled:
-        yield Run(None, own=False)
-        return
+    return Evaluation(bootstrap.active())
+
+
+def mark_epoch(session: Any, index: int) -> None:
+    """Record in `session` that epoch `index` begins; None records nothing."""
     if session is not None:
-        yield Run(session, own=False)
-        return
-    with children_record(environment_for(path)) as environment:
-        recording = Run(bootstrap.start_here(environment), own=True)
-        try:
-            yield recording
-        finally:
-            recording.finish()
+        session.probes.emit(EPOCH, now(), 0, index)
+
+
+def epoch(index: int) -> None:
+    """Mark the beginning of epoch `index` (from 0). Does nothing where nothing is recorded."""
+    from headway.runtime import bootstrap
+
+    mark_epoch(bootstrap.active(), index)
 
 
 def log_to(target: Any, *, every_s: float = 10.0, every_steps: int | None = None) -> LoggerBridge:
@@ -222,56 +224,3 @@ def steps(loader: Iterable[T]) -> Iterator[T]:
         emit(NEXT, start, now() - start, -1, seq, -1, -1)
         seq += 1
         yield batch
-
-
-@contextlib.contextmanager
-def children_record(environment: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-    """Let processes that the block starts anew (spawn, forkserver) record into the same folder."""
-    inject = str(Path(__file__).resolve().parent / "inject")
-    paths = os.pathsep.join(part for part in (inject, os.environ.get("PYTHONPATH", "")) if part)
-    added = {"HEADWAY_RUN": environment["HEADWAY_RUN"], "HEADWAY_MAIN_PID": str(os.getpid()), "PYTHONPATH": paths}
-    before = {name: os.environ.get(name) for name in added}
-    os.environ.update(added)
-    try:
-        yield {**environment, **added}
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def environment_for(path: str | os.PathLike[str] | None) -> Mapping[str, str]:
-    """Return the environment of a recording without a launcher: this process's own, with a run folder added."""
-    return {**os.environ, "HEADWAY_RUN": os.path.abspath(path or fresh_folder()), "HEADWAY_PLAN": ""}
-
-
-def fresh_folder() -> str:
-    """Return the name of a run folder that all ranks of the job agree on."""
-    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
-    name = job if job not in ("", "none") else f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return os.path.join(DEFAULT_FOLDER, name)
-
-
-def run_facts(probes: Any, started_ns: tuple[int, int]) -> dict[str, Any]:
-    """Return run.json of a recording without a launcher: no arguments, no environment, no exit code."""
-    from headway import __version__
-
-    start_ns, realtime_ns = started_ns
-    end_ns = now()
-    recorder = probes.recorder
-    row = {
-        "rank": recorder.rank, "local_rank": recorder.local_rank, "pid": os.getpid(), "start_ns": start_ns,
-        "end_ns": end_ns, "exit_code": 0,
-    }  # fmt: skip
-    return {
-        "schema": "headway.run-folder/1", "run_id": os.path.basename(probes.run), "headway_version": __version__,
-        "attempt": recorder.attempt, "host": os.uname().nodename, "script": [], "env": {}, "start_ns": start_ns,
-        "end_ns": end_ns, "realtime_ns": realtime_ns, "nproc": 1,
-        "world_size": int(os.environ.get("WORLD_SIZE") or 1), "device_type": "cpu",
-        "cores": host_cores(), "ranks": [row],
-        "exit": {"code": 0, "class": "ok", "first_rank": None, "traceback": ""}, "baseline": None, "plan": None,
-        "applied": [], "bytes_per_step": None, "dropped": 0,
-        "loaders": {str(group): facts for group, facts in probes.loaders.items()},
-    }  # fmt: skip

@@ -1,6 +1,6 @@
 """`headway run --no-launch`: record one rank of a launch line that exists already.
 
-Use it under torchrun, srun or accelerate: each of their processes is a
+Use it under torchrun, accelerate, deepspeed, mpiexec or srun: each of their processes is a
 `headway run --no-launch -- train.py`, which runs the script as its child in
 the environment it was given, drains that child's rings and writes that rank's
 events. The host's local rank 0 also writes run.json; file names carry the
@@ -25,21 +25,11 @@ from headway.runtime.agent import RankSpec, Signals
 from headway.runtime.exit_class import OomWatch
 from headway.runtime.launch import RUNS, Attempts, ExitReport, LaunchOptions, open_recording, open_streams, report
 from headway.runtime.rank_env import Command, Place
+from headway.runtime.rank_variables import SOURCES, number
 from headway.runtime.recording import Exit, write_json
 
 PEERS_S = 10.0
 """How long local rank 0 waits for the other ranks of its host to have written theirs."""
-
-SOURCES = {
-    "rank": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    "world_size": ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    "local_rank": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    "local_world_size": ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-    "group_rank": ("GROUP_RANK", "SLURM_NODEID", "OMPI_COMM_WORLD_NODE_RANK"),
-    "attempt": ("TORCHELASTIC_RESTART_COUNT",),
-    "max_restarts": ("TORCHELASTIC_MAX_RESTARTS",),
-}
-"""Fact -> the variables that say it, in order of trust: torch's own, Slurm, Open MPI, PMI."""
 
 
 def place_of(env: Mapping[str, str]) -> Place:
@@ -47,7 +37,7 @@ def place_of(env: Mapping[str, str]) -> Place:
 
     Raises `InputError` when the variables contradict each other.
     """
-    found = {fact: _number(env, names) for fact, names in SOURCES.items()}
+    found = {fact: number(env, fact) for fact in SOURCES}
     world_size = found["world_size"] or 1
     rank = found["rank"] or 0
     if not 0 <= rank < world_size:
@@ -66,14 +56,6 @@ def place_of(env: Mapping[str, str]) -> Place:
         attempt=found["attempt"] or 0,
         max_restarts=found["max_restarts"] or 0,
     )
-
-
-def _number(env: Mapping[str, str], names: Sequence[str]) -> int | None:
-    for name in names:
-        text = env.get(name, "")
-        if text.lstrip("-").isdigit():
-            return int(text)
-    return None
 
 
 def launch_line_id(env: Mapping[str, str]) -> str:
@@ -140,6 +122,7 @@ def _spec(options: LaunchOptions, script: Sequence[str], place: Place, run: Path
         plan=run / "plan.json" if options.apply else None,
         remedies=options.remedies,
         windows_fraction=options.windows,
+        verify=options.verify,
     )
     return RankSpec(place.rank, place.local_rank, argv, base | recorded)
 

@@ -26,6 +26,7 @@ from headway.runtime import patches, process_probe, remedy, timers, windows
 from headway.runtime.hooks import PostImport
 from headway.runtime.host_memory import process_memory
 from headway.runtime.probes import Probes, now, timers_off
+from headway.runtime.rank_variables import number
 from headway.trace.ring import CHILD, MAIN, Recorder, warn
 from headway.trace.vocabulary import SPANS
 
@@ -88,6 +89,7 @@ class Session:
         self.probes.recorder.close()
 
     def _end_of_steps(self) -> None:
+        self.probes.gap.stop()
         timers.flush_backward(self.probes)
         for name, step in self.probes.open_timers.values():
             warn(f"timer {name!r} was begun in step {step} and never ended: that stretch is not recorded")
@@ -137,7 +139,7 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, 
     recorder = Recorder(
         os.path.join(environ["HEADWAY_RUN"], "rings"),
         rank=rank_of(environ),
-        local_rank=int(environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID") or 0),
+        local_rank=number(environ, "local_rank") or 0,
         attempt=int(environ.get("HEADWAY_ATTEMPT") or 0),
         role=MAIN if is_main else CHILD,
     )
@@ -196,8 +198,7 @@ def after_import(module: ModuleType) -> None:
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
-    """Return the rank that the launcher gave this process: ours, torchrun's, Slurm's or Open MPI's variable, else 0."""
-    for name in ("HEADWAY_RANK", "RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
-        if environ.get(name, "").isdigit():
-            return int(environ[name])
-    return 0
+    """Return the rank that the launcher gave this process: ours, or what its launch line says, else 0."""
+    if environ.get("HEADWAY_RANK", "").isdigit():
+        return int(environ["HEADWAY_RANK"])
+    return max(number(environ, "rank") or 0, 0)

@@ -22,8 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
+from headway.core.cgroups import lines_of, number_in
+from headway.core.host import available_cores
+from headway.core.host_load import load_beside
 from headway.core.units import GIB, MIB, format_bytes
-from headway.runtime.host_memory import cgroup_memory, lines_of, meminfo, number_in
+from headway.runtime.host_memory import cgroup_memory, meminfo
 
 Value = int | float | str | None
 
@@ -122,25 +125,23 @@ def memory_limit(root: Path, env: Mapping[str, str]) -> Finding:
 
 
 def cores(root: Path, env: Mapping[str, str]) -> Finding:
-    """Cores that may be used: the affinity, cut to the cgroup's quota."""
-    usable = usable_cores(root)
+    """Cores that may be used: the affinity, cut to the tightest quota of the cgroups."""
+    usable = available_cores(root)
     return Finding("usable cores", usable, 1, usable >= 1, "give the container at least one core (--cpus)")
 
 
-def usable_cores(root: Path = Path("/")) -> float:
-    """Return how many cores this process may use at once."""
-    allowed = float(len(os.sched_getaffinity(0)))
-    quota = (lines_of(root / "sys/fs/cgroup/cpu.max") or [""])[0].split()
-    if len(quota) == 2 and quota[0].isdigit():
-        return min(allowed, int(quota[0]) / int(quota[1]))
-    old_quota = number_in(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
-    period = number_in(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
-    return min(allowed, old_quota / period) if old_quota and old_quota > 0 and period else allowed
+def other_load(root: Path, env: Mapping[str, str]) -> Finding:
+    """Cores that other processes keep busy now: what they take, a job does not get."""
+    load = load_beside(root=root)
+    if not load.readings:
+        return Finding("load of other processes", None, None, True)
+    text = f"{load.other_cores:.2f} of {load.cores_available:g} cores"
+    return Finding("load of other processes", text, None, True)
 
 
 def threads(root: Path, env: Mapping[str, str]) -> Finding:
     """Threads of torch's kernels against cores: unset, each rank of a plain start takes every core."""
-    usable = usable_cores(root)
+    usable = available_cores(root)
     text = env.get("OMP_NUM_THREADS", "")
     ranks = int(env.get("LOCAL_WORLD_SIZE", "1") or 1)
     wanted = int(text) * ranks if text.isdigit() else None
@@ -255,6 +256,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "memory": memory,
     "memory_limit": memory_limit,
     "cores": cores,
+    "other_load": other_load,
     "threads": threads,
     "python": python,
     "torch": torch,

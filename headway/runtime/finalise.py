@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.whole_file import whole_file
+from headway.runtime.rehearsals import settle
 from headway.trace import parquet, spool
-from headway.trace.assemble import build, by_rank, json_object
+from headway.trace.assemble import build, json_object
+from headway.trace.devices import by_rank
 
 
 def finalise(run: Path) -> list[Path]:
@@ -37,8 +39,10 @@ def finalise_attempt(
     restricts it to the rings that this rank's processes opened.
     """
     stems = spool.stems(run / "rings", attempt=attempt, rank=rank)
+    # Children that train get free numbers: none is free while only some of the ranks are at hand.
+    split = len(stems) == len(spool.stems(run / "rings", attempt=attempt))
     written = []
-    for number, processes in by_rank(stems).items():
+    for number, processes in by_rank(stems, split=split).items():
         trace = build(processes, rank=number, attempt=attempt, run=run, row=(rows or {}).get(number))
         path = run / "events" / f"a{attempt}-r{number}.parquet"
         path.parent.mkdir(exist_ok=True)
@@ -80,6 +84,7 @@ def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
         size += path.stat().st_size
         device = meta.get("device_type", device)
     memory = {path.stem[1:]: json_object(path).get("memory") for path in (run / "tables").glob("r*.json")}
+    settle(run)
     return {
         "applied": applied(run),
         "loaders": loaders(run),
@@ -92,7 +97,7 @@ def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
 
 
 def _spawned_here(known: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return rows of the ranks that a script spawned on this host; how they ended only their parent knows."""
+    """Return rows of the ranks that a script started itself on this host; how they ended only their parent knows."""
     return {
         int(rank): {
             "rank": int(rank),
@@ -104,7 +109,7 @@ def _spawned_here(known: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any
             "attempt": int(meta.get("attempt", 0)),
         }
         for rank, facts in known.items()
-        if facts.get("role") == "spawned" and facts.get("host") == socket.gethostname()
+        if facts.get("role") in ("spawned", "child") and facts.get("host") == socket.gethostname()
     }
 
 
@@ -112,7 +117,9 @@ def loaders(run: Path) -> dict[str, dict[str, Any]]:
     """Return the facts of each loader, of the lowest rank that has them; what any process saw drawn counts."""
     found: dict[str, dict[str, Any]] = {}
     # In this order a rank's own file comes before those of its loader workers, which know of draws only.
-    for path in sorted((run / "loaders").glob("r*.json"), reverse=True):
+    # A child that trains has a file under its process id: it speaks where no rank does.
+    own = sorted((run / "loaders").glob("r*.json"), reverse=True)
+    for path in own or sorted((run / "loaders").glob("p*.json"), reverse=True):
         for group, told in json_object(path).items():
             known = found.get(group, {})
             drawn = {

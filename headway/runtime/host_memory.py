@@ -11,6 +11,8 @@ import resource
 import sys
 from pathlib import Path
 
+from headway.core.cgroups import group_folders, lines_of, number_in
+
 NO_LIMIT = 1 << 60
 """A cgroup limit as large as this is none."""
 
@@ -46,27 +48,14 @@ def meminfo(root: Path, name: str) -> int | None:
 
 
 def cgroup_memory(root: Path) -> tuple[int | None, int | None]:
-    """Return (limit, use) of this cgroup's memory, None where there is no limit."""
-    for limit_name, use_name in (
-        ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),
-        ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        limit, use = number_in(root / limit_name), number_in(root / use_name)
-        if limit is not None and limit < NO_LIMIT:
-            return limit, use
-    return None, None
-
-
-def lines_of(path: Path) -> list[str]:
-    """Return a file's lines, none when it cannot be read."""
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def number_in(path: Path) -> int | None:
-    """Return the whole number that a file holds, None when it holds none."""
-    lines = lines_of(path)
-    text = lines[0].strip() if lines else ""
-    return int(text) if text.lstrip("-").isdigit() else None
+    """Return (limit, use) of the tightest of this process's cgroups and their ancestors; None without a limit."""
+    found = []
+    for folder in group_folders("memory", root):
+        for limit_name, use_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, use = number_in(folder / limit_name), number_in(folder / use_name)
+            if limit is not None and limit < NO_LIMIT:
+                found.append((limit, use))
+    return min(found, key=lambda pair: pair[0] - (pair[1] or 0), default=(None, None))

@@ -87,6 +87,8 @@ class LaunchOptions:
     """Run folder; None = ./headway-runs/<script>-<n>."""
     apply: Path | None = None
     """Plan file whose remedies the ranks apply."""
+    verify: bool = False
+    """Compare batches under a remedy with the script's own."""
     baseline: str | None = None
     """Run that the plan was made from, for the comparison."""
     remedies: Mapping[str, str] = field(default_factory=dict)
@@ -275,6 +277,7 @@ def specs_of(
             plan=recording.path / "plan.json" if options.apply else None,
             remedies=options.remedies,
             windows_fraction=options.windows,
+            verify=options.verify,
         )
         env["TORCHELASTIC_ERROR_FILE"] = str(recording.path / "logs" / f"r{place.rank}.error.json")
         specs.append(RankSpec(place.rank, place.local_rank, command, env))
@@ -354,6 +357,7 @@ class Attempts:
                 spec.rank,
                 plain=spec.rank == 0 if plain is None else plain,
                 label=f"{self.options.role}{spec.local_rank}",
+                alone=len(specs) == 1,
             )
         )
         self.streams.start()

@@ -114,6 +114,12 @@ class LoggerBridge:
         """Reports that the logger was too slow for."""
         return self._worker.dropped if self._worker is not None else 0
 
+    def ask(self) -> None:
+        """Queue a report now, beside those that are due; nothing happens where reports already wait."""
+        worker, session = self._worker, self._session
+        if worker is not None and session is not None and self._pid == os.getpid():
+            worker.put(session.probes.steps[0])
+
     def close(self) -> None:
         """Report once more and stop; waits for the logger at most `LAST_S`. Calling it again does nothing."""
         worker, self._worker = self._worker, None

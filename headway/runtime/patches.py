@@ -22,7 +22,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.runtime import probe_comm, probe_copy, probe_host, probe_input, probe_state, probe_step, timers
+from headway.runtime import (
+    probe_comm,
+    probe_copy,
+    probe_functional,
+    probe_gradient,
+    probe_host,
+    probe_input,
+    probe_model,
+    probe_state,
+    probe_step,
+    timers,
+)
 from headway.runtime.probes import Probes, timers_off
 
 Undo = Callable[[], None]
@@ -73,6 +84,7 @@ _C10D = "torch.distributed.distributed_c10d:"
 _HOOKS = "torch.optim.optimizer:register_optimizer_step_post_hook"
 _LOADER = "torch.utils.data.dataloader:"
 _DYNAMO = "torch._dynamo.callback:CompilationCallbackHandler."
+_FUNCTIONAL = "torch.distributed._functional_collectives:"
 _FETCH = "torch.utils.data._utils.fetch:"
 
 PATCHES: dict[str, Patch] = {
@@ -84,6 +96,14 @@ PATCHES: dict[str, Patch] = {
     "segment.backward.device": Patch("torch.autograd:backward", timers.device_backward, needs="cuda timers"),
     "segment.forward.device": Patch(_LOADER + "_BaseDataLoaderIter.__next__", timers.batch_ready, needs="cuda timers"),
     "segment.update.device": Patch(_HOOKS, register=timers.join_updates, needs="cuda timers"),
+    # What the steps are made of.
+    "forward": Patch("torch:nn.Module.__call__", probe_model.module_call, needs="timers"),
+    "mode": Patch("torch:nn.Module.train", probe_model.module_train, needs="timers"),
+    "segment.grad": Patch("torch:autograd.grad", probe_gradient.autograd_grad, needs="timers"),
+    "segment.grad.func": Patch("torch:_functorch.eager_transforms.grad_and_value_impl", probe_gradient.func_grad,
+                               needs="timers", optional=True),
+    "graph.replay": Patch("torch.cuda.graphs:CUDAGraph.replay", probe_gradient.graph_replay, needs="cuda timers",
+                          optional=True),
     # Input.
     "DataLoader.__iter__": Patch(_LOADER + "DataLoader.__iter__", probe_input.loader_iter),
     "DataLoader.__next__": Patch(_LOADER + "_BaseDataLoaderIter.__next__", probe_input.loader_next),
@@ -103,6 +123,10 @@ PATCHES: dict[str, Patch] = {
        for name in probe_comm.COLLECTIVES_SEEN},
     **{name: Patch(_C10D + name, probe_comm.point_to_point, copies=_DIST, optional=True)
        for name in probe_comm.POINT_TO_POINT},
+    **{f"functional.{name}": Patch(_FUNCTIONAL + name, probe_functional.launch, optional=True)
+       for name in probe_functional.LAUNCHES},
+    "functional.launched": Patch(_FUNCTIONAL + "_maybe_wrap_tensor", probe_functional.launched, optional=True),
+    "functional.wait": Patch(_FUNCTIONAL + "wait_tensor", probe_functional.wait_tensor, optional=True),
     "comm.wait": Patch("torch.nn.parallel.distributed:DistributedDataParallel.__init__", probe_comm.ddp_init),
     # State.
     "torch.save": Patch("torch.serialization:save", probe_state.save(1, "f"), copies=("torch",)),

@@ -57,6 +57,8 @@ class Groups:
         self.pending: dict[int, Pending] = {}
         self.models: list[weakref.ref[Any]] = []
         """Every DistributedDataParallel, for what deep windows note of them (`ddp_facts`)."""
+        self.launches: Any = None
+        """Functional collectives under way (`probe_functional.Launches`); None before the first."""
         self._numbers: dict[int, int] = {}
 
     def of(self, group: Any) -> int:

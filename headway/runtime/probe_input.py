@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
+import sys
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from headway.core.arena import Descriptor
+from headway.runtime import rehearsals
 from headway.runtime.draws import drawn, fingerprints, own_generators
 from headway.runtime.probes import Probes, now, write_json
+from headway.runtime.rereading import Kept, Rereadings, checksum
+from headway.runtime.run_delay import open_schedstat, read_delay
+from headway.runtime.samplers import sampler_of, steered
+from headway.runtime.script_lines import calling_line
 from headway.trace.vocabulary import SPANS
 
 NEXT, ITER, LOAD = SPANS["input.next"].code, SPANS["input.iter"].code, SPANS["input.load"].code
@@ -75,7 +79,12 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
 
     def opened(loader: Any) -> int:
         try:
-            return groups.of(loader)
+            group = groups.of(loader)
+            if probes.rereadings is None and probes.leads:
+                probes.rereadings = Rereadings(probes)
+            if loader.num_workers and probes.rereadings is not None:
+                probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
+            return group
         except Exception as cause:
             probes.failed("loader facts", cause)
             return -1
@@ -179,6 +188,7 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     def measured(self: Any, index: Any, meter: Meter) -> Any:
         """Fetch with a clock before the collate function, which is put back even when the dataset raises."""
         collate_fn = self.collate_fn
+        kept = meter.first(self.dataset, collate_fn, index)
         self.collate_fn = meter.timed(collate_fn)
         meter.start(self.dataset, collate_fn)
         try:
@@ -186,6 +196,8 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         finally:
             self.collate_fn = collate_fn
         meter.stop(batch)
+        if kept is not None:
+            kept.expected = checksum(batch)
         return batch
 
     return fetch
@@ -224,6 +236,17 @@ class Meter:
             return collate_fn(examples)
 
         return collate
+
+    def first(self, dataset: Any, collate_fn: Callable[[Any], Any], index: Any) -> Kept | None:
+        """Keep the first load of the main process, which is read again later; None for any other."""
+        if self.count or self.worker >= 0 or self._probes.rereadings is None:
+            return None
+        try:
+            kept: Kept | None = self._probes.rereadings.keep(self.group, dataset, collate_fn, index)
+            return kept
+        except Exception as cause:
+            self._probes.failed("input.again", cause)
+            return None
 
     def start(self, *holders: Any) -> None:
         """Begin a measured load; `holders`, dataset and collate function, may have generators of their own."""
@@ -300,40 +323,6 @@ class Look:
         return probes.looks[group] < LOOKS
 
 
-def open_schedstat() -> int:
-    """Return a descriptor of the calling thread's scheduler statistics, -1 where the kernel keeps none.
-
-    It stays open as long as the thread: one per fetcher, closed with it would cost a finaliser per iterator.
-    """
-    if _SCHEDSTAT.pid != os.getpid():  # one inherited by fork describes the parent's thread
-        try:
-            _SCHEDSTAT.file = Descriptor(os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:
-            _SCHEDSTAT.file = Descriptor(-1)
-        _SCHEDSTAT.pid = os.getpid()
-    return _SCHEDSTAT.file.fileno()
-
-
-class _Schedstat(threading.local):
-    """What the calling thread has open; it ends with the thread."""
-
-    pid = -1
-    file = Descriptor(-1)
-
-
-_SCHEDSTAT = _Schedstat()
-
-
-def read_delay(descriptor: int) -> int:
-    """Return the nanoseconds that the thread was ready to run but had no core; -1 if unknown."""
-    if descriptor < 0:
-        return -1
-    try:
-        return int(os.pread(descriptor, 96, 0).split()[1])
-    except (OSError, ValueError, IndexError):
-        return -1
-
-
 def batch_bytes(batch: Any, depth: int = 0) -> int:
     """Return the bytes of the tensors and arrays in a batch of nested lists, tuples and mappings."""
     nbytes = getattr(batch, "nbytes", None)
@@ -351,7 +340,8 @@ def batch_bytes(batch: Any, depth: int = 0) -> int:
 class LoaderGroups:
     """Gives each loader a small number, in order of first use: the same on all ranks that run the same script.
 
-    A loader made anew for each epoch, with the same facts as one that is gone, keeps that one's number.
+    A loader made anew for each epoch, with the same facts as one that is gone, keeps that one's number; how much data
+    it has is no such fact.
     """
 
     def __init__(self, probes: Probes) -> None:
@@ -364,19 +354,36 @@ class LoaderGroups:
         for group, (reference, _) in enumerate(self._loaders):
             if reference() is loader:
                 return group
-        facts = loader_facts(loader)
+        # Where it is iterated for the first time: a loader of a trainer's own has no line of the script that made it.
+        facts = {**loader_facts(loader), "line": calling_line(sys._getframe(1))}
+        size = {key: facts[key] for key in ("dataset_size", "smallest_dataset")}  # a replay buffer grows
         for group, (reference, old) in enumerate(self._loaders):
-            if reference() is None and old == facts:
+            if reference() is None and {**old, **size} == facts:
                 self._loaders[group] = (weakref.ref(loader), facts)
+                self._note_size(self.probes.loaders[group], facts["dataset_size"])
                 if not self._is_dataset[group](loader.dataset):
                     self._is_dataset[group] = _recognised(loader.dataset)
                     self.probes.loaders[group]["datasets"] += 1
                 return group
         self._loaders.append((weakref.ref(loader), dict(facts)))
         self._is_dataset.append(_recognised(loader.dataset))
-        self.probes.loaders[len(self._loaders) - 1] = facts
+        group = len(self._loaders) - 1
+        self.probes.loaders[group] = facts
         self.probes.write_tables()
-        return len(self._loaders) - 1
+        try:
+            rehearsals.begin(self.probes, group, loader)
+        except Exception as cause:
+            self.probes.failed("loader rehearsal", cause)
+        return group
+
+    @staticmethod
+    def _note_size(known: dict[str, Any], size: int | None) -> None:
+        """Widen the sizes in a loader's facts to that of its next dataset; one of unknown size makes them unknown."""
+        if size is None or known["dataset_size"] is None:
+            known["dataset_size"] = known["smallest_dataset"] = None
+            return
+        known["dataset_size"] = max(size, known["dataset_size"])
+        known["smallest_dataset"] = min(size, known["smallest_dataset"])
 
 
 def _recognised(thing: Any) -> Callable[[Any], bool]:
@@ -407,14 +414,35 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "pin_memory": bool(loader.pin_memory),
         "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
         "dataset_size": size,
-        "sampler": type(loader.sampler).__name__,
+        "smallest_dataset": size,
+        "sampler": type(sampler_of(loader)).__name__,
         "dataset": type(loader.dataset).__name__,
         "datasets": 1,
         "own": is_own(loader),
         "draws": None,
         "collate_draws": None,
+        "changes": None,
+        "changes_unchecked": "",
+        "worker_init_fn": name_of(loader.worker_init_fn),
+        "steered": None if streams else steered(loader),
         "reason_untunable": "an IterableDataset: more workers would repeat its data" if streams else None,
     }
+
+
+def name_of(function: Any) -> str | None:
+    """Return module:name of a function, of an object that is called the name of its class; None for None.
+
+    What `functools.partial` wraps gives the name.
+
+    >>> name_of(name_of)
+    'headway.runtime.probe_input:name_of'
+    """
+    if function is None:
+        return None
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def is_own(loader: Any) -> bool:

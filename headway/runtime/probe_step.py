@@ -1,10 +1,11 @@
-"""Probes of the optimizer: the only thing that ends a step.
+"""Probes of the optimizer: what ends a step wherever a script has one.
 
 Every `Optimizer` subclass gets its `step` from `Optimizer.profile_hook_step`
 when the first instance is made, so one patch there sees all optimizers, fused
 or not, several at once, under a scheduler or a scaler. An optimizer that
 steps another one inside is one step. Inside a compiled region nothing is
-recorded: the wrapper is traced away.
+recorded: the wrapper is traced away. A closure is recorded apart: what it
+computes is forward and backward, not the optimizer's own work.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from headway.trace.progress_page import OP, PROGRESS_NS
 from headway.trace.progress_page import STEP as STEPS
 from headway.trace.vocabulary import SPANS
 
-STEP = SPANS["optimizer.step"].code
+STEP, CLOSURE = SPANS["optimizer.step"].code, SPANS["optimizer.closure"].code
 
 
 def profile_hook_step(original: Callable[..., Any], probes: Probes) -> staticmethod[..., Any]:
@@ -59,12 +60,16 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     emit, steps, due, wake, live = probes.emit, probes.steps, probes.due, probes.wake, probes.live
     is_compiling, index_of, indices = torch.compiler.is_dynamo_compiling, probes.index_of, probes.indices
     stepping, cells, last = probes.stepping, probes.page.cells, probes.last_backward
+    gradients, gap = probes.gradients, probes.gap
+    begun, counted, gap_open, gap_asks = gradients.begun, gradients.counted, gap.open, gap.asks
 
     @functools.wraps(inner)
     def step(*args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's step and record how long it took."""
         if is_compiling() or stepping[0] or not live[0]:
             return inner(*args, **kwargs)
+        if kwargs or len(args) > 1:
+            args, kwargs = with_closure(args, kwargs, probes)
         stepping[0] = True
         start = now()
         try:
@@ -78,11 +83,20 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
                 index = index_of(args[0])
             emit(STEP, start, duration, index, 0, last[0], last[1])
             last[1] = 0
-            steps[0] = count = steps[0] + 1
             page = cells[0]
             page[PROGRESS_NS] = start + duration
-            page[STEPS] = count
             page[OP] = 0  # whatever was open is over, also what an exception left
+            now_begun = begun[0]
+            if now_begun != counted.get(index, 0):
+                counted[index] = now_begun
+                gradients.optimized[0] = True
+            elif not gradients.counts(index):
+                return result
+            steps[0] = count = steps[0] + 1
+            page[STEPS] = count
+            gap_open[0] = True
+            if gap_asks[0]:
+                gap.note_loop()
             if count >= due[0]:
                 wake(index)
         except Exception as cause:
@@ -93,23 +107,51 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     return step
 
 
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], probes: Probes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step with a clock around the closure, if they hold one."""
+    closure = kwargs.get("closure")
+    if callable(closure):
+        return args, {**kwargs, "closure": timed_closure(closure, args[0], probes)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], timed_closure(args[1], args[0], probes), *args[2:]), kwargs
+    return args, kwargs
+
+
+def timed_closure(closure: Callable[[], Any], optimizer: Any, probes: Probes) -> Callable[[], Any]:
+    """Return `closure` with a clock around it."""
+    emit = probes.emit
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        """Call the closure and record how long that took."""
+        start = now()
+        result = closure(*args, **kwargs)
+        try:
+            emit(CLOSURE, start, now() - start, probes.index_of(optimizer))
+        except Exception as cause:
+            probes.failed("optimizer.closure", cause)
+        return result
+
+    timed.__wrapped__ = closure  # type: ignore[attr-defined]  # for those who look through wrappers
+    return timed
+
+
 def scaler_step(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `GradScaler.step`: a step that it skips (gradients not finite) counts, with seq = 1."""
-    emit, steps, index_of = probes.emit, probes.steps, probes.index_of
+    emit, cells, index_of = probes.emit, probes.page.cells, probes.index_of
 
     @functools.wraps(original)
     def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the scaler's step; record the optimizer step that did not happen."""
-        before, start = steps[0], now()
+        before, start = cells[0][PROGRESS_NS], now()
         result = original(self, optimizer, *args, **kwargs)
         try:
-            if steps[0] == before:
+            if cells[0][PROGRESS_NS] == before:
                 index = index_of(optimizer)
                 emit(STEP, start, now() - start, index, 1)
-                steps[0] = before + 1
-                probes.page.cells[0][STEPS] = before + 1
-                if before + 1 >= probes.due[0]:
-                    probes.wake(index)
+                if probes.gradients.counts(index):
+                    probes.advance(index)
         except Exception as cause:
             probes.failed("GradScaler.step", cause)
         return result

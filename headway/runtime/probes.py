@@ -18,8 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.runtime.gap_stacks import GapStacks
+from headway.runtime.gradients import Gradients
+from headway.runtime.loop_depth import loop_depth
+from headway.runtime.run_delay import open_schedstat, read_delay
 from headway.runtime.saves import Saves
-from headway.trace.progress_page import PageWriter
+from headway.trace.progress_page import PROGRESS_NS, PageWriter
+from headway.trace.progress_page import STEP as STEPS
 from headway.trace.ring import CHILD, MAIN, SPAWNED, Recorder, warn
 from headway.trace.vocabulary import SPANS
 
@@ -50,8 +55,8 @@ class Probes:
     device_timers: Any = None
     """The process's `timers.DeviceTimers`; None before the first backward on a device."""
 
-    last_backward: list[int] = field(default_factory=lambda: [0, 0])
-    """[2] Start and duration of a backward that is not recorded yet; duration 0 = none."""
+    last_backward: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """[3] Start and duration of a backward that is not recorded yet (duration 0 = none), 1 if it began a new cycle."""
 
     open_timers: dict[int, tuple[str, int]] = field(default_factory=dict)
     """`id` of a timer of the script's own that was begun -> its name and the step of its begin."""
@@ -67,6 +72,9 @@ class Probes:
 
     looks: dict[int, int] = field(default_factory=dict)
     """Group -> loads around which this process has looked at the random number generators."""
+
+    rereadings: Any = None
+    """What is read again later (`rereading.Rereadings`); None before the first loader."""
 
     inside: set[int] = field(default_factory=set)
     """Threads inside a recorded save, load or collective: what those call themselves is not recorded again."""
@@ -86,8 +94,26 @@ class Probes:
     stepping: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether an optimizer is stepping: one that it steps inside is part of its step."""
 
+    gradients: Gradients = field(default_factory=Gradients)
+    """Which updates count, and what counts where there is no optimizer."""
+
+    models: Any = None
+    """The models that were called (`probe_model.Models`); None before torch was imported."""
+
+    gap: GapStacks = field(default_factory=GapStacks)
+    """What the script does between an update and the next forward."""
+
+    forwarding: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether the training thread is inside a module, or a backward: the modules called there are parts."""
+
+    differentiating: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether gradients are computed without a backward just now: what that calls itself is not recorded again."""
+
+    trainer: list[int] = field(default_factory=lambda: [0])
+    """[1] Identifier of the thread that ran the last backward or update; 0 before the first."""
+
     steps: list[int] = field(default_factory=lambda: [0])
-    """[1] Optimizer steps so far, all optimizers together."""
+    """[1] Optimizer steps so far, all optimizers together; without an optimizer: backwards, or forwards, that count."""
 
     due: list[int] = field(default_factory=lambda: [1])
     """[1] `wake` is called when `steps` reaches this number."""
@@ -138,11 +164,24 @@ class Probes:
         if steps == 1:
             self.page.train_here()
             self.write_tables()
+            if self.gradients.watched[0]:
+                self.gap.follow(self.trainer, self.write_tables)
         self.due[0] = due
 
+    def advance(self, index: int) -> None:
+        """Count a step that no optimizer's wrapper counts itself; `index` as for `wake`."""
+        count = self.steps[0] = self.steps[0] + 1
+        page = self.page.cells[0]
+        page[PROGRESS_NS], page[STEPS] = now(), count
+        if count >= self.due[0]:
+            self.wake(index)
+
     def mark_cpu(self) -> None:
-        """Note the CPU time of the calling thread: it tells a replay whether compute occupies a core of the host."""
-        self.emit(CPU, now(), 0, time.thread_time_ns())
+        """Note the CPU time of the calling thread, its wait for a core, and the CPU time of all threads.
+
+        They tell a replay how many cores of the host compute occupies, and how much of it was waiting for one.
+        """
+        self.emit(CPU, now(), 0, time.thread_time_ns(), read_delay(open_schedstat()), time.process_time_ns())
 
     def index_of(self, optimizer: Any) -> int:
         """Return a small number for an optimizer, in order of first step; a dead one's `id` is not mistaken for it."""
@@ -150,6 +189,7 @@ class Probes:
         if index < 0:
             index = self.indices[id(optimizer)] = len(self.tables["optimizers"])
             self.tables["optimizers"][str(index)] = type(optimizer).__name__
+            self.tables.setdefault("loops", {})[str(index)] = loop_depth(sys._getframe(1))
             weakref.finalize(optimizer, self.indices.pop, id(optimizer), None).atexit = False
         return index
 
@@ -158,6 +198,11 @@ class Probes:
         """Whether this process is a rank, and not a child of one."""
         return self.recorder.role in (MAIN, SPAWNED)
 
+    @property
+    def remedied(self) -> bool:
+        """Whether a plan with remedies is applied: what is recorded then is not the script as it was made."""
+        return self.context is not None and bool(self.context.outcomes)
+
     def became_rank(self, rank: int) -> None:
         """Note the rank that `init_process_group` gave this process; a child becomes a rank by that."""
         self.recorder.set_rank(rank, role=SPAWNED if self.recorder.role == CHILD else None)
@@ -165,14 +210,21 @@ class Probes:
             self.context.write()
 
     def write_tables(self) -> None:
-        """Write the tables and loader facts of a rank, each in one atomic act; other processes write none."""
-        if not self.leads:
+        """Write the tables and loader facts of a rank, each in one atomic act.
+
+        A child writes them once it trains, under its process id: it may become a rank of its own.
+        """
+        if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
             return
         rank = self.recorder.rank
+        script = self.gap.report()
+        if script:
+            self.tables["script"] = script
+        file = f"r{rank}.json" if self.leads else f"p{os.getpid()}.json"
         tables = {**self.tables, "rank": rank, "attempt": self.recorder.attempt, "device_type": device_type()}
         for folder, content in (("tables", tables), ("loaders", self.loaders)):
             try:
-                write_json(f"{self.run}/{folder}/r{rank}.json", content)
+                write_json(f"{self.run}/{folder}/{file}", content)
             except (OSError, TypeError, ValueError) as cause:
                 self.failed(f"{folder} file", cause)
 

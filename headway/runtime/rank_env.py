@@ -116,6 +116,7 @@ def headway_env(
     plan: Path | None = None,
     remedies: Mapping[str, str] | None = None,
     windows_fraction: float = 0.01,
+    verify: bool = False,
 ) -> dict[str, str]:
     """Return headway's own variables for a rank; PYTHONPATH keeps what the user had behind ours."""
     paths = [str(INJECT), *([base["PYTHONPATH"]] if base.get("PYTHONPATH") else [])]
@@ -128,6 +129,7 @@ def headway_env(
     }
     if plan is not None:
         env["HEADWAY_PLAN"] = str(plan)
+        env["HEADWAY_VERIFY"] = "1" if verify else ""
     return env
 
 

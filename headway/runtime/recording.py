@@ -33,6 +33,7 @@ from headway.runtime.host_memory import host_memory
 
 if TYPE_CHECKING:
     from headway.runtime.drain import Drainer
+    from headway.runtime.load_watch import LoadWatch
 
 SCHEMA = "headway.run-folder/1"
 DEFAULT_MAX_RUN_BYTES = 512_000_000
@@ -128,6 +129,8 @@ class Recording:
     memory: dict[str, int | None] = field(default_factory=host_memory)
     """Memory of this host before the ranks started."""
     drainer: Drainer | None = None
+    load_watch: LoadWatch | None = None
+    """Follows what other processes take of the cores, from the first attempt on."""
     problems: list[str] = field(default_factory=list)
     """What went wrong with the recording, for the launcher to say."""
 
@@ -160,6 +163,7 @@ class Recording:
     def begin(self, attempt: int) -> Drainer:
         """Start to drain the rings of `attempt`; call it once the ranks run."""
         from headway.runtime.drain import Drainer
+        from headway.runtime.load_watch import LoadWatch
 
         self.attempt = attempt
         kept = sum(file.stat().st_size for file in (self.path / "events").glob("*.parquet"))
@@ -167,8 +171,16 @@ class Recording:
         self.drainer = Drainer(
             self.path, attempt=attempt, budget_bytes=budget, rank=self.rank_only, earlier=self.drainer
         )
+        # Ranks that joined another launcher's line are its children, as are the ranks beside them.
+        self.load_watch = LoadWatch(os.getppid() if self.rank_only is not None and self.nproc > 1 else os.getpid())
+        self.drainer.listeners.append(self.load_watch.add)
+        self.drainer.lookers.append(self.load_watch.look)
         self.drainer.start()
         return self.drainer
+
+    def _host_load(self) -> dict[str, Any] | None:
+        """Return the load beside the training part of the last attempt, as far as it was followed."""
+        return self.load_watch.to_builtins() if self.load_watch is not None else None
 
     def end_attempt(self, rows: Sequence[RankRow]) -> None:
         """Stop draining and write the events of the attempt that ended.
@@ -224,6 +236,7 @@ class Recording:
             "world_size": max(self.world_size, len({row["rank"] for row in rows})),
             "device_type": from_ranks.get("device_type", "cpu"),
             "cores": host_cores(),
+            "host_load": self._host_load(),
             **self.memory,
             "memory": from_ranks.get("memory", {}),
             "ranks": rows,

@@ -64,6 +64,15 @@ class Context:
     allow: str = ""
     """What the user allowed besides changes that keep every result: '' or 'result-equivalent'."""
 
+    verify: bool = False
+    """Whether batches under a remedy are compared with the script's own (`headway run --verify`)."""
+
+    step_s: float | None = None
+    """Seconds of an optimizer step in the run that the plan was made from; None = unknown."""
+
+    shared: dict[str, Any] = field(default_factory=dict)
+    """What the remedies of a plan have together, by name."""
+
     undos: list[Undo] = field(default_factory=list)
     """Undos of what the remedy patched, in order."""
 
@@ -120,11 +129,12 @@ def apply_plan(probes: Probes, environ: Mapping[str, str]) -> list[Undo]:
     path = environ.get("HEADWAY_PLAN", "")
     if not path:
         return []
-    context = Context(probes)
+    context = Context(probes, verify=bool(environ.get("HEADWAY_VERIFY")))
     probes.context = context
     try:
         table = json.loads(environ.get("HEADWAY_REMEDIES") or "{}")
-        remedies = read_plan(path).remedies
+        plan = read_plan(path)
+        remedies, context.step_s = plan.remedies, plan.step_s
     except Exception as cause:
         probes.failed(f"plan {path}", cause)
         return []

@@ -3,8 +3,10 @@
 One thread reads all pipes. Rank 0 comes through untouched, byte for byte;
 other ranks come line by line behind torchrun's prefix `[default1]:`. When
 the launcher's own stream is a terminal, rank 0 gets a pseudo-terminal, so
-that its progress bars and colours stay. Sizes in bytes, times in ns on
-CLOCK_MONOTONIC.
+that its progress bars and colours stay. A stdout that is a file or a pipe
+gets nothing but what the ranks write: the bytes of a rank that is alone, the
+whole lines of several, without a prefix, as under torchrun. Sizes in bytes,
+times in ns on CLOCK_MONOTONIC.
 
 >>> import tempfile
 >>> log = BoundedLog(Path(tempfile.mkdtemp()) / "r0.out", limit_bytes=12)
@@ -108,6 +110,7 @@ class _Source:
     log: BoundedLog
     out_fd: int
     prefix: bytes | None
+    """Put before each line; b"": whole lines are passed on as they are; None: bytes, as soon as they come."""
     tail: Tail | None
     partial: bytearray = field(default_factory=bytearray)
 
@@ -132,10 +135,11 @@ class Streams:
         self.before_output: Callable[[], None] | None = None
         """Called just before rank output reaches the terminal: it wipes a status line."""
 
-    def attach(self, rank: int, *, plain: bool, label: str) -> tuple[int, int]:
+    def attach(self, rank: int, *, plain: bool, label: str, alone: bool = False) -> tuple[int, int]:
         """Make a rank's stdout and stderr; returns the descriptors its process writes to (close them after the start).
 
-        `plain` passes bytes through untouched; otherwise each line gets the prefix `[label]:`.
+        `plain` passes bytes through untouched; otherwise each line gets the prefix `[label]:`. A stdout that is no
+        terminal never gets a prefix: it takes the bytes of a rank that is `alone`, else whole lines.
         """
         tail = self._tails[rank] = Tail()
         ends = []
@@ -143,6 +147,8 @@ class Streams:
             read_fd, write_fd = _terminal_pair(out_fd) if plain else os.pipe()
             log = BoundedLog(self.logs / f"r{rank}.{suffix}", self._limit)
             prefix = None if plain else f"[{label}]:".encode()
+            if suffix == "out" and out_fd == 1 and not os.isatty(out_fd):
+                prefix = None if alone else b""
             source = _Source(rank, read_fd, log, out_fd, prefix, tail if suffix == "err" else None)
             with self._lock:
                 self._selector.register(read_fd, selectors.EVENT_READ, source)
@@ -222,19 +228,21 @@ class Streams:
             self._show(source.out_fd, data)
             return
         source.partial += data
-        end = max(source.partial.rfind(b"\n"), source.partial.rfind(b"\r")) + 1
+        end = max(source.partial.rfind(b"\n"), source.partial.rfind(b"\r") if source.prefix else -1) + 1
         if not end and len(source.partial) > LINE_LIMIT_BYTES:
             end = len(source.partial)
         self._show_lines(source, end)
 
     def _show_lines(self, source: _Source, end: int) -> None:
-        """Pass on the first `end` bytes of a prefixed rank, line by line; a carriage return ends a line too."""
+        """Pass on the first `end` bytes of a rank, line by line; behind a prefix a carriage return ends a line too."""
         if not end:
             return
-        text = bytes(source.partial[:end]).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        text = bytes(source.partial[:end])
         del source.partial[:end]
-        lines = [line for line in text.split(b"\n") if line]
-        self._show(source.out_fd, b"".join(b"%b%b\n" % (source.prefix or b"", line) for line in lines))
+        if source.prefix:
+            lines = text.replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+            text = b"".join(b"%b%b\n" % (source.prefix, line) for line in lines if line)
+        self._show(source.out_fd, text)
 
     def _end(self, source: _Source) -> None:
         self._show_lines(source, len(source.partial))

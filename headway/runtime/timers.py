@@ -12,12 +12,15 @@ stamp. A device without events keeps the host clock, and the tables say so.
 
 from __future__ import annotations
 
+import _thread
 import functools
 import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from headway.runtime.gradients import BACKWARD as BY_BACKWARD
+from headway.runtime.gradients import leaf_of
 from headway.runtime.probes import Probes, now
 from headway.trace.progress_page import OP, SINCE_NS
 from headway.trace.vocabulary import SPANS
@@ -43,22 +46,38 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     The record of the update that follows carries it: a record less per step. Earlier micro-batches get their own.
     """
     emit, cells, steps, last = probes.emit, probes.page.cells, probes.steps, probes.last_backward
+    gradients, forwarding, trainer, gap = probes.gradients, probes.forwarding, probes.trainer, probes.gap
+    begun, optimized, ident = gradients.begun, gradients.optimized, _thread.get_ident
+    gradients.watched[0] = True
     probes.tables["timers"] = {"clock": "host"}
-    for function in (look_at, probes.page.seen_loss, probes.failed):
+    for function in (look_at, probes.page.seen_loss, probes.failed, gradients.began, gradients.ended, leaf_of, begin,
+                     gradients._chosen, probes.advance, probes.wake, gap.note_loop):  # fmt: skip
         out_of_compiler(function)
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         """Run backward and record how long that took."""
+        begun[0] += 1
+        trainer[0] = ident()
+        fresh = 0 if optimized[0] else begin(probes, args[0] if args else kwargs.get("tensors"))
+        outer, forwarding[0] = forwarding[0], True
         page, start = cells[0], now()
         page[SINCE_NS] = start
         page[OP] = BACKWARD
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            forwarding[0] = outer
         try:
             page[OP] = 0
             if last[1]:
-                emit(BACKWARD, last[0], last[1], 0)
-            last[0], last[1] = start, now() - start
+                emit(BACKWARD, last[0], last[1], 0, -1, last[2])
+            last[0], last[1], last[2] = start, now() - start, fresh
+            if not optimized[0]:
+                gradients.ended()
+                gap.open[0] = True
+                if gap.asks[0]:
+                    gap.note_loop()
             if not steps[0] & (LOOK_EVERY - 1):
                 look_at(args[0], probes)
         except Exception as cause:
@@ -66,6 +85,18 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
         return result
 
     return out_of_compiler(backward)
+
+
+def begin(probes: Probes, roots: Any) -> int:
+    """Return 1 if a backward from `roots` begins a new cycle of gradients; that ends a step if nothing else does."""
+    try:
+        fresh, ended = probes.gradients.began(roots)
+        if ended:
+            probes.advance(BY_BACKWARD)
+    except Exception as cause:
+        probes.failed("fresh gradients", cause)
+        return 0
+    return fresh
 
 
 def out_of_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +306,7 @@ def device_facts(timers: DeviceTimers) -> dict[str, Any]:
 
 def flush_backward(probes: Probes) -> None:
     """Write the backward that no update followed."""
-    start, duration = probes.last_backward
+    start, duration, fresh = probes.last_backward
     if duration:
         probes.last_backward[1] = 0
-        probes.emit(BACKWARD, start, duration, 0)
+        probes.emit(BACKWARD, start, duration, 0, -1, fresh)

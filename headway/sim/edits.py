@@ -10,8 +10,8 @@ cause multiplies its durations, after a resource (`bandwidth`, `storage`,
 Traceback (most recent call last):
 headway.core.errors.UnknownNameError: unknown edit 'worker'. Did you mean 'workers'? Choose one of: accelerator, \
 bandwidth, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, cores, gc, host, host.gc, \
-host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, persistent, \
-prefetch, storage, straggler, threads, workers.
+host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, other, \
+persistent, prefetch, script, storage, straggler, threads, workers.
 """
 
 from __future__ import annotations
@@ -44,6 +44,36 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
+class Workers:
+    """How many workers, and which loaders get them.
+
+    >>> Workers.read("4"), Workers.read("2@0+3")
+    (Workers(count=4, groups=None), Workers(count=2, groups=(0, 3)))
+    """
+
+    count: int
+    """Workers per rank."""
+
+    groups: tuple[int, ...] | None = None
+    """Groups of the loaders whose number of workers, threads, batches in flight and persistence change; None = all."""
+
+    def __bool__(self) -> bool:
+        """Say whether there are any."""
+        return self.count > 0
+
+    @classmethod
+    def read(cls, text: str) -> Workers:
+        """Read 'COUNT' or 'COUNT@GROUP+GROUP'."""
+        match = re.fullmatch(r"([0-9]+)(?:@([0-9]+(?:\+[0-9]+)*))?", text)
+        if match is None:
+            raise InputError(
+                f"{text!r} is not a count. Write a whole number, at least 0; 4@0+2 gives 4 to loaders 0 and 2."
+            )
+        groups = None if match[2] is None else tuple(sorted({int(group) for group in match[2].split("+")}))
+        return cls(int(match[1]), groups)
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """Every edit resolved: what the replay has to change. The default changes nothing."""
 
@@ -62,8 +92,8 @@ class Scenario:
     transfer: float = 1.0
     """Factor on the hand-off of a finished batch and on copies to the device."""
 
-    workers: int | None = None
-    """Loader workers per rank; None = as recorded."""
+    workers: Workers | None = None
+    """Loader workers per rank, and the loaders that have them; None = as recorded."""
 
     threads: bool = False
     """Workers are threads of the rank: nothing is handed over between processes."""
@@ -89,8 +119,11 @@ class Scenario:
     bandwidth: float = 1.0
     """Speed of the links against the recorded one."""
 
-    cores: int | None = None
-    """Usable cores of the host; None = as recorded."""
+    cores: float | None = None
+    """Usable cores of the host, with a quota a broken number; None = as recorded."""
+
+    other: float | None = None
+    """Cores of the host that other processes want; None = as recorded."""
 
     storage: float = 1.0
     """Speed of the storage against the recorded one."""
@@ -106,6 +139,10 @@ class Scenario:
 
     gc_every: int | None = None
     """Garbage is collected every so many steps, on all ranks at once, and never in between."""
+
+    def reaches(self, group: int) -> bool:
+        """Say whether edits of workers concern the loader of number `group`."""
+        return self.workers is None or self.workers.groups is None or group in self.workers.groups
 
     def factor(self, name: str) -> float:
         """Return the factor on durations of the operation `name`."""
@@ -196,6 +233,16 @@ def _count(lowest: int) -> Callable[[str], int]:
     return read
 
 
+def _cores(lowest: float) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        number = _number(text)
+        if not lowest <= number < math.inf:
+            raise InputError(f"{text!r} is not a number of cores. Write a number, at least {lowest:g}.")
+        return number
+
+    return read
+
+
 def _fraction(text: str) -> float:
     number = _number(text)
     if not 0 <= number <= 1:
@@ -271,11 +318,12 @@ EDITS: dict[str, EditRule] = {
     "input.transfer": EditRule(_factor, _multiplies("transfer"), "hand-off from the worker, copy to the device"),
     "comm": EditRule(_factor, _scales("comm.*"), "collectives after the last rank has arrived"),
     "checkpoint": EditRule(_factor, _scales("checkpoint.*"), "saves, copies, fsync, renames, loads, waits"),
-    "host": EditRule(_factor, _scales("host.*"), "garbage collection, logging, compilation"),
+    "host": EditRule(_factor, _scales("host.*"), "garbage collection, logging, compilation, the script's own code"),
     "host.gc": EditRule(_factor, _scales("host.gc"), "garbage collection"),
     "host.logging": EditRule(_factor, _scales("host.logging"), "handlers of the logging module"),
+    "script": EditRule(_factor, _scales("host.script"), "the script's own code between an update and a forward"),
     "op:GLOB": EditRule(_factor, _scales(), "operations whose recorded name matches, for example op:optimizer.*=0.5x"),
-    "workers": EditRule(_count(0), _sets("workers"), "loader workers per rank"),
+    "workers": EditRule(Workers.read, _sets("workers"), "loader workers per rank; 4@0+2: of loaders 0 and 2 alone"),
     "threads": EditRule(_flag, _sets("threads"), "workers are threads, no processes: true or false"),
     "prefetch": EditRule(_count(1), _sets("prefetch"), "batches in flight per worker"),
     "persistent": EditRule(_flag, _sets("persistent"), "workers outlive the epoch: true or false"),
@@ -284,7 +332,8 @@ EDITS: dict[str, EditRule] = {
     "cache_shards": EditRule(_count(1), _sets("cache_shards"), "parts in which ranks deal examples anew each epoch"),
     "bucket_mb": EditRule(_size_mb, _sets("bucket_mb"), "DDP bucket size in MiB (its bucket_cap_mb), or default"),
     "bandwidth": EditRule(_speed, _sets("bandwidth"), "speed of the links"),
-    "cores": EditRule(_count(1), _sets("cores"), "usable cores of the host"),
+    "cores": EditRule(_cores(0.05), _sets("cores"), "usable cores of the host; 1.5 = a quota of one and a half"),
+    "other": EditRule(_cores(0.0), _sets("other"), "cores that other processes want, for example 0.5"),
     "storage": EditRule(_storage, _set_storage, "speed of the storage; or shared | parallel: how it serves readers"),
     "accelerator": EditRule(_speed, _sets("accelerator"), "speed of compute"),
     "logging": EditRule(_buffered, _sets("buffered_logging"), "buffered: handlers run in a background thread"),

@@ -6,32 +6,23 @@ the worker's last instruction until the batch can be taken, and the time that
 taking it costs the training thread. Workers take batches in turn, one at a
 time; a worker is told of batch `s` once batch `s - prefetch * workers` was
 taken. Times are int64 ns.
-
->>> untunable({"sampler": "RandomSampler"}), untunable({"sampler": "MySampler"})[:20]
-('', 'MySampler: a sampler')
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.units import NS_PER_MS, NS_PER_US
+from headway.core.units import NS_PER_MS, NS_PER_S, NS_PER_US
 from headway.sim.edits import Scenario
 from headway.sim.recording import Batches, Lane, Recording
+from headway.trace.loader_facts import LoaderFacts, bound, uncacheable
 
 SLACK_NS = 3 * NS_PER_MS
 """A batch that was loaded this long before it was asked for had surely been handed over."""
-
-
-SAFE_SAMPLERS = (
-    "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
-)  # fmt: skip
-"""Samplers whose order depends on nothing that training changes: reading them ahead is safe."""
 
 MAX_PRESSURE = 10.0
 """Beyond this, run-queue wait says more about single wake-ups than about the host."""
@@ -71,6 +62,12 @@ class Costs:
     thread_ns: int = 400 * NS_PER_US
     """Making one thread, on the training thread; ending it takes as long as the example that it reads."""
 
+    trial_ns: int = 40 * NS_PER_MS
+    """Trying in a forked child whether workers may make a loader's batches: once for loaders with the same facts."""
+
+    thread_trial_ns: int = 400 * NS_PER_MS
+    """The same for threads, and how long two of them wait for the interpreter's lock."""
+
     hit_ns: int = 15 * NS_PER_US
     """Serving one example from the cache."""
 
@@ -88,7 +85,7 @@ class Costs:
         """Return the costs on a host whose other work makes CPU time take `factor` times as long."""
         names = (
             "handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
-            "thread_handoff_ns", "thread_receive_ns", "thread_ns",
+            "thread_handoff_ns", "thread_receive_ns", "thread_ns", "trial_ns",
         )  # fmt: skip
         return replace(self, **{name: round(getattr(self, name) * factor) for name in names})
 
@@ -115,6 +112,9 @@ class Loading:
     take_ns: NDArray[np.float64]
     """[b] What the call costs the training thread beside the load."""
 
+    between_ns: NDArray[np.float64]
+    """[b] From the end of the worker's load before until it begins this one, although it had been told of it."""
+
     iter_ns: NDArray[np.float64]
     """[i] Creation of the iterator, on the training thread."""
 
@@ -123,6 +123,12 @@ class Loading:
 
     stop_ns: NDArray[np.float64]
     """[i] Call that finds the pass at its end, on the training thread."""
+
+    def paced(self, fetch: float, cpu: float) -> Loading:
+        """Return the loads with both parts scaled."""
+        if fetch == 1.0 and cpu == 1.0:
+            return self
+        return replace(self, fetch_ns=self.fetch_ns * fetch, cpu_ns=self.cpu_ns * cpu)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +156,15 @@ class LoaderModel:
     tunable: NDArray[np.bool_]
     """[i] Whether the number of workers may change."""
 
+    tried: NDArray[np.bool_]
+    """[i] Whether a remedy would be tried before this pass: the first one over loaders with the same facts."""
+
+    trial_ns: NDArray[np.float64]
+    """[i] What trying worker processes takes, as the recording measured it, else as usual."""
+
+    thread_trial_ns: NDArray[np.float64]
+    """[i] The same of threads."""
+
     cacheable: NDArray[np.bool_]
     """[i] Whether its examples have an index that a cache can go by."""
 
@@ -162,6 +177,9 @@ class LoaderModel:
     handoff_ns: NDArray[np.float64]
     """[b] Hand-off from a worker."""
 
+    between_ns: NDArray[np.float64]
+    """[b] What a worker does between two loads; 0 where no worker was recorded."""
+
     first_ns: NDArray[np.float64]
     """[i] From the creation of the iterator to the first load of a worker."""
 
@@ -169,9 +187,9 @@ class LoaderModel:
     """What the run could not show."""
 
     @classmethod
-    def of(cls, batches: Batches, lane: Lane, facts: Mapping[str, Any], costs: Costs) -> LoaderModel:
+    def of(cls, batches: Batches, lane: Lane, facts: Mapping[str, LoaderFacts], costs: Costs) -> LoaderModel:
         """Measure what can be measured. `facts` is the `loaders` entry of run.json."""
-        told = [facts.get(str(int(group)), {}) for group in batches.group]
+        told = [facts.get(str(int(group)), LoaderFacts()) for group in batches.group]
         owned = np.zeros(int(lane.row.max(initial=-1)) + 2, np.int64)
         np.add.at(owned, lane.row, lane.duration_ns)  # row -1 (compute) lands in the spare last place
         rows = lane.row[batches.segment]
@@ -179,7 +197,10 @@ class LoaderModel:
         take = costs.receive_ns + costs.per_byte_ns * num_bytes
         handoff = costs.handoff_ns + costs.per_byte_ns * num_bytes
         per_worker = batches.workers[batches.iterator] > 0
-        _measure_handoff(batches, per_worker & (batches.load_start_ns >= 0), take, handoff)
+        prefetch = np.array([fact.prefetch_factor or 2 for fact in told], dtype=np.int64)
+        for group in np.unique(batches.group):
+            own = per_worker & (batches.load_start_ns >= 0) & (batches.group[batches.iterator] == group)
+            _measure_handoff(batches, own, take, handoff)
         unknown = per_worker & (batches.load_start_ns < 0)
         take[unknown], handoff[unknown] = (batches.end_ns - batches.start_ns)[unknown], 0.0
         created = batches.iter_segment
@@ -188,13 +209,17 @@ class LoaderModel:
             owned_ns=owned[rows],
             iter_ns=np.where(created >= 0, lane.duration_ns[np.maximum(created, 0)], 0),
             stop_ns=np.where(batches.end_segment >= 0, lane.duration_ns[np.maximum(batches.end_segment, 0)], 0),
-            prefetch=np.array([int(fact.get("prefetch_factor") or 2) for fact in told], dtype=np.int64),
-            persistent=np.array([bool(fact.get("persistent")) for fact in told], dtype=bool) & (batches.epoch > 0),
-            tunable=np.array([not untunable(fact) for fact in told], dtype=bool),
+            prefetch=prefetch,
+            persistent=np.array([fact.persistent for fact in told], dtype=bool) & (batches.epoch > 0),
+            tunable=np.array([not bound(fact) for fact in told], dtype=bool),
+            tried=_first_of_each([(fact.dataset, fact.batch_size, fact.sampler) for fact in told]),
+            trial_ns=_seconds([fact.rehearsal.processes_s for fact in told], costs.trial_ns),
+            thread_trial_ns=_seconds([fact.rehearsal.threads_s for fact in told], costs.thread_trial_ns),
             cacheable=np.array([not uncacheable(fact) for fact in told], dtype=bool),
-            batch_size=np.array([int(fact.get("batch_size") or 1) for fact in told], dtype=np.int64),
+            batch_size=np.array([fact.batch_size or 1 for fact in told], dtype=np.int64),
             take_ns=take,
             handoff_ns=handoff,
+            between_ns=_between_loads(batches, prefetch),
             first_ns=_first_loads(batches, lane, costs),
             costs=costs,
         )
@@ -207,14 +232,15 @@ class LoaderModel:
         """
         batches = self.batches
         recorded = batches.workers
-        workers = recorded if scenario.workers is None else np.where(self.tunable, scenario.workers, recorded)
-        told = self.prefetch if scenario.prefetch is None else scenario.prefetch
-        prefetch = np.where(self.tunable, told, self.prefetch)
+        tuned = self._tuned(scenario)
+        workers = recorded if scenario.workers is None else np.where(tuned, scenario.workers.count, recorded)
+        ahead = self.prefetch if scenario.prefetch is None else scenario.prefetch
+        prefetch = np.where(tuned, ahead, self.prefetch)
         fetch, cpu = self._loads(scenario, seed, starved)
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
-        threaded = (scenario.threads & self.tunable & (workers > 0))[batches.iterator]
+        threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
         take = np.where(now_inline, inline_ns, taking) * scenario.transfer
         handoff = np.where(threaded, float(self.costs.thread_handoff_ns), self.handoff_ns) * scenario.transfer
@@ -226,9 +252,21 @@ class LoaderModel:
             cpu_ns=cpu,
             handoff_ns=handoff,
             take_ns=take,
+            between_ns=np.where(threaded | now_inline | was_inline, 0.0, self.between_ns),
             iter_ns=iter_ns * scenario.factor("input.iter"),
             first_ns=first_ns,
             stop_ns=stop_ns * scenario.factor("input.next"),
+        )
+
+    def _tuned(self, scenario: Scenario) -> NDArray[np.bool_]:
+        """Return [i] whether the edits of workers reach the loader of each pass."""
+        reached = np.array([scenario.reaches(int(group)) for group in self.batches.group], dtype=bool)
+        return np.asarray(self.tunable & reached)
+
+    def with_handoff(self, factor: float) -> LoaderModel:
+        """Return the model with the assumed costs of workers scaled."""
+        return replace(
+            self, take_ns=self.take_ns * factor, handoff_ns=self.handoff_ns * factor, first_ns=self.first_ns * factor
         )
 
     def _loads(self, scenario: Scenario, seed: int, starved: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -256,8 +294,8 @@ class LoaderModel:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return, per pass, what making its iterator costs, when its workers begin, and what its end costs."""
         had, again = self.batches.workers, self.batches.epoch > 0
-        kept = self.persistent
-        free = self.tunable & (scenario.persistent is not None)
+        kept, tuned = self.persistent, self._tuned(scenario)
+        free = tuned & (scenario.persistent is not None)
         keeps = np.where(free, again & bool(scenario.persistent), kept) & (workers > 0)
         # Workers are made and ended one after the other. The end of the pass before is paid in the call that finds it.
         per_fork = np.where(had > 0, self.iter_ns / np.maximum(had, 1), self.costs.fork_ns)
@@ -273,29 +311,22 @@ class LoaderModel:
         stop = np.where(stays | (workers == 0), bare, bare + per_stop * workers)
         stop = np.where((workers == had) & (stays == _survives(self)), self.stop_ns, stop)
         first = np.where(keeps & ~kept, 0.0, np.where(~keeps & kept, float(self.costs.first_ns), self.first_ns))
-        threaded = scenario.threads & self.tunable & (workers > 0)
+        threaded = scenario.threads & tuned & (workers > 0)
         made = np.where(threaded, plain + self.costs.thread_ns * workers, made)
         first, stop = np.where(threaded, 0.0, first), np.where(threaded, bare, stop)
+        trial = np.where(threaded, self.thread_trial_ns, self.trial_ns)
+        made = made + np.where(self.tried & tuned & (workers != had), trial, 0)
         return made.astype(np.float64), first, stop.astype(np.float64)
 
 
-def untunable(fact: Mapping[str, Any]) -> str:
-    """Say why a loader with these facts (of run.json) must keep its number of workers; '' if it need not."""
-    if fact.get("reason_untunable"):
-        return str(fact["reason_untunable"])
-    sampler = fact.get("sampler")
-    if sampler is not None and sampler not in SAFE_SAMPLERS:
-        return f"{sampler}: a sampler of the script's own must not be read ahead"
-    return ""
+def _first_of_each(keys: list[Hashable]) -> NDArray[np.bool_]:
+    """Return [i] whether key i has not come before."""
+    return np.array([keys.index(key) == place for place, key in enumerate(keys)], dtype=bool)
 
 
-def uncacheable(fact: Mapping[str, Any]) -> str:
-    """Say why examples of a loader with these facts (of run.json) cannot be kept; '' if they can."""
-    if fact.get("reason_untunable"):
-        return str(fact["reason_untunable"])
-    if fact.get("draws"):
-        return f"reading an example draws random numbers ({', '.join(fact['draws'])}): it is another one each time"
-    return ""
+def _seconds(measured: list[float | None], usual_ns: int) -> NDArray[np.float64]:
+    """Return ns of what was measured in seconds, `usual_ns` where nothing was."""
+    return np.array([usual_ns if took is None else took * NS_PER_S for took in measured], dtype=np.float64)
 
 
 def _survives(model: LoaderModel) -> NDArray[np.bool_]:
@@ -307,12 +338,16 @@ def _survives(model: LoaderModel) -> NDArray[np.bool_]:
 def _measure_handoff(
     batches: Batches, known: NDArray[np.bool_], take: NDArray[np.float64], handoff: NDArray[np.float64]
 ) -> None:
-    """Replace the typical costs by measured ones where workers were recorded (in place).
+    """Replace the typical costs of one loader's batches by measured ones where workers were recorded (in place).
 
     A batch that had been ready for long costs its receiver alone; one that was
-    awaited also shows the hand-off. The first batch of each worker takes
-    longer: its pipe and its threads are made then. All three are medians:
-    single values are noisy.
+    awaited also shows the hand-off: what it took after its load ended, less
+    the usual cost of receiving. Both are those of the batch itself, so that
+    slow ones count with what they took. Other batches get medians. The first
+    batch of each worker takes longer: its pipe and its threads are made then.
+
+        next()    |----------- waits -----------|= take =|
+        worker    ----- load -----|- hand-off --|
     """
     load_end = batches.load_start_ns + batches.load_ns
     after = np.maximum(batches.end_ns - np.maximum(batches.start_ns, load_end), 0).astype(np.float64)
@@ -331,6 +366,31 @@ def _measure_handoff(
         typical = float(np.median(take[rest])) if rest.any() else 0.0
         part = min(typical, whole) if ready.any() else min(typical, whole / 2)
         take[rest], handoff[known & which] = part, whole - part
+        take[seen] = np.minimum(part, after[seen])
+        handoff[seen] = after[seen] - take[seen]
+
+
+def _between_loads(batches: Batches, prefetch: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return [b] what the worker did between its load before and this one; medians where it may have been idle.
+
+    A worker that has been told of a batch begins it at once: what passes until then is its own (a batch put into a
+    queue, an index taken out of one). It had been told if the batch that makes room for this one was taken by then.
+    """
+    between = np.zeros(batches.seq.size)
+    load_end = batches.load_start_ns + batches.load_ns
+    for index in range(batches.group.size):
+        own = np.flatnonzero(batches.iterator == index)
+        workers = int(batches.workers[index])
+        if not workers or batches.together[index] or own.size <= workers or (batches.load_start_ns[own] < 0).any():
+            continue
+        bound = workers * int(prefetch[index])
+        gap = (batches.load_start_ns[own[workers:]] - load_end[own[:-workers]]).astype(np.float64)
+        told_ns = np.full(own.size, np.iinfo(np.int64).min)
+        told_ns[bound:] = batches.end_ns[own[:-bound]] if own.size > bound else told_ns[bound:]
+        busy = told_ns[workers:] <= load_end[own[:-workers]]
+        usual = float(np.median(gap[busy])) if busy.any() else 0.0
+        between[own[workers:]] = np.maximum(np.where(busy, gap, usual), 0.0)
+    return between
 
 
 def _first_loads(batches: Batches, lane: Lane, costs: Costs) -> NDArray[np.float64]:

@@ -18,26 +18,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import BarMissedError, InputError
+from headway.core.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction
+from headway.sim.contention import Contention
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
-from headway.sim.loader_model import (
-    Costs,
-    LoaderModel,
-    Loading,
-    busiest_host,
-    host_pressure,
-    own_service,
-    storage_is_shared,
-)
-from headway.sim.recording import LABEL, LABELS, Recording
-from headway.sim.unroll import COMPUTE, Unrolled, edited_segments, unroll
+from headway.sim.intervals import speedup_interval
+from headway.sim.loader_model import Costs, LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
+from headway.sim.recording import COMPUTE, LABEL, LABELS, Recording
+from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
+from headway.trace.loader_facts import loaders_in
 from headway.trace.parts import Parts
 from headway.trace.trace import Trace
 
@@ -52,9 +49,6 @@ MAX_RANK_STEPS = 8000
 
 MIN_STEPS = 4
 """Steady steps that a prediction needs."""
-
-RESAMPLES = 200
-"""Block resamples behind an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +101,9 @@ class Program:
     cores: int
     """Usable cores of the host."""
 
+    load: HostLoad | None
+    """What other processes took of them; None where that was not recorded."""
+
     busy: NDArray[np.float64]
     """[ranks] Share of compute that occupies a core of the host (0 when an accelerator, or a sleep, does it)."""
 
@@ -117,7 +114,10 @@ class Program:
     """How much longer CPU work takes because of other work on the host; assumed costs are multiplied by it."""
 
     starved: float
-    """Share of the run-queue wait of loads that other work on the host causes, and that edits leave as it is."""
+    """Share of the recorded run-queue waits that nothing in the replay explains, and that edits leave as they are."""
+
+    strength: float
+    """Share of the recorded other load that competes with the job for its cores."""
 
     shared: bool | None
     """Whether loads share one storage pipe; None when the run does not show it."""
@@ -170,13 +170,15 @@ class Program:
                 f"the run has {recording.num_steps} steps, of which {warm} are warm-up; a what-if needs at least "
                 f"{MIN_STEPS} steady ones. Record more steps."
             )
-        told = facts.get("loaders") or {}
+        loaders = loaders_in(facts)
         # Cores that nobody counted are taken to have been enough.
         cores = int(facts.get("cores") or busiest_host(recording))
+        load = HostLoad.from_facts(facts)
+        load = load if load is not None and load.readings else None
         pressure = host_pressure(recording, cores) if costs is None else 1.0
         costs = (costs or Costs()).slowed(pressure)
         models = tuple(
-            LoaderModel.of(batches, lane, told, costs)
+            LoaderModel.of(batches, lane, loaders, costs)
             for batches, lane in zip(recording.batches, recording.lanes, strict=True)
         )
         share = facts.get("compute_cpu_fraction")
@@ -188,10 +190,12 @@ class Program:
             recording=recording,
             models=models,
             cores=cores,
+            load=load,
             pressure=pressure,
             busy=np.nan_to_num(busy, nan=1.0),
             busy_known=bool(np.isfinite(busy).all()),
             starved=1.0,
+            strength=1.0,
             shared=storage_is_shared(recording),
             service=own_service(recording.batches) if any(b.group.size for b in recording.batches) else 1.0,
             warm=warm,
@@ -327,29 +331,47 @@ class Program:
     def _replay(
         self, scenario: Scenario, seed: int, models: tuple[LoaderModel, ...], *, whole: bool = True
     ) -> NDArray[np.float64]:
-        ends = self._unrolled(scenario, seed, models, whole=whole).step_end_ns()[:, self.warm - 1 :]
-        return np.asarray(np.diff(ends, axis=1).mean(axis=0), dtype=np.float64)
+        horizon = 2.0 * max(int(lane.step_end_ns[-1] - lane.step_end_ns[0]) for lane in self.recording.lanes)
+        while True:
+            unrolled = self._unrolled(scenario, seed, models, whole=whole, horizon_ns=horizon)
+            ends = unrolled.step_end_ns()
+            if ends.max() <= horizon or not self.contention(scenario).rivals:
+                return np.asarray(np.diff(ends[:, self.warm - 1 :], axis=1).mean(axis=0), dtype=np.float64)
+            horizon *= 2.0
 
     def _unrolled(
-        self, scenario: Scenario, seed: int, models: tuple[LoaderModel, ...], *, whole: bool = True
+        self,
+        scenario: Scenario,
+        seed: int,
+        models: tuple[LoaderModel, ...],
+        *,
+        whole: bool = True,
+        horizon_ns: float = 0.0,
     ) -> Unrolled:
-        """Unroll; `whole` as in `edited_segments`."""
+        """Unroll; `whole` as in `edited_segments`, other load competes until `horizon_ns`."""
         shared = self.shares_storage(scenario)
         pace = self._load_pace(scenario.straggler)
         loading = tuple(
-            _paced(
-                model.under(scenario, seed + index, self.starved), factor * (self.service if shared else 1.0), factor
-            )
+            model.under(scenario, seed + index, self.starved).paced(factor * (self.service if shared else 1.0), factor)
             for index, (model, factor) in enumerate(zip(models, pace, strict=True))
         )
         return unroll(
             self.recording,
             loading,
             segment_ns=edited_segments(self.recording, scenario, self.costs, whole=whole),
-            busy=self.busy,
-            cores=scenario.cores or self.cores,
+            occupancy=Occupancy(
+                self.busy, self.recording.waiting * (1 - self.starved), self.recording.beside * (self.busy > 0)
+            ),
+            contention=self.contention(scenario),
             shared_storage=shared,
+            horizon_ns=horizon_ns,
         )
+
+    def contention(self, scenario: Scenario) -> Contention:
+        """Return what competes for the cores under `scenario`."""
+        ranks = int(np.bincount(self.recording.host).max())
+        edits = (scenario.cores, scenario.other)
+        return Contention.of(self.load, self.cores, groups=ranks, edits=edits, strength=self.strength)
 
     def shares_storage(self, scenario: Scenario) -> bool:
         """Say whether loads queue for one pipe under `scenario`: as told, else as the run shows, else not."""
@@ -358,32 +380,35 @@ class Program:
 
     def _load_pace(self, excess: float) -> NDArray[np.float64]:
         """Return [ranks] factor on loads that leaves `excess` of what slow ranks load longer than their peers."""
-        mean = np.array([batches.part_ns.sum(axis=1).mean() if len(batches.seq) else 0.0 for batches in self._batches])
+        mean = np.array(
+            [batches.part_ns.sum(axis=1).mean() if len(batches.seq) else 0.0 for batches in self.recording.batches]
+        )
         if excess == 1.0 or (mean > 0).sum() < 2:
             return np.ones(mean.size)
         typical = np.quantile(mean[mean > 0], 0.5, method="lower")
         slow = np.where(mean > 1.02 * typical, typical / np.maximum(mean, 1), 1.0)
         return np.asarray(1 + (excess - 1) * (1 - slow))
 
-    @property
-    def _batches(self) -> tuple[Any, ...]:
-        return self.recording.batches
-
     def _fitted(self) -> Program:
-        """Return this program with the unknown shares (busy compute, starved loads) that explain the run best.
+        """Return this program with the unknown shares that explain the run best: of compute, other load, waits.
 
-        Where the run does not tell candidates apart, the first one stays: compute occupies a core, and loads wait for
-        others on the host if the job's own threads leave it a core, for each other if they do not.
+        Where the run does not tell candidates apart, the first one stays: compute occupies a core, others compete with
+        all that they use, and recorded waits for a core stay as they are, because the bound on the job's CPU time was
+        not what caused them.
         """
-        starved = (1.0,) if busiest_host(self.recording) <= self.cores else (0.0, 0.5, 1.0)
+        alone = self.load is None and busiest_host(self.recording) <= self.cores
         shares = self.busy.mean() * np.ones(1) if self.busy_known else np.array([1.0, 0.5, 0.0])
+        outsides = (1.0,) if alone else (1.0, 0.5, 0.0)
+        # Others that run at a lower priority, or on other cores than the job's threads, compete less than they use.
+        strengths = (1.0, 0.5, 0.25, 0.0) if self.load is not None and self.load.demand > 0 else (1.0,)
         best, gap = self, np.inf
-        for share in shares:
-            for outside in starved:
-                busy = self.busy if self.busy_known else np.full(self.busy.size, share)
-                other = replace(self, busy=busy, starved=outside, replays={})
-                if abs(other.fidelity - 1) < gap - 0.005:
-                    best, gap = other, abs(other.fidelity - 1)
+        for share, strength, outside in product(shares, strengths, outsides):
+            busy = self.busy if self.busy_known else np.full(self.busy.size, share)
+            other = replace(self, busy=busy, strength=strength, starved=outside, replays={})
+            if abs(other.fidelity - 1) < gap - 0.005:
+                best, gap = other, abs(other.fidelity - 1)
+            if gap < 0.005:
+                break
         return best
 
     def _check(self, scenario: Scenario, max_discrepancy: float) -> None:
@@ -405,35 +430,26 @@ class Program:
         self, scenario: Scenario, base: NDArray[np.float64], after: NDArray[np.float64], seed: int
     ) -> tuple[float, float]:
         """Return a range of the speedup: resampled blocks of steps, costs that were assumed, what the replay misses."""
-        rng = np.random.default_rng(seed)
-        length = max(1, round(base.size**0.5))
-        begin = rng.integers(0, base.size, (RESAMPLES, -(-base.size // length)))
-        index = ((begin[:, :, None] + np.arange(length)) % base.size).reshape(RESAMPLES, -1)
-        ratio = base[index].sum(axis=1) / np.maximum(after[index].sum(axis=1), 1e-9)
-        low, high = (float(value) for value in np.quantile(ratio, [0.05, 0.95]))
+        shifts = []
         if self._assumes_handoff(scenario):
             point = base.mean() / after.mean()
             for factor in (0.5, 2.0):
-                models = tuple(_with_handoff(model, factor) for model in self.models)
-                shift = base.mean() / self._replay(scenario, seed, models).mean() / point
-                low, high = min(low, low * shift), max(high, high * shift)
-        changed = min(1.0, abs(float(base.mean() / after.mean()) - 1))
-        gap = abs(self.fidelity - 1) * changed
-        point = float(base.mean() / max(after.mean(), 1e-9))
-        return min(point, float(low * (1 - gap))), max(point, float(high * (1 + gap)))
+                models = tuple(model.with_handoff(factor) for model in self.models)
+                shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
+        return speedup_interval(base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed)
 
     def _assumes_handoff(self, scenario: Scenario) -> bool:
         """Say whether the edits bring workers to a run that had none."""
-        recorded = max((int(b.workers.max(initial=0)) for b in self._batches), default=0)
+        recorded = max((int(b.workers.max(initial=0)) for b in self.recording.batches), default=0)
         return bool(scenario.workers) and recorded == 0
 
     def _notes(self, scenario: Scenario) -> list[str]:
         """Say what the model had to assume for these edits."""
         notes = []
-        loads = any(batches.part_ns[:, 0].any() for batches in self._batches)
+        loads = any(batches.part_ns[:, 0].any() for batches in self.recording.batches)
         if self._assumes_handoff(scenario):
             notes.append("The hand-off from workers was not recorded: typical costs are assumed.")
-        kept = sorted({int(group) for m in self.models for group in m.batches.group[~m.tunable]})
+        kept = sorted({int(g) for m in self.models for g in m.batches.group[~m.tunable] if scenario.reaches(int(g))})
         if scenario.workers is not None and kept:
             notes.append(f"Loader {', '.join(map(str, kept))} must not be read ahead and keeps its workers.")
         if self.pressure > 1.5 and (scenario.workers or scenario.buffered_logging):
@@ -448,7 +464,7 @@ class Program:
             )
         if scenario.bandwidth != 1:
             notes.append("Only exposed communication is recorded: its latency share and hidden part are not known.")
-        if scenario.cache_fraction and any((batches.epoch == 0).all() for batches in self._batches):
+        if scenario.cache_fraction and any((batches.epoch == 0).all() for batches in self.recording.batches):
             notes.append("The run has one epoch: a cache pays from the second on.")
         p2p = [LABEL["comm.send"], LABEL["comm.recv"]]
         if any(np.isin(lane.label, p2p).any() for lane in self.recording.lanes):
@@ -463,23 +479,6 @@ KNOWN_GLOBS = ("comm.*", "checkpoint.*", "host.*", "host.gc", "host.logging")
 
 PARTS = ("input.fetch", "input.prep", "input.collate", "input.iter")
 """Operations inside a load that `op:GLOB` reaches too."""
-
-
-def _paced(loading: Loading, fetch: float, cpu: float) -> Loading:
-    """Return the loads with both parts scaled."""
-    if fetch == 1.0 and cpu == 1.0:
-        return loading
-    return replace(loading, fetch_ns=loading.fetch_ns * fetch, cpu_ns=loading.cpu_ns * cpu)
-
-
-def _with_handoff(model: LoaderModel, factor: float) -> LoaderModel:
-    """Return the model with the assumed costs of workers scaled."""
-    return replace(
-        model,
-        take_ns=model.take_ns * factor,
-        handoff_ns=model.handoff_ns * factor,
-        first_ns=model.first_ns * factor,
-    )
 
 
 def _first_steady(recording: Recording) -> int:

@@ -3,7 +3,7 @@
 Use it below `program`: it turns rows (names of `SPANS`) into arrays that can
 be replayed. Where spans overlap on the training thread, the innermost cause
 owns the time: gc > checkpoint > logging > input > comm > compile > optimizer
-> the rest, which is compute. All times are int64 ns on the clock of the host.
+> code of the script between steps > the rest, which is compute. All times are int64 ns on the clock of the host.
 
 >>> LABELS[LABEL["compute"]], PRIORITY["host.gc"] > PRIORITY["checkpoint.save"] > PRIORITY["input.next"]
 ('compute', True)
@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.sim.core_use import cores_used
 from headway.trace.nesting import enclosing
 from headway.trace.parts import Parts
 from headway.trace.sweep import sweep
@@ -26,14 +27,15 @@ from headway.trace.trace import Trace
 
 PRIORITY: dict[str, int] = {
     "compute": 0,
-    "optimizer.step": 1,
-    "host.import": 2, "host.compile": 2,
-    "comm.init": 3, "comm.wait": 3, "comm.collective": 3, "comm.send": 3, "comm.recv": 3,
-    "input.transfer": 4, "input.iter": 4, "input.next": 4,
-    "host.logging": 5,
-    "checkpoint.load": 6, "checkpoint.save": 6, "checkpoint.sync": 6, "checkpoint.rename": 6,
-    "checkpoint.snapshot": 6, "checkpoint.wait": 6, "checkpoint.restore": 6,
-    "host.gc": 7,
+    "host.script": 1,
+    "optimizer.step": 2,
+    "host.import": 3, "host.compile": 3,
+    "comm.init": 4, "comm.wait": 4, "comm.collective": 4, "comm.send": 4, "comm.recv": 4,
+    "input.transfer": 5, "input.iter": 5, "input.next": 5,
+    "host.logging": 6,
+    "checkpoint.load": 7, "checkpoint.save": 7, "checkpoint.sync": 7, "checkpoint.rename": 7,
+    "checkpoint.snapshot": 7, "checkpoint.wait": 7, "checkpoint.restore": 7,
+    "host.gc": 8,
 }  # fmt: skip
 """Names of what the training thread does -> who owns an instant that several cover; the largest wins."""
 
@@ -42,6 +44,15 @@ LABELS: tuple[str, ...] = tuple(PRIORITY)
 
 LABEL: dict[str, int] = {name: index for index, name in enumerate(LABELS)}
 """Name -> value of `Lane.label`."""
+
+COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
+"""[LABELS] What the accelerator does."""
+
+ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script"])
+"""[LABELS] What the training thread runs itself; one share of it, for compute and script alike, is on a core."""
+
+GARBAGE = np.isin(LABELS, ["host.gc"])
+"""[LABELS] Collections, which are CPU time of the training thread."""
 
 Events = Mapping[str, NDArray[Any]]
 """Columns of a trace."""
@@ -165,6 +176,12 @@ class Recording:
     busy: NDArray[np.float64]
     """[ranks] Share of compute during which the training thread occupied a core; NaN where that was not recorded."""
 
+    waiting: NDArray[np.float64]
+    """[ranks] Share of compute during which it was ready to run but had no core; 0 = none, or not recorded."""
+
+    beside: NDArray[np.float64]
+    """[ranks] Cores that other threads of the rank occupied during compute; 0 where that was not recorded."""
+
     host: NDArray[np.int64]
     """[ranks] Index of the rank's host; ranks of one host share its cores."""
 
@@ -183,11 +200,11 @@ class Recording:
         ranks = list(counts)
         if not ranks:
             raise InputError(
-                "the run has no complete step: nothing to replay. Record a run that takes at least one optimizer step."
+                "the run has no complete step: nothing to replay. Record a run that takes at least one training step."
             )
         recorded = min(counts.values())
         kept = min(recorded, max_steps)
-        own, lanes, batches, cut, seen, last, busy = [], [], [], [], [], [], []
+        own, lanes, batches, cut, seen, last, used = [], [], [], [], [], [], []
         for rank in ranks:
             rows = _in_order(parts.read({"rank": (rank, rank + 1)}))
             lanes.append(_lane(rows, rank, kept))
@@ -197,7 +214,8 @@ class Recording:
             cut.append(_mean_ns(rows, recorded) / np.maximum(mean, 1e-9))
             seen.append(mean > 0)
             last.append(_step_ends(rows, recorded)[-1])
-            busy.append(_busy(rows, lanes[-1], batches[-1]))
+            used.append(cores_used(rows, lanes[-1], batches[-1], ON_THREAD, GARBAGE))
+        busy, waiting, beside = np.array(used).T
         return cls(
             tuple(lanes),
             tuple(batches),
@@ -205,7 +223,9 @@ class Recording:
             kept,
             recorded,
             np.where(np.array(seen), np.array(cut), 1.0),
-            np.array(busy),
+            busy,
+            waiting,
+            beside,
             _hosts(parts.ranks, ranks),
             np.array(last, dtype=np.int64),
         )
@@ -428,36 +448,6 @@ def _parts(rows: Trace, loads: NDArray[np.int64]) -> NDArray[np.int64]:
     share = total / total.sum() if total.sum() else np.array([0.0, 0.0, 1.0, 0.0])
     split[bare] = (duration[bare, None] * share).astype(np.int64)
     return split
-
-
-def _busy(rows: Trace, lane: Lane, batches: Batches) -> float:
-    """Return the share of compute that the training thread spent on a core, from its CPU time at 'host.cpu' marks.
-
-    Loads in the main process and collections are known to be CPU time and are
-    taken out. The median over the intervals between marks is not moved by the
-    few that hold a checkpoint or a profiler window.
-    """
-    marks = np.flatnonzero(rows.named("host.cpu"))
-    at, cpu_ns = rows.events["start_ns"][marks], rows.events["corr"][marks]
-    inside = (at >= lane.step_end_ns[0]) & (at <= lane.step_end_ns[-1] + np.diff(lane.step_end_ns).mean())
-    at, cpu_ns = at[inside], cpu_ns[inside]
-    if at.size < 2:
-        return float("nan")
-    end_ns = lane.start_ns + lane.duration_ns
-    compute = np.isin(lane.label, [LABEL["compute"], LABEL["optimizer.step"]])
-    inline = batches.workers[batches.iterator] == 0
-    own_ns = np.interp(at, *_running(end_ns, np.where(compute, lane.duration_ns, 0)))
-    other = np.where(lane.label == LABEL["host.gc"], lane.duration_ns, 0)
-    np.add.at(other, batches.segment[inline], batches.part_ns[inline, 2:].sum(axis=1))
-    known_ns = np.interp(at, *_running(end_ns, other))
-    wall = np.diff(own_ns)
-    share = (np.diff(cpu_ns) - np.diff(known_ns))[wall > 0] / wall[wall > 0]
-    return float(np.clip(np.median(share), 0.0, 1.0)) if share.size else float("nan")
-
-
-def _running(end_ns: NDArray[np.int64], amount: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return instants and the amount so far, for interpolation."""
-    return end_ns.astype(np.float64), np.cumsum(amount).astype(np.float64)
 
 
 def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[Meeting, ...]:

@@ -3,26 +3,29 @@
 Every segment of a training thread and every load becomes operations; cores
 are a lane with as many places as the host has usable cores, shared storage is
 a lane with one place, all else is bounded by its edges only. Long CPU work is
-cut into quanta, as the scheduler of an operating system shares cores. Times
-are ns; the Dag is for `greedy`.
+cut into quanta, as the scheduler of an operating system shares cores. What
+else wants the cores (`contention`) has operations of its own. Times are ns; the
+Dag is for `greedy`.
 
->>> [LABELS[code] for code in np.flatnonzero(COMPUTE)]
-['compute', 'optimizer.step']
+>>> [LABELS[code] for code in np.flatnonzero(ON_CORE)]
+['input.next', 'host.gc']
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_MS
+from headway.sim.contention import Contention, rival_cycles
 from headway.sim.dag import Dag
 from headway.sim.edits import Scenario
 from headway.sim.greedy import greedy
 from headway.sim.loader_model import Costs, Loading
-from headway.sim.recording import LABEL, LABELS, Lane, Recording
+from headway.sim.recording import COMPUTE, LABEL, LABELS, ON_THREAD, Lane, Recording
 
 QUANTUM_NS = 5 * NS_PER_MS
 """CPU work is cut into quanta of this length where more threads want cores than there are."""
@@ -30,11 +33,17 @@ QUANTUM_NS = 5 * NS_PER_MS
 MAX_QUANTA = 16
 """Into how many at most: longer work gets longer quanta."""
 
-CORES, STORAGE, FREE = 0, 1, -1
-"""Lanes of the first host, those of host h are 2 h more; operations on FREE are bounded by their edges only."""
+BURST = 8
+"""Pieces of CPU work that a thread does before the token of the first is due: below its share a job is not delayed."""
 
-COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
-"""[LABELS] What the accelerator does."""
+LEAST_BESIDE = 0.1
+"""Cores beside the training thread below which no thread of kernels is replayed: marks and wakers take as much."""
+
+CORES, STORAGE, TOKENS, FREE = 0, 1, 2, -1
+"""Lanes of the first host, those of host h are 3 h more; operations on FREE are bounded by their edges only."""
+
+HOST_LANES = 3
+"""Lanes of a host."""
 
 COMM = np.array([label.startswith("comm.") for label in LABELS])
 """[LABELS] Communication."""
@@ -54,13 +63,16 @@ class Unrolled:
     """[n] How long each takes."""
 
     capacity: NDArray[np.int64]
-    """[2 x hosts] Places on CORES and STORAGE of each host."""
+    """[3 x hosts] Places on CORES, STORAGE and TOKENS of each host."""
 
     step_op: NDArray[np.int64]
     """[ranks, k] Operation that ends each step."""
 
     last_op: tuple[NDArray[np.int64], ...]
     """Per rank [m]: the last operation of each segment of its training thread."""
+
+    horizon_ns: float = float("inf")
+    """Until when other load competes for the cores: a replay that ends later needs a later horizon."""
 
     def step_end_ns(self) -> NDArray[np.int64]:
         """Replay it and return [ranks, k] when each step ends, from 0."""
@@ -77,6 +89,10 @@ class _Ops:
     src: list[NDArray[np.int64]] = field(default_factory=list)
     dst: list[NDArray[np.int64]] = field(default_factory=list)
     lag: list[NDArray[np.int64]] = field(default_factory=list)
+    quantum: int = 0
+    """Length of the pieces into which CPU work is cut, ns; 0 = it is not cut."""
+    limit: float = float("inf")
+    """Cores' worth of CPU work for which tokens are given out."""
     n: int = 0
     moved: int = 0
 
@@ -99,34 +115,60 @@ class _Ops:
         self.lag.append(np.zeros(src.size, np.int64) if lag is None else lag)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Occupancy:
+    """What compute does with the cores of its host, [ranks] each, as shares of its duration."""
+
+    busy: NDArray[np.float64]
+    """The training thread occupies a core."""
+
+    waiting: NDArray[np.float64]
+    """It was ready to run and had none; contention makes such waits anew."""
+
+    beside: NDArray[np.float64]
+    """Cores that other threads of the rank occupy meanwhile (those of torch's kernels)."""
+
+
 def unroll(
     recording: Recording,
     loading: tuple[Loading, ...],
     *,
     segment_ns: tuple[NDArray[np.float64], ...],
-    busy: NDArray[np.float64],
-    cores: int,
+    occupancy: Occupancy,
+    contention: Contention,
     shared_storage: bool,
+    horizon_ns: float,
 ) -> Unrolled:
     """Build the operations.
 
-    `loading` and `segment_ns` ([m] durations after the edits) are per rank;
-    `busy` [ranks] is the share of compute that occupies a core of the host.
+    `loading` and `segment_ns` ([m] durations after the edits) are per rank.
+    Other load competes until `horizon_ns`.
     """
-    ops = _Ops()
-    threads = [int(share > 0) + int(part.workers.max(initial=0)) for share, part in zip(busy, loading, strict=True)]
-    quantum = QUANTUM_NS if np.bincount(recording.host, weights=threads).max() > cores else 0
+    wanted = [
+        int(busy > 0 or (part.workers == 0).any()) + math.ceil(beside) + int(part.workers.max(initial=0))
+        for busy, beside, part in zip(occupancy.busy, occupancy.beside, loading, strict=True)
+    ]
+    threads = np.bincount(recording.host, weights=wanted).max()
+    bound = contention.bound and threads > contention.limit
+    ops = _Ops(
+        quantum=QUANTUM_NS if bound or threads + contention.rivals > contention.cores else 0,
+        limit=contention.limit if bound else float("inf"),
+    )
     first, last = [], []
     for index, lane in enumerate(recording.lanes):
-        parts, lanes = _segment_parts(recording, index, loading[index], segment_ns[index], busy[index], shared_storage)
-        begin, end = _chain(ops, parts, lanes, quantum, keep=2)
+        parts, lanes = _segment_parts(recording, index, loading[index], segment_ns[index], occupancy, shared_storage)
+        begin, end = _chain(ops, parts, lanes, keep=2)
         ops.link(end[:-1], begin[1:])
         first.append(begin)
         last.append(end)
-        _workers(ops, recording, index, loading[index], begin, end, quantum, shared_storage)
+        _beside(ops, lane, parts[:, 1] * ON_THREAD[lane.label], float(occupancy.beside[index]), begin, end)
+        _workers(ops, recording, index, loading[index], begin, end, shared_storage)
         assert begin.size == lane.label.size
-        ops.move(2 * int(recording.host[index]))
+        ops.move(HOST_LANES * int(recording.host[index]))
     _meet(ops, recording, first, last)
+    for host in range(int(recording.host.max()) + 1):
+        _others(ops, contention, horizon_ns)
+        ops.move(HOST_LANES * host)
     dag = Dag.from_edges(
         ops.n,
         np.concatenate(ops.src),
@@ -136,9 +178,38 @@ def unroll(
         lane_order=False,
     )
     step_op = np.array([end[_last_of_steps(lane)] for end, lane in zip(last, recording.lanes, strict=True)])
-    return Unrolled(
-        dag, np.concatenate(ops.duration), np.tile([cores, 1], int(recording.host.max()) + 1), step_op, tuple(last)
-    )
+    capacity = np.tile([contention.cores, 1, 1], int(recording.host.max()) + 1)
+    return Unrolled(dag, np.concatenate(ops.duration), capacity, step_op, tuple(last), horizon_ns)
+
+
+def _others(ops: _Ops, contention: Contention, horizon_ns: float) -> None:
+    """Append the threads that queue for the cores beside the job's own; no token is theirs, their work comes cut."""
+    ops.quantum, ops.limit = 0, float("inf")
+    for cycles in rival_cycles(contention, horizon_ns, QUANTUM_NS):
+        begin, end = _chain(ops, cycles, np.tile(np.array([CORES, FREE]), (len(cycles), 1)), keep=0)
+        ops.link(end[:-1], begin[1:])
+
+
+def _beside(
+    ops: _Ops,
+    lane: Lane,
+    compute_ns: NDArray[np.float64],
+    cores: float,
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+) -> None:
+    """Append the threads that compute beside the training thread: each of its kernels ends when the last one has."""
+    count = math.ceil(cores - LEAST_BESIDE)
+    which = np.flatnonzero(compute_ns > 0)
+    if count <= 0 or not which.size:
+        return
+    parts = compute_ns[which, None] * min(1.0, cores / count)
+    for _ in range(count):
+        side_begin, side_end = _chain(ops, parts, np.full(parts.shape, CORES, np.int64), keep=0)
+        after = which > 0
+        ops.link(end[which[after] - 1], side_begin[after])
+        before = which < lane.label.size - 1
+        ops.link(side_end[before], begin[which[before] + 1])
 
 
 def _last_of_steps(lane: Lane) -> NDArray[np.int64]:
@@ -151,15 +222,17 @@ def _segment_parts(
     index: int,
     loading: Loading,
     segment_ns: NDArray[np.float64],
-    busy: float,
+    occupancy: Occupancy,
     shared_storage: bool,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return [m, 3] durations (blocked before, on a core, blocked after) of each segment, and their lanes."""
     lane, batches = recording.lanes[index], recording.batches[index]
-    core_share = np.where(COMPUTE[lane.label], busy, ON_CORE[lane.label].astype(np.float64))
+    computes = ON_THREAD[lane.label]
+    core_share = np.where(computes, occupancy.busy[index], ON_CORE[lane.label].astype(np.float64))
+    free_share = 1 - core_share - np.where(computes, occupancy.waiting[index], 0.0)
     parts = np.zeros((lane.label.size, 3))
     parts[:, 1] = segment_ns * core_share
-    parts[:, 2] = segment_ns * (1 - core_share)
+    parts[:, 2] = segment_ns * np.maximum(free_share, 0.0)
     lanes = np.full(parts.shape, FREE, np.int64)
     lanes[:, 1] = CORES
     # What a call for a batch costs is known better than by its duration, all of it in the call's last segment.
@@ -178,7 +251,7 @@ def _segment_parts(
 
 
 def _chain(
-    ops: _Ops, parts: NDArray[np.float64], lanes: NDArray[np.int64], quantum: int, *, keep: int
+    ops: _Ops, parts: NDArray[np.float64], lanes: NDArray[np.int64], *, keep: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Append rows of parts, each row a chain of operations; return [m] their first and last operation.
 
@@ -189,19 +262,49 @@ def _chain(
     flat, lane = parts[used], lanes[used]
     row = np.nonzero(used)[0]
     copies = np.ones(flat.size, np.int64)
-    if quantum:
+    if ops.quantum:
         on_core = lane == CORES
-        copies[on_core] = np.clip(np.ceil(flat[on_core] / quantum), 1, MAX_QUANTA)
-    row = np.repeat(row, copies)
+        copies[on_core] = np.clip(np.ceil(flat[on_core] / ops.quantum), 1, MAX_QUANTA)
+    row, lane = np.repeat(row, copies), np.repeat(lane, copies)
     # Rounding the running sum, not each operation, keeps the total of every rank exact to 1 ns.
     total = np.cumsum(np.repeat(flat / copies, copies))
     duration = np.diff(np.rint(total), prepend=0.0).astype(np.int64)
-    base = ops.add(np.repeat(lane, copies), duration)
+    base = ops.add(lane, duration)
     begin = np.searchsorted(row, np.arange(parts.shape[0])) + base
     end = np.searchsorted(row, np.arange(parts.shape[0]), side="right") - 1 + base
     inner = np.flatnonzero(row[1:] == row[:-1]) + base
-    ops.link(inner, inner + 1)
-    return begin, end
+    if math.isinf(ops.limit):
+        ops.link(inner, inner + 1)
+        return begin, end
+    return _with_tokens(ops, base, lane, duration, inner, (begin, end))
+
+
+def _with_tokens(
+    ops: _Ops,
+    base: int,
+    lane: NDArray[np.int64],
+    duration: NDArray[np.int64],
+    inner: NDArray[np.int64],
+    ends: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Put each operation between two points, and beside those on cores a token: both begin and end together.
+
+    point --- operation --- point (of the next one in its row, or the end of the row)
+      `------- token ---------'
+    """
+    begin, end = ends
+    count = lane.size
+    before = ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
+    after = ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
+    each = np.arange(count)
+    ops.link(before + each, base + each)
+    ops.link(base + each, after + each)
+    ops.link(after + inner - base, before + inner + 1 - base)
+    worked = np.flatnonzero(lane == CORES)
+    token = ops.add(np.full(worked.size, TOKENS, np.int64), np.rint(duration[worked] / ops.limit).astype(np.int64))
+    ops.link(before + worked, token + np.arange(worked.size))
+    ops.link(token + np.arange(worked[BURST:].size), after + worked[BURST:])
+    return before + begin - base, after + end - base
 
 
 def _workers(
@@ -211,7 +314,6 @@ def _workers(
     loading: Loading,
     begin: NDArray[np.int64],
     end: NDArray[np.int64],
-    quantum: int,
     shared_storage: bool,
 ) -> None:
     """Append the loads that workers do, and the edges that hold them: turns, queue bounds, hand-off."""
@@ -222,12 +324,13 @@ def _workers(
     fetch_lane = STORAGE if shared_storage else FREE
     parts = np.stack([loading.fetch_ns[mine], loading.cpu_ns[mine]], axis=1)
     lanes = np.tile(np.array([fetch_lane, CORES]), (mine.size, 1))
-    load_begin, load_end = _chain(ops, parts, lanes, quantum, keep=1)
+    load_begin, load_end = _chain(ops, parts, lanes, keep=1)
     ops.link(load_end, begin[batches.segment[mine]], np.rint(loading.handoff_ns[mine]).astype(np.int64))
     for which in np.unique(batches.iterator[mine]):
         own = np.flatnonzero(batches.iterator[mine] == which)
         workers, bound = int(loading.workers[which]), int(loading.workers[which] * loading.prefetch[which])
-        ops.link(load_end[own[:-workers]], load_begin[own[workers:]])
+        between = np.rint(loading.between_ns[mine[own[workers:]]]).astype(np.int64)
+        ops.link(load_end[own[:-workers]], load_begin[own[workers:]], between)
         ops.link(end[batches.segment[mine[own[:-bound]]]], load_begin[own[bound:]])
         created = int(batches.iter_segment[which])
         before = created if created >= 0 else int(batches.segment[mine[own[0]]]) - 1

@@ -19,13 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace import segments, spool
+from headway.trace import basis, evaluation, gaps, segments, spool
 from headway.trace.deliveries import thinned
+from headway.trace.devices import by_rank, lead_of
+from headway.trace.intervals import inside
 from headway.trace.loads import load_children, name_workers, place_made
 from headway.trace.nesting import Nesting
 from headway.trace.rows import Rows, lane_name, raw_rows
 from headway.trace.spool import Recorded
-from headway.trace.steps import step_bounds, step_of
+from headway.trace.steps import step_of
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import COLLECTIVES, KIND, SPANS
 
@@ -36,20 +38,17 @@ CODE = {name: index for index, name in enumerate(NAMES)}
 """Name -> its index in `NAMES`."""
 
 
+TOLD = ("optimizers", "patches", "regions", "coverage", "timers", "script")
+"""What a rank says of itself in RUN/tables that goes into `meta`."""
+
+AROUND = [CODE[name] for name in ("forward", "optimizer.closure", "host.script")]
+"""Names of stretches that hold others: what is inside keeps its depth."""
+
+
 def trace_of_rings(run: Path, attempt: int) -> list[Trace]:
     """Return the traces of an attempt that was never finalised, without writing anything."""
     groups = by_rank(spool.stems(run / "rings", attempt=attempt))
     return [build(processes, rank=rank, attempt=attempt, run=run) for rank, processes in groups.items()]
-
-
-def by_rank(stems: Sequence[Path]) -> dict[int, list[Recorded]]:
-    """Read every process and group them by the rank that their header names."""
-    groups: dict[int, list[Recorded]] = {}
-    for stem in stems:
-        found = spool.recorded(stem)
-        if found is not None:
-            groups.setdefault(found.header.rank, []).append(found)
-    return dict(sorted(groups.items()))
 
 
 def build(
@@ -61,16 +60,25 @@ def build(
     row: Mapping[str, Any] | None = None,
 ) -> Trace:
     """Return the trace of one rank from everything its processes recorded."""
-    lead = _lead(processes)
+    lead = lead_of(processes)
     lanes: list[str] = ["main"]
     parts = [thinned(place_made(raw_rows(process, lanes, leads=process is lead), lanes)) for process in processes]
     name_workers(parts, parts[processes.index(lead)])
     columns = Rows.concat([*parts, *(load_children(part) for part in parts)])
-    main = columns.where((columns.lane == 0) & (columns.process == lead.header.pid))
-    bounds = _bounds(main)
+    training = np.flatnonzero((columns.lane == 0) & (columns.process == lead.header.pid))
+    main = columns.where(training)
+    tables = _tables(run, rank, lead)
+    found = basis.basis_of(main, {int(key): value for key, value in tables.get("loops", {}).items()})
+    gradients = basis.gradients_of(main)
+    evaluation.mark_learning(main, gradients, found)
+    columns.seq[training] = main.seq
+    evaluations = evaluation.evaluations(main, gradients)
+    bounds = _bounds(main, found, evaluations)
     marks = [
         _process_row(lead, main, row),
         _step_rows(bounds),
+        evaluations,
+        gaps.gaps(main, bounds, evaluations, gradients, found),
         *(_dropped_rows(p, lanes, p is lead) for p in processes),
     ]
     kept = columns.where(~np.isin(columns.name, [CODE["input.parts"], segments.FORWARD, segments.BACKWARD]))
@@ -79,7 +87,6 @@ def build(
     segments.place(everything, bounds)
     _set_depth(everything)
     order = np.lexsort((everything.depth, everything.lane, everything.start_ns))
-    tables = json_object(run / "tables" / f"r{rank}.json")
     return Trace.from_columns(
         everything.columns(order, rank=rank),
         names=NAMES,
@@ -90,30 +97,34 @@ def build(
             "source": "headway",
             "attempt": attempt,
             "num_steps": max(len(bounds) - 1, 0),
+            "step_basis": found.name,
             "dropped": sum(process.dropped for process in processes),
             "device_type": tables.get("device_type", "cpu"),
             "collectives": list(COLLECTIVES),
-            **{key: tables[key] for key in ("optimizers", "patches", "regions", "coverage", "timers") if key in tables},
+            **{key: tables[key] for key in TOLD if key in tables},
         },
     )
 
 
-def _lead(processes: Sequence[Recorded]) -> Recorded:
-    """Return the process that is the rank: one that the script spawned for it, else the one with most updates."""
+def _bounds(main: Rows, found: basis.Basis, evaluations: Rows) -> NDArray[np.int64]:
+    """Return [steps + 1]: the start of step 0, then the end of each; empty without any.
 
-    def weight(process: Recorded) -> tuple[int, int]:
-        updates = int((process.records["code"] == SPANS["optimizer.step"].code).sum())
-        return {"spawned": 2, "main": 1}.get(process.header.role, 0), updates
+    Step 0 begins with the first batch that is no evaluation's, or the first forward that learns, or the first event
+    that steps are counted by.
+    """
+    if not len(found.ends_ns):
+        return np.empty(0, np.int64)
+    of_input = np.isin(main.name, [CODE["input.iter"], CODE["input.next"]])
+    learns = (main.name == evaluation.FORWARD) & (main.seq & evaluation.LEARNS > 0)
+    spans = evaluations.start_ns, evaluations.start_ns + evaluations.duration_ns
+    started = main.start_ns[(of_input | learns) & ~inside(main.start_ns, spans)]
+    return np.concatenate([[min(found.first_ns, started.min(initial=found.first_ns))], found.ends_ns]).astype(np.int64)
 
-    return max(processes, key=weight)
 
-
-def _bounds(main: Rows) -> NDArray[np.int64]:
-    """Return the bounds of the steps that the main thread made."""
-    updates = main.where(main.name == CODE["optimizer.step"]).by_end()
-    training = main.where(np.isin(main.name, [CODE["input.iter"], CODE["input.next"]]))
-    first = int(training.start_ns.min()) if len(training) else None
-    return step_bounds(updates.corr, updates.start_ns, updates.duration_ns, first_ns=first)
+def _tables(run: Path, rank: int, lead: Recorded) -> dict[str, Any]:
+    """Return what the process that leads has said of itself; a child that trains has a file of its own."""
+    own = json_object(run / "tables" / f"p{lead.header.pid}.json") if lead.header.role == "child" else {}
+    return own or json_object(run / "tables" / f"r{rank}.json")
 
 
 def _step_rows(bounds: NDArray[np.int64]) -> Rows:
@@ -158,8 +169,8 @@ def lane_index(lanes: list[str], name: str) -> int:
 
 
 def _set_depth(rows: Rows) -> None:
-    """Nest the rows of each process's lane; bookkeeping rows neither nest nor are nested in."""
-    real = np.flatnonzero(rows.kind != KIND["MARK"])
+    """Nest the rows of each process's lane; bookkeeping and what holds other rows neither nest nor are nested in."""
+    real = np.flatnonzero((rows.kind != KIND["MARK"]) & ~np.isin(rows.name, AROUND))
     # Loader workers of different iterators may share a lane while they overlap: each process nests on its own.
     _, key = np.unique(
         np.stack([rows.lane[real].astype(np.int64), rows.process[real]], axis=1), axis=0, return_inverse=True
@@ -185,8 +196,8 @@ def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: Rows) -> di
 
 
 def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the rank itself said of its input: audit facts, counts, kinds of workers."""
-    return {key: tables[key] for key in ("deliveries", "input", "workers") if key in tables}
+    """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
+    return {key: tables[key] for key in ("deliveries", "input", "workers", "script") if key in tables}
 
 
 def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

@@ -124,17 +124,21 @@ def lane_name(header: RingHeader, thread: int, *, leads: bool, training: int = 0
 
 
 def training_thread(records: NDArray[np.void]) -> int:
-    """Return the thread that makes the optimizer updates: the first one, unless only others make any."""
-    lanes, counts = np.unique(records["lane"][records["code"] == SPANS["optimizer.step"].code], return_counts=True)
-    return 0 if not len(lanes) or lanes[0] == 0 else int(lanes[counts.argmax()])
+    """Return the thread that trains: the first one, unless only others make updates, or without any, gradients.
+
+    Where nothing was trained it is the thread that computed forwards.
+    """
+    for name in ("optimizer.step", "segment.backward", "segment.grad", "forward"):
+        lanes, counts = np.unique(records["lane"][records["code"] == SPANS[name].code], return_counts=True)
+        if len(lanes):
+            return 0 if lanes[0] == 0 else int(lanes[counts.argmax()])
+    return 0
 
 
 def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
     """Return the records of one process as rows; new lanes are added to `lanes`."""
     records = process.records
-    rows = Rows.blank(len(records))
-    rows.start_ns[:] = records["start_ns"]
-    rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
+    rows = named_rows(records)
     rows.process[:] = process.header.pid
     training = training_thread(records) if leads else 0
     for thread in np.unique(records["lane"]):
@@ -142,14 +146,6 @@ def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
         if name not in lanes:
             lanes.append(name)
         rows.lane[records["lane"] == thread] = lanes.index(name)
-    for index, span in enumerate(SPANS.values()):
-        mask = records["code"] == span.code
-        if not mask.any():
-            continue
-        rows.name[mask], rows.kind[mask] = index, KIND[span.kind]
-        for number, column in zip(_NUMBERS, span.columns, strict=False):
-            if column:
-                getattr(rows, column)[mask] = records[number][mask]
     _attach_parts(rows, records)
     behind = np.isin(records["code"], [SPANS[name].code for name in IN_BACKGROUND])
     if behind.any():
@@ -159,6 +155,29 @@ def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
     if leads:
         # On a device the hooks of backward run in autograd's thread, while the training thread waits for it.
         rows.lane[records["code"] == SPANS["comm.wait"].code] = lanes.index("main")
+    rows = Rows.concat([rows, _carried_backwards(rows, records)])
+    return rows.where(rows.name >= 0)
+
+
+def named_rows(records: NDArray[np.void]) -> Rows:
+    """Return records as rows with names, kinds and columns; lanes, processes and parts of loads are left blank."""
+    rows = Rows.blank(len(records))
+    rows.start_ns[:] = records["start_ns"]
+    rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
+    for index, span in enumerate(SPANS.values()):
+        mask = records["code"] == span.code
+        if not mask.any():
+            continue
+        rows.name[mask], rows.kind[mask] = index, KIND[span.kind]
+        for number, column in zip(_NUMBERS, span.columns, strict=False):
+            if column:
+                getattr(rows, column)[mask] = records[number][mask]
+    return rows
+
+
+def with_backwards(records: NDArray[np.void]) -> Rows:
+    """Return the records of one training thread as rows, with the backwards that updates carry."""
+    rows = named_rows(records)
     rows = Rows.concat([rows, _carried_backwards(rows, records)])
     return rows.where(rows.name >= 0)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import FormatError, InputError
+from headway.core.host_load import HostLoad
 from headway.trace.assemble import json_object, trace_of_rings
 from headway.trace.clocks import refined
 from headway.trace.deliveries import counts_of
@@ -153,6 +154,7 @@ def _merged_facts(parts: Sequence[dict[str, Any]], shifts: Sequence[int], offset
     return {
         **first,
         **_tightest_memory(parts),
+        **_busiest_load(parts),
         "hosts": [part.get("host") for part in parts],
         "start_ns": min(part["start_ns"] + shift for part, shift in zip(parts, shifts, strict=True)),
         "end_ns": max(ends) if len(ends) == len(parts) else None,
@@ -178,6 +180,12 @@ def _tightest_memory(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     told = [part for part in parts if part.get("memory_available_bytes") is not None]
     part = min(told, key=headroom, default={})
     return {key: part[key] for key in ("memory", "memory_available_bytes", "memory_total_bytes") if key in part}
+
+
+def _busiest_load(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the load of the host on which other processes left the fewest cores; nothing where no host tells."""
+    loads = [(load.left_cores, part["host_load"]) for part in parts if (load := HostLoad.from_facts(part))]
+    return {"host_load": min(loads, key=lambda pair: pair[0])[1]} if loads else {}
 
 
 def _shifted(row: dict[str, Any], shift: int) -> dict[str, Any]:

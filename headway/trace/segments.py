@@ -57,7 +57,7 @@ def with_forwards(main: Rows) -> Rows:
     start = ends[at[known] - 1] if known.any() else backward.start_ns[known]
     forward = Rows.of(FORWARD, start, backward.start_ns[known] - start, kind=KIND["MARK"])
     for rows in (forward, backward):
-        rows.corr[:], rows.seq[:] = 0, -1
+        rows.corr[:], rows.seq[:], rows.peer[:] = 0, -1, -1
     return Rows.concat([forward, backward])
 
 

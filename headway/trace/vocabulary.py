@@ -49,10 +49,27 @@ SPANS: dict[str, Span] = {
     "segment.forward": Span(7, "MARK", ("corr", "seq"),
                             "batch or update until backward; corr = 1 by device events, 0 by the host's clock (derived "
                             "when the run is finalised); seq = n-th in its step"),
-    "segment.backward": Span(8, "MARK", ("corr", "seq"),
+    "segment.backward": Span(8, "MARK", ("corr", "seq", "peer"),
                              "one outermost backward; corr and seq as of segment.forward. Raw rows timed by device "
-                             "events carry the host's moment of launch as seq"),
-    # The optimizer: the only thing that ends a step.
+                             "events carry the host's moment of launch as seq; raw c = 1 if the gradients were fresh "
+                             "when it began: none, another object, or another version than after the one before"),
+    "segment.grad": Span(9, "MARK", ("corr",),
+                         "one outermost torch.autograd.grad (corr = 0) or gradient of torch.func (corr = 1)"),
+    # What the training thread computes.
+    "forward": Span(11, "COMPUTE", ("corr", "seq", "bytes"),
+                    "outermost call of a module on the training thread; corr = model (modules that share their first "
+                    "trainable parameter are one model; -1 = nothing trainable), seq = sum of 1 if gradients were "
+                    "enabled, 2 if module.training was set, 4 if a backward of its step followed (set when finalised); "
+                    "bytes = CPU ns of the thread since the forward before it ended, -1 for the first after an update"),
+    "graph.replay": Span(12, "MARK", ("corr",), "replay of a captured device graph; corr = graph"),
+    "mode": Span(13, "MARK", ("corr", "seq"),
+                 "instant: train() or eval() of a whole model; corr = model, seq = 1 for training"),
+    "optimizer.closure": Span(14, "COMPUTE", ("corr",),
+                              "one call of the closure that an optimizer's step was given; corr = optimizer"),
+    "eval": Span(15, "MARK", ("corr", "seq"),
+                 "derived when the run is finalised: a span of evaluation on the training thread, that is, of forwards "
+                 "of a trained model that do not learn; corr = model, seq = 1 if the script marked it"),
+    # The optimizer.
     "optimizer.step": Span(10, "OPTIM", ("corr", "seq"),
                            "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it. Raw: c, d = start and "
                            "duration of the backward before it, d = 0 for none"),
@@ -111,7 +128,15 @@ SPANS: dict[str, Span] = {
     "host.logging": Span(81, "HOST", ("corr",), "handlers of the logging module; corr = level"),
     "host.compile": Span(82, "HOST", (), "torch.compile at work"),
     "host.import": Span(83, "HOST", (), "import of torch"),
-    "host.cpu": Span(84, "MARK", ("corr",), "instant, now and then at a step: corr = CPU ns of the training thread"),
+    "host.cpu": Span(84, "MARK", ("corr", "seq", "bytes"),
+                      "instant, now and then at a step: corr = CPU ns of the training thread so far, seq = ns that it "
+                      "was ready to run but had no core (-1 when unknown), bytes = CPU ns of all threads of the rank"),
+    "host.script": Span(85, "HOST", ("corr",),
+                        "derived when the run is finalised: from the end of a step to the first forward of the next "
+                        "one, evaluation left out; what has a name inside keeps its own time; corr = -1"),
+    # What a script, or a callback of its trainer, says of itself.
+    "eval.mark": Span(90, "MARK", ("corr",), "the script (or a callback) marks evaluation; corr = n-th of its mark"),
+    "epoch": Span(91, "MARK", ("corr",), "instant: the script (or a callback) begins an epoch; corr = its index"),
 }  # fmt: skip
 """Every name the recorder writes -> its code, kind and columns."""
 

@@ -1,4 +1,4 @@
-"""`headway bench`: run a benchmark of the checkout, keep its result, write docs/results.md."""
+"""`headway bench`: run a benchmark of the checkout, keep its result, write docs/results.md and its own page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False,
     full
         The large sweep, with every seed; takes minutes.
     keep
-        Write the result to benchmarks/results/ and bring docs/results.md up to date.
+        Write the result to benchmarks/results/, also that of a missed bar, and bring docs/results.md up to date (and
+        the benchmark's own page, where its folder has a page.py).
     json
         Print the list as one JSON object; a benchmark's result is one in any case.
     """
@@ -43,12 +44,15 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False,
     command = [sys.executable, str(pick(table, name, "benchmark")), *(["--full"] if full else [])]
     done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="")
-    if keep and done.returncode == 0:
+    if keep and done.returncode in (0, 3):
         result = jsonlib.loads(done.stdout.strip().splitlines()[-1])
         result["command"] = f"headway bench {name}{' --full' if full else ''}"
         result["date"] = datetime.now(tz=UTC).date().isoformat()
         (FOLDER / "results" / f"{name}.json").write_text(jsonlib.dumps(result, indent=1) + "\n")
         (FOLDER.parent / "docs" / "results.md").write_text(results_page())
+        page = FOLDER / name / "page.py"
+        if page.exists():
+            subprocess.run([sys.executable, str(page)], check=True)
     return done.returncode
 
 

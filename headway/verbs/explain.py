@@ -12,7 +12,8 @@ from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes
 from headway.ledger.cause import Cause
-from headway.ledger.causes import TRY, Fix, find_causes
+from headway.ledger.causes import Fix, find_causes
+from headway.ledger.evidence import TRY
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
@@ -24,6 +25,7 @@ from headway.trace.formats import open_parts
 from headway.trace.parts import Parts
 from headway.trace.runs import Run, is_run, merge
 from headway.trace.trace import Trace
+from headway.verbs.verified import withdrawn
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Explanation:
         return self.run.trace if self.run is not None else self.parts.whole()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the `headway.why/1` object."""
+        """Return the `headway.why/2` object."""
         fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
@@ -136,7 +138,10 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
     found = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused))
     causes = [refuted(cause, plan) for cause in found]
-    notes = tuple(f"{name} was not applied to this run: {why}" for name, why in refused.items())
+    notes = (
+        *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
+        *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(run.path).items()),
+    )
     return Explanation(source, run.parts, ledger, tuple(causes), run, program, plan, notes=notes)
 
 

@@ -105,7 +105,7 @@ def _number(key: str, text: str) -> float:
 
 
 def mfu_entry(spec: ModelSpec, *, steps_per_s: float, facts: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the `mfu` entry of `headway.why/1`: MFU, HFU, the formula, and what they rest on.
+    """Return the `mfu` entry of `headway.why/2`: MFU, HFU, the formula, and what they rest on.
 
     `facts` are those of the run (run.json, or the meta of a trace), `ranks` its
     devices. Without a known peak `mfu` is None and `reason` says why. Raises

@@ -19,6 +19,11 @@ def emit(answer: Mapping[str, Any], render: Callable[[ScreenOptions], str], *, a
         print(render(screen_of(sys.stdout)).rstrip("\n"))
 
 
+def emit_beside(render: Callable[[ScreenOptions], str]) -> None:
+    """Print the text that `render` makes on stderr: stdout belongs to the script that was run."""
+    print(render(screen_of(sys.stderr)).rstrip("\n"), file=sys.stderr, flush=True)
+
+
 def finite(value: Any) -> Any:
     """Return `value` with what JSON cannot hold replaced: NaN and infinities by null, numpy scalars by numbers."""
     if isinstance(value, Mapping):

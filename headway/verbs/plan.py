@@ -11,6 +11,9 @@ from headway.catalog import ADVISERS
 from headway.core.errors import InputError
 from headway.core.planfile import ALLOWANCES
 from headway.ledger.ledger import Ledger
+from headway.ledger.loader_roles import evaluation_loaders
+from headway.plan.loader_rows import loader_rows
+from headway.plan.pace import step_seconds
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.report.terminal import render_plan
@@ -46,12 +49,14 @@ def plan(
         raise InputError(f"--allow is {allow!r}; it must be {' or '.join(ALLOWANCES)}. Write it so, or drop it.")
     recorded = run_at(run)
     granted = (allow,) if allow else ()
-    made = Plan.of(
-        Ledger.of(recorded), Program.from_run(recorded), Setup.from_facts(recorded.meta, allow=granted), ADVISERS
+    ledger, setup = Ledger.of(recorded), Setup.from_facts(recorded.meta, allow=granted)
+    made = Plan.of(ledger, Program.from_run(recorded), setup, ADVISERS)
+    loaders = loader_rows(
+        made.proposals, made.refused, made.chosen, setup.loaders, evaluation=evaluation_loaders(ledger)
     )
     path = out or recorded.path / "plan.json"
-    made.save(path, baseline=str(recorded.path.resolve()))
-    answer = {**made.to_json(), "path": str(path)}
+    made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
+    answer = {**made.to_json(), "loaders": loaders, "path": str(path)}
     emit(
         answer,
         lambda screen: render_plan(answer, source=str(recorded.path), plan_path=str(path), **screen),

@@ -1,4 +1,4 @@
-"""`headway run`: record a script and supervise it; the last line is the verdict."""
+"""`headway run`: record a script and supervise it; the last line on stderr is the verdict."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from headway.catalog import PARAMETERS, REMEDIES
+from headway.catalog import PARAMETERS, REHEARSALS, REMEDIES
 from headway.core.errors import HeadwayError, InputError
 from headway.core.planfile import PlanFile, read_plan
 from headway.core.tables import pick
 from headway.plan.parameters import check_parameters
 from headway.runtime.launch import ExitReport, launch
 from headway.trace.runs import is_run
-from headway.verbs.output import emit
+from headway.verbs.output import emit, emit_beside
 from headway.verbs.run_options import RunOptions
+from headway.verbs.verified import verified
 
 DEFAULTS = RunOptions()
 
@@ -27,7 +28,9 @@ def run(
 ) -> int:
     """Run a training script unmodified, record it, and say where its device time went.
 
-    Everything behind `--` reaches the script unchanged. Exits with the first failing rank's code (128 + signal).
+    Everything behind `--` reaches the script unchanged, and stdout is the script's alone: what headway says goes to
+    stderr. Exits with the first failing rank's code (128 + signal); with --verify, 3 when the script ended well and a
+    batch under a remedy was not the script's own.
 
     Example: `headway run --nproc-per-node 2 -- train.py --lr 1e-3`
     """
@@ -36,19 +39,25 @@ def run(
     if options.baseline is not None and not is_run(options.baseline):
         raise InputError(f"--baseline {options.baseline} is not a run folder. Name one that headway run made.")
     plan = read_plan(options.plan_path) if options.plan_path else None
+    if options.verify and plan is None:
+        raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
     for remedy in plan.remedies if plan else ():
         pick(REMEDIES, remedy.name, "remedy")
     if plan:
         check_parameters(plan, PARAMETERS)
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
-    report = launch(options.launch_options(REMEDIES if plan else {}, baseline), script)
+    report = launch(options.launch_options({**REHEARSALS, **(REMEDIES if plan else {})}, baseline), script)
     if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last
         tell(report, plan, baseline, as_json=options.json)
-    return report.code
+    found = verified(report.run) if options.verify and report.run is not None else None
+    return 3 if report.code == 0 and found is not None and found["unequal"] else report.code
 
 
 def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as_json: bool) -> None:
-    """Print how the run ended and what it was like; a run too broken to explain still gets its ending."""
+    """Say on stderr how the run ended and what it was like, or print one JSON object on stdout.
+
+    A run too broken to explain still gets its ending.
+    """
     # Loaded after the run: until here nothing of the analysis has cost the launcher a start-up.
     from headway.report.terminal import render_run
 
@@ -65,6 +74,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         "steps_per_s": None,
         "baseline": str(baseline) if baseline else None,
         "applied": [],
+        "verified": None,
     }
     try:
         from headway.verbs.verdict import summarise, verdict_line
@@ -83,5 +93,4 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     if as_json:
         emit(answer, lambda _: "", as_json=True)
         return
-    emit(answer, lambda screen: render_run(answer, **screen), as_json=False)
-    print(line)
+    emit_beside(lambda screen: f"{render_run(answer, **screen)}\n{line}")

@@ -42,6 +42,9 @@ class RunOptions:
     no_python: Annotated[bool, _help("The script is a program of its own.")] = False
     out: Annotated[Path | None, _help("The run folder; headway-runs/SCRIPT-N by default.")] = None
     apply: Annotated[Path | None, _help("A plan file, or the run folder whose plan to apply.")] = None
+    verify: Annotated[
+        bool, _help("With --apply: compare batches with the script's own in a child; exit with 3 if one differs.")
+    ] = False
     baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
     no_launch: Annotated[bool, _help("Join an existing torchrun, srun or accelerate line: be this rank.")] = False
     windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01
@@ -74,7 +77,8 @@ class RunOptions:
         same = (
             "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone",
             "max_restarts", "role", "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module",
-            "no_python", "out", "no_launch", "windows", "grace_s", "quiet", "json", "metrics_port", "metrics_host",
+            "no_python", "out", "no_launch", "windows", "verify", "grace_s", "quiet", "json", "metrics_port",
+            "metrics_host",
         )  # fmt: skip
         return LaunchOptions(
             rdzv_conf=rendezvous_settings(self.rdzv_conf),

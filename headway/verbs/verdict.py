@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from headway.core.planfile import PlanFile
@@ -15,6 +17,7 @@ from headway.report.screens import WHOLE_PLAN
 from headway.runtime.recording import write_json
 from headway.trace.runs import Run
 from headway.verbs.explain import Explanation, explain_run, outcomes
+from headway.verbs.verified import verified, withdrawn
 
 
 def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:
@@ -29,14 +32,18 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     facts: dict[str, Any] = {"goodput": explanation.ledger.goodput, "steps_per_s": rate}
     if plan is not None:
         measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
-        facts["applied"] = applied_rows(plan, outcomes(path), measured)
+        facts["applied"] = applied_rows(plan, outcomes(path), measured, withdrawn(path))
+        facts["verified"] = verified(path)
         meta = json.loads((path / "run.json").read_text())
         write_json(path / "run.json", {**meta, "applied": facts["applied"]})
     return facts, explanation
 
 
 def applied_rows(
-    plan: PlanFile, found: dict[str, dict[str, Any]], measured_speedup: float | None
+    plan: PlanFile,
+    found: dict[str, dict[str, Any]],
+    measured_speedup: float | None,
+    taken_away: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Return one row per remedy, and one for the whole plan: only what ran alone has a measured gain of its own."""
     rows: list[dict[str, Any]] = []
@@ -49,6 +56,7 @@ def applied_rows(
             "interval": list(remedy.interval) if remedy.interval else None,
             "measured_speedup": measured_speedup if len(plan.remedies) == 1 and not reason else None,
             "reason_not_applied": reason,
+            "withdrawn": taken_away.get(remedy.name),
         })  # fmt: skip
     rows.append({
         "name": WHOLE_PLAN,
@@ -56,6 +64,7 @@ def applied_rows(
         "interval": list(plan.interval) if plan.interval else None,
         "measured_speedup": measured_speedup,
         "reason_not_applied": "none of its remedies could be" if all(r["reason_not_applied"] for r in rows) else None,
+        "withdrawn": None,
     })  # fmt: skip
     return rows
 

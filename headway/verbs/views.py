@@ -1,6 +1,6 @@
 """What a job of many ranks shows beside its ledger: machines by speed, cost of its groups, MFU, where it hung.
 
-`why_object` is the `headway.why/1` object with these entries: `machines`,
+`why_object` is the `headway.why/2` object with these entries: `machines`,
 `group_creation`, `mfu` (when the model is named) and `hang` (when the hang
 watch of the run reported). What is not known is None.
 """
@@ -20,7 +20,7 @@ from headway.verbs.model_flops import ModelSpec, mfu_entry
 
 
 def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict[str, Any]:
-    """Return the `headway.why/1` object of a run or a trace with the views of a job of many ranks.
+    """Return the `headway.why/2` object of a run or a trace with the views of a job of many ranks.
 
     Raises `InputError` when `model` lacks what MFU needs.
     """

@@ -29,7 +29,7 @@ def why(*source: Path, model: str | None = None, json: bool = False) -> int:
         (batch = sequences per step of all ranks). More keys: ffn, kv_heads, gated, tied, devices, device, peak (FLOP/s
         of one device), recompute (none, selective, full).
     json
-        Print one JSON object (schema headway.why/1) instead of text.
+        Print one JSON object (schema headway.why/2) instead of text.
     """
     spec = None if model is None else ModelSpec.parse(model)
     paths = list(source) or [newest_run()]

@@ -1,8 +1,9 @@
 """Remedy: the `dcp.save` of an unmodified script copies the state and goes on; a thread writes it, atomically.
 
 Needs `--allow result-equivalent`: no result changes, but a checkpoint is
-durable later than the call that made it returns. The next save, a load, the
-end of the process group and the end of the process wait for it; what went
+durable later than the call that made it returns. The next save, a load, a look
+at the checkpoint's path by this process or a forked one, another program's
+start, the end of the process group and of the process wait for it; what went
 wrong is raised at the first of them. At the end of the process nobody is left
 to catch it: its traceback is printed, and the launcher ends the job with 1, as
 it would have ended had the call itself raised. Taken are plain calls,
@@ -20,17 +21,19 @@ from __future__ import annotations
 
 import atexit
 import functools
+import mmap
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from headway.checkpoint.runtime.calls import async_save, own_group
 from headway.checkpoint.runtime.plugins import HeadwayWriter, check_target
@@ -38,6 +41,7 @@ from headway.checkpoint.runtime.stager import HeadwayStager
 from headway.core.errors import BackgroundError, InputError
 from headway.runtime import state_account
 from headway.runtime.exit_class import FAILED_AT_EXIT
+from headway.runtime.file_looks import before_looks, related
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.trace.ring import warn
 
@@ -63,6 +67,7 @@ def behind(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
         context.patch(target, switch.around_save)
     for target in WAITS:
         context.patch(target, switch.around_wait)
+    before_looks(context, switch.looked_at)
     atexit.register(switch.finish)
     context.undos.append(lambda: atexit.unregister(switch.finish))
     return Applied(NAME, switch.facts)
@@ -78,6 +83,29 @@ class Later:
         """Wait, then answer as the result itself would."""
         return getattr(self._result(), name)
 
+    @property
+    def __class__(self) -> Any:
+        """The class of the result, which `isinstance` asks for: this one needs no waiting."""
+        return Metadata
+
+    @__class__.setter
+    def __class__(self, kind: Any) -> None:
+        raise TypeError(f"{kind} cannot be the class of a result that is still to come. Leave it as it is.")
+
+    def __eq__(self, other: object) -> bool:
+        """Wait, and compare the result itself."""
+        return bool(self._result() == (other._result() if type(other) is Later else other))
+
+    __hash__ = None  # type: ignore[assignment] # torch's Metadata is not hashable either
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Wait; a copy of this is a copy of the result itself."""
+        return self._result().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        """Wait, and show the result."""
+        return repr(self._result())
+
 
 class Switch:
     """The saves of one rank's script: at most one is under way."""
@@ -89,6 +117,9 @@ class Switch:
         self._stager = HeadwayStager()
         self._running: tuple[Any, Future[Any]] | None = None
         self._inside = False
+        self._place, self._pid = "", os.getpid()
+        self._done = mmap.mmap(-1, 1)
+        """1 as soon as the save that is under way has ended; forked children see it too."""
 
     def warm(self) -> None:
         """Load what a copy needs, also a large one, before there are steps that would wait for it."""
@@ -129,6 +160,23 @@ class Switch:
             return original(*args, **options)
 
         return waits
+
+    def looked_at(self, path: object) -> None:
+        """Wait before the script, or a child that was forked meanwhile, looks at the checkpoint under way.
+
+        `path` is None where another program may look. What went wrong is raised later: this call did not save.
+        """
+        if self._running is None or self._done[0]:
+            return
+        if threading.current_thread() is not threading.main_thread() and self._pid == os.getpid():
+            return  # the writer itself is one such thread
+        if path is not None and not related(path, self._place):
+            return
+        if self._pid == os.getpid():
+            wait([self._running[1]])
+        else:
+            while not self._done[0] and os.getppid() == self._pid:
+                time.sleep(0.002)
 
     def settle(self) -> None:
         """Wait for the save that is under way. Raises `BackgroundError` when it failed."""
@@ -178,15 +226,20 @@ class Switch:
         """Copy the state and begin to write it."""
         ready_ns = time.perf_counter_ns()
         self._inside = True
+        self._done[0] = 0
         try:
             future = async_save(state, checkpoint_id=place, stager=self._stager)
         finally:
             self._inside = False
-        self._running = (place, future)
+        future.add_done_callback(self._end)
+        self._running, self._place = (place, future), os.path.abspath(os.fsdecode(place))
         self.facts["num_saves"] += 1
         state_account.waited(begun_ns, ready_ns, step=self.facts["num_saves"])
         self._context.note(Applied(NAME, self.facts))
         return Later(future.result)
+
+    def _end(self, _: object) -> None:
+        self._done[0] = 1
 
     def _leave(self, reason: str) -> None:
         """Note why a call was left to torch."""

@@ -4,7 +4,8 @@
 as its gradients are there: small ones start early and pay latency often,
 large ones the reverse. Every sum is over the same gradients; with more than
 two ranks the backend may add them in another order, so only up to two ranks
-are results promised to stay the same bit for bit (`bit_exact` in the facts).
+are results promised to stay the same bit for bit (`bit_exact` in the facts). A communication hook of the script's own
+may work bucket by bucket (quantise each by its largest entry): a model that gets one gets the script's buckets back.
 'comm.gradient_view' lets gradients live inside the buckets: no copies, and one
 copy of the gradients less in memory. 'comm.static_graph' tells DDP that every
 step uses the same parameters, which saves it the search for unused ones.
@@ -20,12 +21,24 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch.nn.parallel import DistributedDataParallel
 
 from headway.core.errors import InputError
 from headway.runtime.remedy import Applied, Context, Refused
 
 NAME = "comm.bucket"
-DDP_INIT = "torch.nn.parallel.distributed:DistributedDataParallel.__init__"
+DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
+DDP_INIT = f"{DDP}.__init__"
+HOOKS = ("register_comm_hook", "_register_builtin_comm_hook")
+"""Methods of DDP that give a model a communication hook."""
+
+REBUILDS = ("_build_params_for_reducer", "_build_debug_param_to_name_mapping", "_ddp_init_helper")
+"""Methods of DDP that give a model other buckets."""
+
+DEFAULT_MB = 25
+"""DDP's own bucket size in MiB."""
 LIST = "bucket_cap_mb_list"
 """DDP's argument for a size per bucket, where torch has it (2.13 does, 2.6 does not)."""
 
@@ -42,17 +55,25 @@ def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
         raise InputError(f"bucket_mb is {size!r}; a bucket needs a positive number of MiB. Plan another size.")
     if sizes is not None and not (isinstance(sizes, list) and sizes and all(map(_is_size, sizes))):
         raise InputError(f"bucket_mb_list is {sizes!r}; give each bucket a positive number of MiB, or drop the list.")
+    missing = [name for name in REBUILDS if not hasattr(DistributedDataParallel, name)]
+    if missing:
+        return Refused(NAME, f"this torch has no {missing[0]}: a model with a hook would keep these buckets")
     respect = bool(parameters.get("respect_explicit", False))
     facts: dict[str, Any] = {"bucket_mb": size, "models": 0, "kept_explicit": 0}
     if sizes is not None:
         facts |= {"bucket_mb_list": sizes, "per_bucket": False}
 
+    own_sizes: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
+    given: list[tuple[Any, Any]] = []
+
     def change(bound: inspect.BoundArguments) -> None:
         """Put the plan's sizes in."""
+        given.clear()
         if respect and any(bound.arguments.get(name) is not None for name in ("bucket_cap_mb", LIST)):
             facts["kept_explicit"] += 1
             return
         per_bucket = sizes is not None and LIST in bound.signature.parameters
+        given.append((bound.arguments.get("bucket_cap_mb"), bound.arguments.get(LIST)))
         if LIST in bound.signature.parameters:
             bound.arguments[LIST] = sizes
         bound.arguments["bucket_cap_mb"] = None if per_bucket else size
@@ -63,18 +84,41 @@ def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
     def note(model: Any) -> None:
         """Say what is known after a model was constructed."""
         facts["bit_exact"] = model.process_group.size() <= 2
+        if given:
+            own_sizes[model] = given[0]
         context.note(_outcome(facts))
 
+    def before_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the registration of a communication hook."""
+
+        @functools.wraps(original)
+        def register(model: Any, *args: Any, **kwargs: Any) -> Any:
+            """Give the model its own buckets, then the hook."""
+            if model in own_sizes:
+                _rebuild(model, *own_sizes.pop(model))
+                facts["models"] -= 1
+                facts["hooked"] = facts.get("hooked", 0) + 1
+                context.note(_outcome(facts))
+            return original(model, *args, **kwargs)
+
+        return register
+
     context.patch(DDP_INIT, _construct(change, note))
+    for name in HOOKS:
+        context.patch(f"{DDP}.{name}", before_hook)
     return Applied(NAME, facts)
 
 
 def gradient_view(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     """Install 'comm.gradient_view': `gradient_as_bucket_view=True`. It takes no parameters.
 
-    The values of gradients stay the same bit for bit. A script that calls `detach_()` on gradients cannot have it:
-    torch says so where that happens.
+    The values of gradients stay the same bit for bit, as long as the script reads them before the next backward: one
+    that keeps the gradients of an earlier step finds those of the last one, and one that calls `detach_()` on them
+    fails. Neither can be seen from here, so it is refused unless the plan was allowed 'result-equivalent' remedies.
     """
+    if context is not None and context.allow != "result-equivalent":
+        reason = "whether the script keeps gradients over steps cannot be checked: grant --allow result-equivalent"
+        return Refused("comm.gradient_view", reason)
     return _switch("comm.gradient_view", "gradient_as_bucket_view", parameters, context)
 
 
@@ -125,13 +169,31 @@ def _construct(
     return wrapper
 
 
+def _rebuild(model: Any, size: float | None, sizes: list[float] | None) -> None:
+    """Build a DDP model's reducer anew with these bucket sizes in MiB (None = DDP's own), as unpickling it does."""
+    config = getattr(model, "_bucket_config", None)
+    if config is not None:
+        config = model._bucket_config = type(config).create(size, sizes, model._use_python_reducer)
+        model.bucket_bytes_cap = config.bucket_bytes_cap
+        model.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
+        model.bucket_bytes_cap_default = config.first_bucket_bytes_cap < config.bucket_bytes_cap
+    else:  # before torch 2.13: one size
+        model.bucket_bytes_cap_default = size is None
+        model.bucket_bytes_cap = int((DEFAULT_MB if size is None else size) * 1024 * 1024)
+    parameters, sparse = model._build_params_for_reducer()
+    names = model._build_debug_param_to_name_mapping(parameters)
+    model._ddp_init_helper(parameters, sparse, names, model.static_graph)
+
+
 def _is_size(value: object) -> bool:
     """Say whether a JSON value is a size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _outcome(facts: dict[str, Any]) -> Applied | Refused:
-    """Return what is known after a model was constructed."""
+    """Return what is known after a model was constructed, or got a communication hook."""
     if facts["models"]:
         return Applied(NAME, facts)
+    if facts.get("hooked"):
+        return Refused(NAME, "the script's communication hook works on its own buckets")
     return Refused(NAME, "the script names its own bucket size, which the plan respects")

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.runtime.bootstrap import active
-from headway.runtime.probe_input import open_schedstat, read_delay
 from headway.runtime.probes import Probes, now
+from headway.runtime.run_delay import open_schedstat, read_delay
 from headway.trace.vocabulary import SPANS
 
 MADE, PARTS, AUDIT = (SPANS[name].code for name in ("input.made", "input.parts", "input.audit"))

@@ -3,16 +3,17 @@
 The user's dataset and loader stay what they are. Only the object that reads
 the dataset for a loader (torch's fetcher) is given a view that looks into the
 cache first. The cache is shared by the rank's forked loader workers and
-outlives them. A dataset whose examples are not pure is never cached, and one
-that the script changes between two passes no longer: its attributes are
-compared at each pass, and the first example that a reader finds in the cache,
-and then every `CHECK_EVERY`-th, is read anew and compared too.
+outlives them. An example whose reading draws random numbers is never kept;
+what is kept is compared with the dataset at times, and of no use any more
+when it differs, or when the script has changed the dataset (`scrutiny`).
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,10 +24,14 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway.core.arena import Arena
+from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
 from headway.data.runtime.examples import decode, encode, equal
-from headway.data.runtime.outcome import Report, reporter
-from headway.data.runtime.purity import impurity, picture
+from headway.data.runtime.outcome import Report, reporter, speak
+from headway.data.runtime.purity import impurity
+from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.trial import in_child
+from headway.data.runtime.verification import Verification, verification_of
+from headway.data.runtime.watch import Watch
 from headway.runtime.probe_input import is_own
 from headway.runtime.remedy import Applied, Context, Refused
 
@@ -39,14 +44,20 @@ def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     budget_bytes = int(parameters["bytes"])
     if budget_bytes < 1:
         return Refused("data.cache", f"a budget of {budget_bytes} bytes holds nothing")
-    caches = ExampleCaches(budget_bytes, reporter("data.cache", parameters, context))
+    report = reporter("data.cache", parameters, context)
+    caches = ExampleCaches(budget_bytes, report, verification=verification_of(context))
+    atexit.register(caches.settle)
+    context.undos += [caches.settle, lambda: atexit.unregister(caches.settle)]
     context.patch("torch.utils.data.dataloader:DataLoader.__iter__", caches.around_iter)
     context.patch("torch.utils.data._utils.fetch:_BaseDatasetFetcher.__init__", caches.around_fetcher)
     return Applied("data.cache", dict(parameters))
 
 
-CHECK_EVERY = 128
-"""A reader compares one in this many of the examples that it finds with the dataset."""
+LOOKS = 14
+"""Examples between the first and the last that are read twice before a dataset is cached."""
+
+LOOK_S = 0.1
+"""Time after which no further one is."""
 
 _WRITING = threading.Lock()
 """Held while an example is kept: an arena keeps processes apart, not the threads of one."""
@@ -72,62 +83,95 @@ class Kept(Protocol):
 class CachedExamples:
     """A view of a dataset for one reader: from the cache where it can, else from the dataset, and then kept.
 
-    It compares one in `check_every` of the examples that it finds with the dataset; 0: none.
+    What may be kept, and what is compared with the dataset although it was found, `scrutiny` says.
     """
 
-    def __init__(self, dataset: Any, kept: Kept, *, check_every: int = CHECK_EVERY) -> None:
-        self._dataset, self._kept, self._check_every = dataset, kept, check_every
-        self._num_found = 0
-        self._stale = False
+    def __init__(
+        self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None
+    ) -> None:
+        """Begin; `after_first` is called when this reader has read its first example from the dataset."""
+        self._dataset, self._kept, self._scrutiny = dataset, kept, scrutiny
+        self._watch, self._after_first = Watch(dataset), after_first
+        self._has_read = self._has_found = False
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
-        found = self._find(index)
-        if found is None:
-            example = self._dataset[index]
-            self._keep(index, example)
-            return example
-        return self._checked(found, lambda: self._dataset[index])
+        return self._one(index)[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return many; a dataset that reads many at once is asked once, for those that are missing."""
         many = getattr(self._dataset, "__getitems__", None)
-        if not many:
-            return [self[index] for index in indices]
-        if type(indices) is not list or self._stale:
+        if many and (type(indices) is not list or self._scrutiny.over):
             return many(indices)
+        pairs = self._together(many, list(indices)) if many else [self._one(index) for index in indices]
+        if self._scrutiny.over:  # found just now: what this batch has of the cache may be out of date too
+            alone = partial(_only, many) if many else self._dataset.__getitem__
+            return [alone(index) if old else example for index, (example, old) in zip(indices, pairs, strict=True)]
+        return [example for example, _ in pairs]
+
+    def _one(self, index: Any) -> tuple[Any, bool]:
+        """Return an example, and whether it is the cache's word alone."""
+        found = self._find(index)
+        if found is not None:
+            return self._handed(index, found, lambda: self._dataset[index])
+        example, drew = self._read(lambda: self._dataset[index])
+        self._keep(index, example, drew)
+        return example, False
+
+    def _together(self, many: Callable[[list[Any]], Any], indices: list[Any]) -> list[tuple[Any, bool]]:
+        """Return the examples of a batch; where reading the missing ones drew, none of them is kept."""
         found = [self._find(index) for index in indices]
         missing = [index for index, payload in zip(indices, found, strict=True) if payload is None]
-        fresh = iter(many(missing) if missing else [])
-        examples = []
+        drew: bool | None = None
+        fresh: Iterator[Any] = iter(())
+        if missing:
+            examples, drew = self._read(lambda: many(missing))
+            # Of several examples nobody knows which one drew.
+            fresh, drew = iter(examples), None if drew and len(missing) > 1 else drew
+        pairs = []
         for index, payload in zip(indices, found, strict=True):
-            if payload is None:
-                examples.append(next(fresh))
-                self._keep(index, examples[-1])
-            else:
-                examples.append(self._checked(payload, partial(_only, many, index)))
-        return examples if not self._stale else many(indices)
+            if payload is not None:
+                pairs.append(self._handed(index, payload, partial(_only, many, index)))
+                continue
+            example = next(fresh)
+            self._keep(index, example, drew)
+            pairs.append((example, False))
+        return pairs
 
     def _find(self, index: Any) -> memoryview | None:
         return self._kept.get(index) if self._is_slot(index) else None
 
-    def _checked(self, found: memoryview, read: Callable[[], Any]) -> Any:
-        """Return the example found; at times, and after the dataset was seen to have changed, what it says itself."""
-        due = self._check_every and self._num_found % self._check_every == 0
-        self._num_found += 1
-        if not due:
-            return decode(found)
-        example = read()
-        self._stale = not equal(decode(found), example)
-        return example
+    def _handed(self, index: int, found: memoryview, read: Callable[[], Any]) -> tuple[Any, bool]:
+        """Return the example found, or, where a comparison is due, the dataset's own word."""
+        first, self._has_found = not self._has_found, True
+        if self._scrutiny.over or not self._scrutiny.is_due(len(found), first=first):
+            return decode(found), True
+        example, drew = self._read(read)
+        if drew:
+            self._scrutiny.end(DREW, index)
+        elif not equal(decode(found), example):
+            self._scrutiny.end(CHANGED, index)
+        speak(self._dataset, self._scrutiny)
+        return example, False
+
+    def _read(self, read: Callable[[], Any]) -> tuple[Any, bool | None]:
+        """Read from the dataset; return what came, and whether that drew."""
+        if self._scrutiny.over:
+            return read(), None
+        reading = self._watch.around(read)
+        if not self._has_read:
+            self._has_read = True
+            self._after_first()
+        return reading.value, reading.drew
 
     def _is_slot(self, index: Any) -> bool:
-        return not self._stale and type(index) is int and 0 <= index < self._kept.num_slots
+        return type(index) is int and 0 <= index < self._kept.num_slots and not self._scrutiny.over
 
-    def _keep(self, index: Any, example: Any) -> None:
-        if self._is_slot(index):
+    def _keep(self, index: Any, example: Any, drew: bool | None) -> None:
+        if self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew):
             with suppress(Exception):  # an example that cannot be kept is read anew each time
                 self._kept.keep(index, example)
+        speak(self._dataset, self._scrutiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +204,30 @@ def _only(many: Callable[[list[Any]], list[Any]], index: Any) -> Any:
 
 
 @dataclass(slots=True)
+class Stored:
+    """What is kept of one dataset."""
+
+    arena: Arena
+    scrutiny: Scrutiny
+    seen: object = None
+    """The dataset's surroundings when its first example had been read; None before."""
+
+    @classmethod
+    def empty(cls, num_examples: int, capacity_bytes: int) -> Stored:
+        """Return room for the examples of a dataset."""
+        return cls(Arena(num_examples, capacity_bytes), Scrutiny(num_examples))
+
+    def note(self, dataset: Any) -> None:
+        """Note what the dataset goes by, the first time."""
+        if self.seen is None:
+            self.seen = surroundings(dataset)
+
+    def is_other(self, dataset: Any) -> bool:
+        """Tell whether the dataset goes by something else than when its first example had been read."""
+        return self.seen is not None and surroundings(dataset) != self.seen
+
+
+@dataclass(slots=True)
 class ExampleCaches:
     """The caches of one rank: one per dataset, in order of first use, until the budget is spent."""
 
@@ -167,12 +235,12 @@ class ExampleCaches:
     """Bytes not yet given to a dataset."""
     report: Report
     """Called when something about a dataset was decided."""
-    arenas: dict[int, Arena | None] = field(default_factory=dict)
-    """id(dataset) -> its arena; None when it is left alone. Forked workers inherit the table and the ids."""
+    stored: dict[int, Stored | None] = field(default_factory=dict)
+    """id(dataset) -> what is kept of it; None when it is left alone. Forked workers inherit the table and the ids."""
     alive: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     """id(dataset) -> the dataset, so that an id used again by another object is noticed."""
-    pictures: dict[int, object] = field(default_factory=dict)
-    """id(dataset) -> its picture when it got its arena."""
+    verification: Verification | None = None
+    """Compares batches with the script's own; None where nobody asked for it."""
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader.__iter__`: decide on the dataset before workers are forked."""
@@ -182,11 +250,18 @@ class ExampleCaches:
             try:
                 if self.alive.get(id(dataset)) is not dataset:
                     self._decide(loader)
-                elif self.arenas.get(id(dataset)) is not None and picture(dataset) != self.pictures[id(dataset)]:
-                    self._leave(dataset, "it was changed after its first examples had been kept")
+                else:
+                    self._look(dataset)
             except Exception as failure:
                 self._leave(dataset, f"{type(failure).__name__}: {failure}")
-            return original(loader)
+            if self.verification is None or self.stored.get(id(dataset)) is None:
+                return original(loader)
+            return self.verification.following(
+                loader, lambda: original(loader), self.report, leave, own_workers=loader.num_workers
+            )
+
+        def leave(loader: DataLoader[Any], reason: str) -> None:
+            self._leave(loader.dataset, reason)
 
         return __iter__
 
@@ -195,9 +270,10 @@ class ExampleCaches:
 
         def __init__(fetcher: Any, dataset: Any, *rest: Any) -> None:  # noqa: N807 - it stands in for the method
             original(fetcher, dataset, *rest)
-            arena = self.arenas.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
-            if arena is not None:
-                fetcher.dataset = CachedExamples(dataset, Shelf(arena))
+            stored = self.stored.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
+            if stored is not None:
+                shelf = Shelf(stored.arena)
+                fetcher.dataset = CachedExamples(dataset, shelf, stored.scrutiny, partial(stored.note, dataset))
 
         return __init__
 
@@ -220,13 +296,31 @@ class ExampleCaches:
         needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
         self.budget_bytes -= min(needed_bytes, capacity_bytes)
-        self.arenas[id(dataset)] = Arena(size, capacity_bytes)
-        self.pictures[id(dataset)] = picture(dataset)
+        stored = self.stored[id(dataset)] = Stored.empty(size, capacity_bytes)
+        if loader.num_workers:  # else the first example read may open a file: no change that matters
+            stored.note(dataset)
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
+
+    def _look(self, dataset: Any) -> None:
+        """Leave a dataset that the script has changed, or of which a reader found that it may not be kept."""
+        stored = self.stored.get(id(dataset))
+        if stored is None:
+            return
+        if stored.is_other(dataset):
+            stored.scrutiny.end(ALTERED)
+        if stored.scrutiny.over:
+            self._leave(dataset, stored.scrutiny.finding)
+
+    def settle(self) -> None:
+        """Report what readers found in the last pass; call it at the end."""
+        for dataset in list(self.alive.values()):
+            stored = self.stored.get(id(dataset))
+            if stored is not None and stored.scrutiny.over:
+                self._leave(dataset, stored.scrutiny.finding)
 
     def _leave(self, dataset: Any, reason: str) -> None:
         """Read `dataset` as if there were no cache, from the next iterator on."""
-        self.arenas[id(dataset)] = None
+        self.stored[id(dataset)] = None
         self.report({"dataset": type(dataset).__name__, "reason_not_applied": reason})
 
 
@@ -246,10 +340,42 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
         finding = impurity(dataset, [0, last])
         if finding is None and not _reads_one_by_one(dataset, [0, last]):
             finding = "what it reads depends on what is read with it"
+        finding = finding or _unsteady(dataset)
         return (f"its dataset is not pure: {finding}", 0) if finding else (None, len(encode(dataset[0])))
 
-    # What a dataset opens at its first reading must not be there already when the script's own workers are forked.
-    return in_child(probe) if loader.num_workers else probe()
+    # Never here: a dataset may count its readings, and what it opens at its first one must not be there already when
+    # the script's own workers are forked.
+    return in_child(probe, lose_writes=True)
+
+
+def _unsteady(dataset: Any) -> str | None:
+    """Say what changes from one reading of an example to the next although it draws from no generator in sight.
+
+    Examples that draw say nothing here: they are not kept when they are missed, others may be.
+    """
+    watch, began = Watch(dataset), time.monotonic()
+    for index in sorted({k * len(dataset) // (LOOKS + 1) for k in range(1, LOOKS + 1)}):
+        if time.monotonic() - began > LOOK_S:
+            break
+        first = watch.around(partial(dataset.__getitem__, index), alone=True)
+        before = surroundings(dataset)
+        second = watch.around(partial(dataset.__getitem__, index), alone=True)
+        if first.drew is not False or second.drew is not False or not _is_encodable(first.value):
+            continue
+        if not equal(first.value, second.value):
+            return f"reading example {index} twice gave two different results"
+        if surroundings(dataset) != before:
+            return f"reading example {index} changes what the dataset goes by"
+    return None
+
+
+def _is_encodable(example: Any) -> bool:
+    """Tell whether an example could be kept at all."""
+    try:
+        encode(example)
+    except Exception:
+        return False
+    return True
 
 
 def _reads_one_by_one(dataset: Any, indices: list[int]) -> bool:

@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 
 from headway.data.caches.cache import TieredCache
+from headway.data.caches.scrutiny import CHANGED, DREW, Scrutiny
 from headway.data.planning.ops import Stage
 from headway.data.runtime import ops
+from headway.data.runtime.examples import equal
+from headway.data.runtime.outcome import speak
+from headway.data.runtime.watch import Watch
 from headway.data.source import Source
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -31,12 +35,15 @@ DROPPED = Dropped()
 
 
 class Kept:
-    """Results in memory, by example: arrays and bytes, never evicted, whole or not at all. Safe for threads.
+    """Results in memory, by example: arrays and bytes, whole or not at all. Safe for threads.
+
+    What may be kept, and what is made anew and compared although it is here, `scrutiny` says.
 
     Worker processes that fork from this one start with a copy, and fill it on their own.
     """
 
-    def __init__(self, num_bytes: int) -> None:
+    def __init__(self, num_bytes: int, num_examples: int) -> None:
+        self.scrutiny = Scrutiny(num_examples)
         self.cache = TieredCache(num_bytes, split=(0.0, 1.0, 0.0), policies="static")
         self._forms: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._lock = threading.Lock()
@@ -65,12 +72,11 @@ class Kept:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the results behind: a copy for another process would cost more than it saves."""
-        tier = self.cache.capacity_bytes["decoded"]
-        return {"num_bytes": tier}
+        return {"num_bytes": self.cache.capacity_bytes["decoded"], "num_examples": self.scrutiny.num_examples}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start empty."""
-        self.__init__(state["num_bytes"])  # type: ignore[misc]  # the constructor is all there is to restore
+        self.__init__(**state)  # type: ignore[misc]  # the constructor is all there is to restore
 
 
 class Chain:
@@ -81,7 +87,8 @@ class Chain:
         places = [k for k, stage in enumerate(self.stages) if stage.kind == "cache"]
         self._cached = places[-1] if places else -1
         """Place of the last cache; an earlier one would never be asked."""
-        self.kept = Kept(self.stages[self._cached].cache_bytes) if places else None
+        self.kept = Kept(self.stages[self._cached].cache_bytes, len(source)) if places else None
+        self._watch = Watch([stage.function for stage in self.stages]) if places else None
         self._own = [getattr(_function(stage), "__module__", "") == ops.__name__ for stage in self.stages]
         self._writer = self._last_writer()
         """Place of the operator that may write its result into memory of the caller's; -1 when none may."""
@@ -91,8 +98,8 @@ class Chain:
 
         `out`, memory of the result's shape and type, may be used on the way; the result is there only if it is `out`.
         """
-        value, first = self._begin(index)
-        return self.through(value, index, seed, first, len(self.stages), out)
+        value, first = self._begin(index, seed, out)
+        return value if value is DROPPED else self.through(value, index, seed, first, len(self.stages), out)
 
     def through(self, value: Any, index: int, seed: int, first: int, last: int, out: Array | None = None) -> Any:
         """Return what the stages from place `first` up to `last` make of the value before them; `out` as in `run`."""
@@ -117,12 +124,23 @@ class Chain:
             found[stage.id] = (spent, before, size_of(value))
         return found
 
-    def _begin(self, index: int) -> tuple[Any, int]:
+    def _begin(self, index: int, seed: int, out: Array | None) -> tuple[Any, int]:
         """Return what to start from, and the first stage that is left to run."""
-        found = None if self.kept is None else self.kept.get(index)
-        if found is not None:
+        kept, watch = self.kept, self._watch
+        if kept is None or watch is None or kept.scrutiny.over:
+            return self.source.read(index), 0
+        found = kept.get(index)
+        if found is not None and not kept.scrutiny.is_due(int(size_of(found)), first=False):
             return found, self._cached + 1
-        return self.source.read(index), 0
+        made = watch.around(lambda: self.through(self.source.read(index), index, seed, 0, self._cached, out))
+        if found is not None and made.drew:
+            kept.scrutiny.end(DREW, index)
+        elif found is not None and not equal(_in_row_order(found), _in_row_order(made.value)):
+            kept.scrutiny.end(CHANGED, index)
+        elif made.value is not DROPPED and kept.scrutiny.may_keep(index, drew=made.drew):
+            kept.put(index, made.value)
+        speak(self.source, kept.scrutiny)
+        return made.value, self._cached + 1
 
     def _last_writer(self) -> int:
         """Return the last operator that can write where it is told, if all behind it are our own: they keep nothing."""
@@ -132,9 +150,7 @@ class Chain:
     def _apply(self, place: int, value: Any, index: int, seed: int, out: Array | None = None) -> Any:
         stage = self.stages[place]
         if stage.kind == "cache":
-            if self.kept is not None and place == self._cached:
-                self.kept.put(index, value)
-            return value
+            return value  # `run` keeps it
         assert stage.function is not None
         try:
             told = {} if out is None else {"out": out}
@@ -150,6 +166,11 @@ class Chain:
         if stage.kind == "filter":
             return value if value_or_keep else DROPPED
         return value_or_keep
+
+
+def _in_row_order(value: Any) -> Any:
+    """Return an array in row order, as it is kept; anything else as it is."""
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) and value.ndim else value
 
 
 def generator(seed: int, stage: int) -> np.random.Generator:

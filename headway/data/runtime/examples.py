@@ -29,6 +29,19 @@ def encode(example: object) -> bytes:
     return buffer.getvalue()
 
 
+def encode_plain(example: object, most_bytes: int) -> bytes | None:
+    """Serialise what is plain data with little memory: None for more, and for tensors that are more than their values.
+
+    Two tensors on the same memory, for example, would not share it any more. Raises nothing.
+    """
+    buffer = io.BytesIO()
+    try:
+        _PlainPickler(buffer, most_bytes).dump(example)
+    except Exception:  # what else cannot be serialised is for the caller to find
+        return None
+    return buffer.getvalue() if buffer.tell() <= most_bytes else None
+
+
 def decode(payload: bytes | memoryview) -> Any:
     """Return a fresh copy of what `encode` was given. The bytes are our own process family's, never a stranger's."""
     return pickle.loads(payload)
@@ -42,6 +55,29 @@ class _Pickler(pickle.Pickler):
             raw = obj.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if obj.numel() else b""
             return _tensor, (raw, obj.dtype, tuple(obj.shape))
         return NotImplemented
+
+
+class _PlainPickler(_Pickler):
+    """A pickler that gives up at what `encode_plain` does not take."""
+
+    def __init__(self, buffer: io.BytesIO, most_bytes: int) -> None:
+        super().__init__(buffer, protocol=5)
+        self._left, self._memory = most_bytes, set[int]()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            memory = obj.untyped_storage().data_ptr()
+            self._left -= obj.nbytes
+            canonical = torch.empty(obj.shape, device="meta").stride()
+            plain = type(obj) is torch.Tensor and _is_plain(obj) and obj.stride() == canonical
+            if self._left < 0 or memory in self._memory or not plain:
+                raise ValueError("not plain")
+            self._memory.add(memory)
+        elif isinstance(obj, np.ndarray):
+            self._left -= obj.nbytes
+            if self._left < 0:
+                raise ValueError("not little")
+        return super().reducer_override(obj)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -73,6 +109,24 @@ def equal(left: object, right: object) -> bool:
         if isinstance(left, kind):
             return same(left, right)
     return False
+
+
+def memory(value: object) -> set[int]:
+    """Return the addresses of the tensors and arrays in a batch: two batches with one in common share memory."""
+    if isinstance(value, torch.Tensor):
+        found = {value.untyped_storage().data_ptr()} if value.device.type == "cpu" and value.numel() else set()
+    elif isinstance(value, np.ndarray):
+        base = value
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        found = {base.__array_interface__["data"][0]} if value.size else set()
+    elif isinstance(value, Mapping):
+        found = memory(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        found = {address for part in value for address in memory(part)}
+    else:
+        found = {address for part in getattr(value, "__dict__", {}).values() for address in memory(part)}
+    return found
 
 
 def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:

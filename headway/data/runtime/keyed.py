@@ -78,10 +78,12 @@ def generators_kept() -> Iterator[None]:
 class Draws:
     """A block whose random numbers come from `seed`: those of `generator`, and of the global generators if `shared`."""
 
-    __slots__ = ("_numpy", "_shared", "_token", "_torch", "seed")
+    __slots__ = ("_numpy", "_shared", "_token", "_torch", "asked", "seed")
 
     def __init__(self, seed: int, *, shared: bool = False) -> None:
         self.seed, self._shared = seed & WORD, shared
+        self.asked = 0
+        """How often one of the generators was asked for: who asks draws."""
         self._numpy: np.random.Generator | None = None
         self._torch: torch.Generator | None = None
         self._token: Token[Draws | None]
@@ -101,12 +103,14 @@ class Draws:
 
     def numpy(self) -> np.random.Generator:
         """Return the block's numpy generator."""
+        self.asked += 1
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.Philox(key=self.seed))
         return self._numpy
 
     def torch(self) -> torch.Generator:
         """Return the block's torch generator (CPU)."""
+        self.asked += 1
         if self._torch is None:
             self._torch = torch.Generator().manual_seed(self.seed)
         return self._torch
@@ -114,6 +118,11 @@ class Draws:
 
 _DRAWS: ContextVar[Draws | None] = ContextVar("headway_draws", default=None)
 """What is being loaded here and now, by this thread."""
+
+
+def current() -> Draws | None:
+    """Return the block that is being loaded in by this thread, None outside of one."""
+    return _DRAWS.get()
 
 
 def generator() -> np.random.Generator:

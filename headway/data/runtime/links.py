@@ -32,7 +32,7 @@ from headway.data.orders.job_order import DataShareError
 from headway.data.runtime import account, serving
 from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.preparers import base_of, identity
-from headway.data.runtime.purity import picture
+from headway.data.runtime.surroundings import surroundings
 from headway.data.serving.messages import (
     FROM_SERVER,
     PROTOCOL,
@@ -78,7 +78,7 @@ class Link:
         auto = DataServer(threads=loader.num_workers) if given == "auto" else None
         self.options = given if isinstance(given, DataServer) else auto
         self._chosen = auto is None
-        self._pid, self._picture = os.getpid(), picture(loader.dataset)
+        self._pid, self._picture = os.getpid(), surroundings(loader.dataset)
         self._dataset, items = base_of(loader.dataset)
         rank, world = loader._place()
         self.rank, self.world_size, self.items = rank, world, range(len(self._dataset)) if items is None else items
@@ -98,6 +98,7 @@ class Link:
         self.threads = 1
         """Threads of the server: it may make so many batches at once."""
         self._num_begun = self._num_passes = 0
+        self._warned = False
         self._told: dict[int, Decided] = {}
         self._inherited: dict[int, Decided] = {}
         """Number of a pass, as its `Begin` has it -> the latest that was told of it: by this server, by lost ones."""
@@ -113,7 +114,7 @@ class Link:
         """Whether this is still the connection of this loader, in this process, over this dataset."""
         world = loader._place()[1]
         same = (loader.batch_size or 1, world) == (self._join.batch_size, self._join.world_size)
-        return same and self._pid == os.getpid() and self._picture == picture(loader.dataset)
+        return same and self._pid == os.getpid() and self._picture == surroundings(loader.dataset)
 
     def begin(self, progress: Progress, *, again: bool = False) -> None:
         """Begin a pass; `again`: go on with it after a server was lost."""
@@ -155,6 +156,12 @@ class Link:
 
     def count(self, over: Over) -> None:
         """Note what the server did during a pass, for whomever, and how this job's order leaned towards its cache."""
+        if over.finding and not self._warned:
+            self._warned = True
+            account.told("cache", {"finding": over.finding})
+            text = f"the data server at {self._path} keeps no examples any more: {over.finding}. They are read anew."
+            with contextlib.suppress(RuntimeWarning):  # a script that makes errors of warnings loses no batch by it
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
         told = {"server": over.counts, "order": over.order}
         for what, now in told.items() if self.rank == 0 else ():  # what ranks count is added up: one of them tells
             before = self._counted.get(what, {})

@@ -5,7 +5,11 @@ is kept until the data of the examples fill the budget: under a shuffled order
 a seeded random subset, and the best choice there is when every epoch reads
 everything once (any eviction loses a later hit). So each later epoch hits
 exactly what fits. The memory is shared by threads and by forked workers, and
-outlives them. Only pure datasets are kept (`purity`), and copies handed out.
+outlives them. Copies are handed out. A dataset that is not pure is refused
+(`purity`); of one that seems to be, no example is kept that draws random
+numbers when it is read. What is found is compared with the dataset at times:
+should it differ, or the script have changed the dataset, nothing of it is
+used any more, and a warning says so (`scrutiny`).
 
 The budget counts data: bytes of tensors, arrays, bytes and text. What is
 stored besides, to know their types, is some 0.2 kB per example.
@@ -26,16 +30,19 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import psutil
 
-from headway.core.arena import Arena, shared_memory
+from headway.core.arena import shared_memory
 from headway.core.errors import InputError
+from headway.data.caches.scrutiny import ALTERED
 from headway.data.runtime import account
-from headway.data.runtime.cache import CachedExamples, uncacheable
+from headway.data.runtime.cache import CachedExamples, Stored, uncacheable
 from headway.data.runtime.examples import encode
+from headway.data.runtime.outcome import speak
 from headway.data.runtime.views import View
 
 _COUNTS = struct.Struct("<qqqq")
@@ -53,7 +60,7 @@ class ExampleCache:
         """Most data to keep."""
         self._file, self._counts = shared_memory("headway-loader-cache", mmap.PAGESIZE)
         self._turn, self._pid = threading.Lock(), os.getpid()
-        self._arena: Arena | None = None
+        self._stored: Stored | None = None
         self._reported = (0, 0, 0, 0)
 
     @property
@@ -68,8 +75,8 @@ class ExampleCache:
 
     @property
     def bytes(self) -> int:
-        """Data kept."""
-        return self._numbers()[2]
+        """Data kept; 0 when it may not be used any more."""
+        return 0 if self.finding else self._numbers()[2]
 
     @property
     def refused(self) -> int:
@@ -77,9 +84,19 @@ class ExampleCache:
         return self._numbers()[3]
 
     @property
+    def compared(self) -> int:
+        """Hits that were read anew and compared."""
+        return 0 if self._stored is None else self._stored.scrutiny.compared
+
+    @property
+    def finding(self) -> str:
+        """Why nothing that was kept is used any more; '' while it is."""
+        return "" if self._stored is None else self._stored.scrutiny.finding
+
+    @property
     def num_slots(self) -> int:
         """Examples of the dataset; 0 before the first iterator."""
-        return 0 if self._arena is None else self._arena.num_slots
+        return 0 if self._stored is None else self._stored.arena.num_slots
 
     def in_front(self, loader: Any) -> CachedExamples | None:
         """Return the loader's dataset with this cache in front, None for an empty one.
@@ -89,15 +106,23 @@ class ExampleCache:
         """
         if self._pid != os.getpid():  # a thread of the process that forked may have held the lock just then
             self._turn, self._pid = threading.Lock(), os.getpid()
-        size = len(loader.dataset)
-        if self._arena is None and size:
-            self._open(loader, size)
-        return CachedExamples(loader.dataset, self, check_every=0) if size else None
+        dataset, size = loader.dataset, len(loader.dataset)
+        if not size:
+            return None
+        stored = self._stored
+        if stored is None:
+            stored = self._stored = self._opened(loader, size)
+            if loader.num_workers and loader._workers != "threads":  # else the first example read may open a file
+                stored.note(dataset)
+        elif stored.is_other(dataset):
+            stored.scrutiny.end(ALTERED)
+        speak(dataset, stored.scrutiny)
+        return CachedExamples(dataset, self, stored.scrutiny, partial(stored.note, dataset))
 
     def get(self, index: int) -> memoryview | None:
         """Return the encoding of example `index`, None when it is not here; counts."""
-        assert self._arena is not None
-        found = self._arena.get(index)
+        assert self._stored is not None
+        found = self._stored.arena.get(index)
         with self._alone():
             self._add(hits=found is not None, misses=found is None)
         return found
@@ -108,23 +133,26 @@ class ExampleCache:
         if self.bytes + size <= self.budget_bytes:  # else it is refused below, without being encoded
             payload = encode(example)
             size = size or len(payload)
-        assert self._arena is not None
+        assert self._stored is not None
+        arena = self._stored.arena
         with self._alone():
-            if self._arena.get(index) is not None:
+            if arena.get(index) is not None:
                 return  # another worker was faster
             fits = payload is not None and self.bytes + size <= self.budget_bytes
-            fits = fits and self._arena.put(index, payload or b"")
+            fits = fits and arena.put(index, payload or b"")
             self._add(bytes=size if fits else 0, refused=not fits)
 
     def report(self) -> None:
         """Tell the recorder what has come since the last report."""
         numbers = self._numbers()
+        if self.finding:
+            account.told("cache", {"finding": self.finding})
         hits, misses, kept, refused = (now - before for now, before in zip(numbers, self._reported, strict=True))
         self._reported = numbers
         account.counted("cache.loader", hits=hits, misses=misses, bytes=kept, refused=refused)
 
-    def _open(self, loader: Any, size: int) -> None:
-        """Probe the dataset and set up the memory."""
+    def _opened(self, loader: Any, size: int) -> Stored:
+        """Probe the dataset and return the memory for it."""
         # Threads need nothing of what only separate processes do.
         alike: Any = View(loader, num_workers=0) if loader._workers == "threads" else loader
         reason, example_bytes = uncacheable(alike)
@@ -136,7 +164,7 @@ class ExampleCache:
                 f"cache_bytes is {self.budget_bytes}, of which {wanted} would be used; this host has {free} bytes of "
                 "memory left. Pass less."
             )
-        self._arena = Arena(size, self.budget_bytes + size * FRAMING_BYTES)
+        return Stored.empty(size, self.budget_bytes + size * FRAMING_BYTES)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         hits, misses, kept, refused = _COUNTS.unpack_from(self._counts)

@@ -2,30 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from headway.data.caches.scrutiny import Scrutiny
 from headway.runtime.remedy import Applied, Context, Refused
 
-Report = Callable[[Mapping[str, Any]], None]
-"""Takes the facts of one decision; 'reason_not_applied' among them means that a loader was left alone."""
 
-
-def reporter(name: str, parameters: Mapping[str, Any], context: Context) -> Report:
-    """Return the function that keeps the outcome of remedy `name` up to date.
+class Report:
+    """Keeps the outcome of a remedy up to date in RUN/applied.
 
     The remedy counts as applied as soon as one loader takes it; it is refused while all have been left alone.
     """
-    decisions: list[dict[str, Any]] = []
 
-    def report(facts: Mapping[str, Any]) -> None:
-        if facts in decisions:
+    def __init__(self, name: str, parameters: Mapping[str, Any], context: Context) -> None:
+        """Report on remedy `name`, as the plan gives it `parameters`."""
+        self.name, self._parameters, self._context = name, parameters, context
+        self._decisions: list[dict[str, Any]] = []
+        self._withdrawn: list[dict[str, str]] = []
+        self._compared = {"compared": 0, "equal": 0, "unequal": 0}
+        self._not_compared: dict[str, int] = {}
+
+    def __call__(self, facts: Mapping[str, Any]) -> None:
+        """Note the facts of one decision; 'reason_not_applied' among them means that a loader was left alone."""
+        if facts in self._decisions:
             return  # a loader made anew for each epoch: nothing new to say, and nothing to keep
-        decisions.append(dict(facts))
-        reasons = [fact["reason_not_applied"] for fact in decisions if "reason_not_applied" in fact]
-        if len(reasons) < len(decisions):
-            context.note(Applied(name, {**parameters, "loaders": decisions}))
-        else:
-            context.note(Refused(name, "; ".join(dict.fromkeys(reasons))))
+        self._decisions.append(dict(facts))
+        self._write()
 
-    return report
+    def withdrawn(self, dataset: str, reason: str) -> None:
+        """Note that the remedy was taken away from a loader that had it."""
+        self._withdrawn.append({"dataset": dataset, "reason": reason})
+        self._write()
+
+    def restored(self) -> None:
+        """Note that what was withdrawn is applied again."""
+        self._withdrawn.clear()
+        self._write()
+
+    def compared(self, *, equal: bool) -> None:
+        """Count a batch that was compared with the script's own; written with the next decision, or at the end."""
+        self._compared["compared"] += 1
+        self._compared["equal" if equal else "unequal"] += 1
+
+    def not_compared(self, reason: str) -> None:
+        """Count a batch that was to be compared and could not be."""
+        self._not_compared[reason] = self._not_compared.get(reason, 0) + 1
+
+    def _write(self) -> None:
+        reasons = [fact["reason_not_applied"] for fact in self._decisions if "reason_not_applied" in fact]
+        if len(reasons) == len(self._decisions):
+            self._context.note(Refused(self.name, "; ".join(dict.fromkeys(reasons))))
+            return
+        facts: dict[str, Any] = {**self._parameters, "loaders": self._decisions}
+        if self._withdrawn:
+            facts["withdrawn"] = self._withdrawn
+        if self._context.verify:  # the same objects: what is counted later is written later
+            facts["verification"] = self._compared
+            facts["not_compared"] = self._not_compared
+        self._context.note(Applied(self.name, facts))
+
+
+def reporter(name: str, parameters: Mapping[str, Any], context: Context) -> Report:
+    """Return what keeps the outcome of remedy `name` up to date."""
+    return Report(name, parameters, context)
+
+
+def speak(dataset: Any, scrutiny: Scrutiny) -> None:
+    """Warn, once for all readers of a dataset, that what was kept of it is not used any more."""
+    if scrutiny.is_news():
+        text = f"{type(dataset).__name__} is cached no more: {scrutiny.finding}. Its examples are read anew."
+        with suppress(RuntimeWarning):  # a script that makes errors of warnings loses no batch by it
+            warnings.warn(text, RuntimeWarning, stacklevel=3)

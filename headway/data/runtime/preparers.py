@@ -1,10 +1,11 @@
 """What a data server prepares: the examples of a map-style dataset, or of a pipeline in up to three forms.
 
-A dataset is looked at before it is served. One whose examples are the same
-each time is cached as it is. What draws from `headway.data.generator()` is
-drawn anew each time, in many threads. What draws from the generators that all
-threads share, changes itself, or holds an open file is read by one thread at a
-time; the server's notes say so. Examples travel as `headway.data.serving.packing` has
+A dataset is looked at before it is served, and the generators around each
+example that is read. One whose examples are the same each time is cached as it
+is; an example that drew is not kept. What draws from
+`headway.data.generator()` is drawn anew each time, in many threads. What draws
+from the generators that all threads share, changes itself, or holds an open
+file is read by one thread at a time; the server's notes say so. Examples travel as `headway.data.serving.packing` has
 them; tensors are marked, and are tensors again where they arrive.
 
 >>> example = (torch.arange(3, dtype=torch.bfloat16), {"label": 7})
@@ -17,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.trial import handle
+from headway.data.runtime.watch import Reading, Watch
 from headway.data.serving.batches import Ints, Payload, Spent
 from headway.data.serving.collation import TENSOR, collated
 from headway.data.serving.flights import Work
@@ -119,25 +121,28 @@ class DatasetPreparer:
         self.size, self.fingerprint = len(dataset), identity(dataset)
         self._dataset = dataset
         finding, varies = looked_at(_Reading(dataset), dataset)
-        self._one_by_one = threading.Lock() if finding else contextlib.nullcontext()
-        self._shared = finding is not None
+        self._turns, self._watch = Turns(one_by_one=finding is not None), Watch(dataset)
         self.form = "augmented" if varies else "decoded"
         self.forms: tuple[str, ...] = (self.form,)
         self.notes = [f"{ONE_THREAD}: {finding}"] if finding else []
 
     def prepare(self, work: Work) -> tuple[Mapping[str, Payload], Spent]:
         """Read one example under its own seed."""
-        with self._one_by_one:
+        with self._turns.turn() as alone:
             began = account.clocks()
-            with Draws(work.draw, shared=self._shared):
-                payload = pack(plain(_Reading(self._dataset)[work.item])).to_bytes()
+            with Draws(work.draw, shared=alone):
+                reading = self._watch.around(lambda: _Reading(self._dataset)[work.item], alone=alone)
+                payload = pack(plain(reading.value)).to_bytes()
             ended = account.clocks()
+        _take_turns(self._turns, reading, self.notes)
         spent = began.until(ended)
         # The part that was blocked is put first: what matters is how long it was.
         return {self.form: payload}, Spent(
             fetch_start_ns=began.wall_ns, fetch_end_ns=began.wall_ns + spent.fetch_ns,
             decode_ns=0 if self.form == "augmented" else spent.prep_ns,
             augment_ns=spent.prep_ns if self.form == "augmented" else 0,
+            drew=reading.drew if self.form != "augmented" else False,
+            changed=work.compare is not None and not _same(payload, work.compare[1]),
         )  # fmt: skip
 
     def assemble(self, items: Ints, examples: list[Any]) -> Any | None:
@@ -157,35 +162,44 @@ class PipelinePreparer:
         middle = ("decoded",) if self._first_random else ()
         self.forms = ("encoded", *middle, "augmented") if random else ("encoded", *(middle or ("decoded",)))
         # Sources and operators are safe for threads by contract, but for what an operator of the user's draws.
-        self._shared = self.size > 0 and _draws(lambda: self._chain.run(0, 0))
-        self._one_by_one = threading.Lock() if self._shared else contextlib.nullcontext()
-        self.notes = [f"{ONE_THREAD}: an operator draws from generators that all threads share"] if self._shared else []
+        shared = self.size > 0 and _draws(lambda: self._chain.run(0, 0))
+        self._turns, self._watch = Turns(one_by_one=shared), Watch(self._chain)
+        self.notes = [f"{ONE_THREAD}: an operator draws from generators that all threads share"] if shared else []
 
     def prepare(self, work: Work) -> tuple[Mapping[str, Payload] | None, Spent]:
         """Go on from the form that the cache had; keep the forms that it wants."""
-        with self._one_by_one, Draws(work.draw, shared=self._shared):
+        with self._turns.turn() as alone, Draws(work.draw, shared=alone):
             try:
-                return self._made(work)
+                return self._made(work, alone)
             except Exception:
                 if self._batches.on_error == "raise":
                     raise
                 return None, Spent()
 
-    def _made(self, work: Work) -> tuple[Mapping[str, Payload] | None, Spent]:
+    def _made(self, work: Work, alone: bool) -> tuple[Mapping[str, Payload] | None, Spent]:
         forms: dict[str, Payload] = {}
         fetch_start = fetch_end = time.monotonic_ns()
         read_bytes, cpu = 0, [time.thread_time_ns()] * 3
-        if work.payload is None:
-            value = self._chain.source.read(work.item)
-            fetch_end, read_bytes = time.monotonic_ns(), int(size_of(value))
-            cpu[0] = time.thread_time_ns()
-            self._note(forms, "encoded", value, work)
-        else:
-            value = unpack(work.payload, marked=restored)
-        if work.start in (None, "encoded"):
-            value = self._chain.through(value, work.item, work.draw, 0, self._first_random)
-            if value is not DROPPED:
-                self._note(forms, "decoded", value, work)
+
+        def steady() -> Any:
+            """Return what is the same each time, or ought to be."""
+            nonlocal fetch_end, read_bytes
+            if work.payload is None:
+                value = self._chain.source.read(work.item)
+                fetch_end, read_bytes = time.monotonic_ns(), int(size_of(value))
+                cpu[0] = time.thread_time_ns()
+                self._note(forms, "encoded", value, work)
+            else:
+                value = unpack(work.payload, marked=restored)
+            if work.start in (None, "encoded"):
+                value = self._chain.through(value, work.item, work.draw, 0, self._first_random)
+                if value is not DROPPED:
+                    self._note(forms, "decoded", value, work)
+            return value
+
+        reading = self._watch.around(steady, alone=alone)
+        _take_turns(self._turns, reading, self.notes)
+        value = reading.value
         cpu[1] = cpu[2] = time.thread_time_ns()
         if value is not DROPPED and self.forms[-1] == "augmented":
             value = self._chain.through(value, work.item, work.draw, self._first_random, len(self._chain.stages))
@@ -194,12 +208,13 @@ class PipelinePreparer:
             cpu[2] = time.thread_time_ns()
         spent = Spent(
             fetch_start_ns=fetch_start, fetch_end_ns=fetch_end, decode_ns=cpu[1] - cpu[0], augment_ns=cpu[2] - cpu[1],
-            read_bytes=read_bytes,
+            read_bytes=read_bytes, drew=reading.drew, changed=_differs(forms, work.compare),
         )  # fmt: skip
         return (None if value is DROPPED else forms), spent
 
     def _note(self, forms: dict[str, Payload], form: str, value: Any, work: Work) -> None:
-        if form in work.keep or form == self.forms[-1]:
+        compared = work.compare[0] if work.compare else ""
+        if form in work.keep or form in (self.forms[-1], compared):
             forms[form] = pack(value.numpy() if isinstance(value, torch.Tensor) else plain(value)).to_bytes()
 
     def assemble(self, items: Ints, examples: list[Any]) -> Any | None:
@@ -231,6 +246,47 @@ def _numbers(values: list[Any]) -> Any:
     """Return numbers as the tensor that torch makes of them, anything else as it is."""
     numbers = values and all(isinstance(value, (int, float)) for value in values)
     return plain(torch.tensor(values)) if numbers else values
+
+
+class Turns:
+    """Many threads at a time, until it turns out that they share a generator; then one, when the others are done."""
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        self.one_by_one = one_by_one
+        """Whether those who come from now on read alone."""
+        self._inside, self._left = 0, threading.Condition()
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Take a turn; yields whether no other thread has one meanwhile."""
+        with self._left:
+            while self.one_by_one and self._inside:
+                self._left.wait()
+            alone = self.one_by_one
+            self._inside += 1
+        try:
+            yield alone
+        finally:
+            with self._left:
+                self._inside -= 1
+                self._left.notify_all()
+
+
+def _take_turns(turns: Turns, reading: Reading, notes: list[str]) -> None:
+    """Have threads read one by one from now on, if a generator that they share moved while they read together."""
+    if reading.moved and not turns.one_by_one:
+        turns.one_by_one = True
+        notes.append(f"{ONE_THREAD}: an example draws from generators that all threads share")
+
+
+def _same(made: Payload, kept: Payload) -> bool:
+    """Tell whether two payloads hold equal examples."""
+    return bytes(made) == bytes(kept) or equal(unpack(made, marked=restored), unpack(kept, marked=restored))
+
+
+def _differs(forms: Mapping[str, Payload], compare: tuple[str, Payload] | None) -> bool:
+    """Tell whether a form was made that is another one than the cache has."""
+    return compare is not None and compare[0] in forms and not _same(forms[compare[0]], compare[1])
 
 
 class _Reading:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.data.runtime.examples import decode, encode, equal
+from headway.data.runtime.examples import decode, encode, equal, memory
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
 
@@ -26,13 +26,17 @@ SEEDED = {"random", "numpy", "torch"}
 """Generators that torch seeds in each loader worker, differently from all others."""
 
 
-def impurity(dataset: Any, indices: Sequence[int], *, may_draw: bool = False) -> str | None:
+def impurity(
+    dataset: Any, indices: Sequence[int], holders: Sequence[Any] = (), *, may_draw: bool = False, fresh: bool = False
+) -> str | None:
     """Say why the examples of `dataset` may not be kept, or None when the probe found nothing.
 
     Reads each of `indices` twice. An exception of the dataset is a finding, not a failure. With `may_draw`, it may
     draw from the generators that torch seeds anew in each worker: then equal draws must give equal examples.
+    `holders` may have generators of their own, which count as the dataset's. `fresh`: each reading must return memory
+    of its own, as what another process made has: else a loop that changes one batch, or keeps it, would see.
     """
-    own = own_generators(dataset)
+    own = own_generators(dataset, *holders)
     states, before, restore_own = generator_states(), fingerprints(own), restorer(own)
     try:
         for index in indices:
@@ -49,6 +53,8 @@ def impurity(dataset: Any, indices: Sequence[int], *, may_draw: bool = False) ->
                 return f"reading example {index} draws random numbers"
             if not equal(first, second):
                 return f"reading example {index} twice gave two different results"
+            if fresh and memory(first) & memory(second):
+                return f"reading example {index} returns memory that the dataset keeps, or uses again"
             if picture(dataset) != attributes:
                 return f"reading example {index} changes attributes of the dataset"
             if not equal(decode(encode(first)), first):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
 
@@ -24,6 +24,7 @@ from headway.data.runtime.keyed import generators_kept
 from headway.data.runtime.loader import DataLoader
 from headway.data.runtime.outcome import Report, reporter
 from headway.data.runtime.purity import picture
+from headway.runtime.gradients import FORWARD
 from headway.runtime.remedy import Applied, Context
 
 BATCHES = 12
@@ -37,7 +38,9 @@ def resume(parameters: Mapping[str, Any], context: Context) -> Applied:
     """Check each loader that the script reads. Parameters: batches."""
     check = Check(int(parameters.get("batches", BATCHES)), reporter("check.resume", parameters, context))
 
-    def stepped(_: int) -> int:
+    def stepped(index: int) -> int:
+        if index == FORWARD:  # an evaluation may come before the training, with loaders of its own
+            return 1
         raise SystemExit(0)
 
     context.patch("torch.utils.data.dataloader:DataLoader.__iter__", check.around_iter)
@@ -95,16 +98,32 @@ class Check:
         if loader.batch_size is None:
             return {**facts, "reason_not_applied": "the loader does not make the batches itself (batch_size=None)"}
         try:
-            cases = self.cases(loader)
-            facts["hint"] = None if all(case["examples"] for case in cases) else _stateful(loader.dataset)
+            setting = _setting(loader)
+            cases = self.cases(setting)
+            if all(case["examples"] for case in cases):
+                facts["hint"] = None
+            else:
+                facts["hint"] = self._unsteady_sampler(setting) or _stateful(loader.dataset)
             return {**facts, "cases": cases}
         except Exception as failure:
             return {**facts, "reason_not_applied": f"reading it raised {type(failure).__name__}: {failure}"}
 
-    def cases(self, loader: Any) -> list[dict[str, Any]]:
+    def _unsteady_sampler(self, setting: Setting) -> str | None:
+        """Say that the order itself comes out otherwise, whatever the examples are; None if it does not."""
+        if setting.sampler is None:
+            return None
+        indices = replace(setting, dataset=range(len(setting.dataset)))
+        if all(case["examples"] for case in self.cases(indices)):
+            return None
+        name = type(setting.sampler).__name__
+        return (
+            f"Its sampler, {name}, gives another order when it is read again: the order must depend on the sampler's "
+            "generator and epoch alone, which are put back"
+        )
+
+    def cases(self, setting: Setting) -> list[dict[str, Any]]:
         """Return [{case, examples, batches}]: whether these were equal to the uninterrupted reading."""
-        setting = _setting(loader)
-        world, workers = setting.world_size, loader.num_workers
+        world, workers = setting.world_size, setting.loader.num_workers
         expected, _ = self.read(setting, world, workers, None, self.batches)
         found = []
         for case, other_world, other_workers in setting.cases(workers):
@@ -149,6 +168,8 @@ class Setting:
     """How a script's loader makes its batches, as far as a twin needs to know."""
 
     loader: Any
+    dataset: Any
+    """What is read: the script's dataset, or its indices."""
     global_batch: int
     world_size: int
     shuffle: bool
@@ -158,9 +179,10 @@ class Setting:
     def twin(self, rank: int, world: int, workers: int) -> DataLoader:
         """Return the loader of `rank`."""
         user = self.loader
+        collate = user.collate_fn if self.dataset is user.dataset else list
         return DataLoader(
-            user.dataset, self.global_batch // world, None if self.sampler is not None else self.shuffle, self.sampler,
-            num_workers=workers, collate_fn=Digests(user.collate_fn), drop_last=user.drop_last,
+            self.dataset, self.global_batch // world, None if self.sampler is not None else self.shuffle, self.sampler,
+            num_workers=workers, collate_fn=Digests(collate), drop_last=user.drop_last,
             worker_init_fn=user.worker_init_fn, rank=rank, world_size=world,
             multiprocessing_context=user.multiprocessing_context if workers else None,
         )  # fmt: skip
@@ -188,7 +210,7 @@ def _setting(loader: Any) -> Setting:
         world, shuffle, sampler = sampler.num_replicas, sampler.shuffle, None
     elif shuffle or type(sampler) is SequentialSampler:
         sampler = None
-    return Setting(loader, loader.batch_size * world, world, shuffle, sampler)
+    return Setting(loader, loader.dataset, loader.batch_size * world, world, shuffle, sampler)
 
 
 def _stateful(dataset: Any) -> str:

@@ -21,10 +21,15 @@ from torch.utils.data.distributed import DistributedSampler
 from headway.data.runtime import account
 from headway.data.runtime.loader import DataLoader as OwnLoader
 from headway.data.runtime.outcome import Report, reporter
+from headway.data.runtime.read_ahead import bound_to_the_loop
 from headway.data.runtime.trial import unfit
-from headway.data.runtime.workers import MOST_LOADERS, bound_to_the_loop
+from headway.data.runtime.verification import Verification, verification_of
 from headway.data.serving.server import DataServer
 from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.samplers import sampler_of
+
+MOST_LOADERS = 64
+"""A script that makes more loaders than this reads the rest by itself: each of them is tried in a fork."""
 
 
 def server(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
@@ -37,7 +42,8 @@ def server(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
     options = DataServer(
         cache_bytes=int(parameters.get("cache_bytes", 0)), idle_s=float(parameters.get("idle_s", DataServer().idle_s))
     )
-    share = Share(options, reporter("data.server", parameters, context))
+    report = reporter("data.server", parameters, context)
+    share = Share(options, report, verification=verification_of(context))
     context.patch("torch.utils.data.dataloader:DataLoader._get_iterator", share.around_get_iterator)
     return Applied("data.server", dict(parameters))
 
@@ -51,7 +57,7 @@ def followed(loader: DataLoader[Any], options: DataServer) -> OwnLoader | str:
         return "it prepares or keeps worker processes of its own (worker_init_fn, persistent_workers)"
     order = _order(loader)
     if order is None:
-        return f"its {type(loader.sampler).__name__} does not give each example once"
+        return f"its {type(sampler_of(loader)).__name__} does not give each example once"
     finding, _ = unfit(loader, may_draw=True)
     if finding:
         return f"its dataset is not pure: {finding}"
@@ -66,7 +72,7 @@ def followed(loader: DataLoader[Any], options: DataServer) -> OwnLoader | str:
 
 def _order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Return shuffle, place and tail as headway's loader takes them; None for an order that no server gives."""
-    sampler = loader.sampler
+    sampler = sampler_of(loader)
     if type(sampler) is DistributedSampler:
         tail = "drop" if sampler.drop_last or loader.drop_last else "pad"
         return {"shuffle": sampler.shuffle, "rank": sampler.rank, "world_size": sampler.num_replicas, "tail": tail}
@@ -91,6 +97,8 @@ class Share:
     """Loader -> the one that is read in its place, None when it is left alone."""
     num_tried: int = 0
     """Loaders decided on so far."""
+    verification: Verification | None = None
+    """Compares batches with what the script's dataset gives for their indices; None where nobody asked for it."""
 
     def around_get_iterator(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader._get_iterator`: hand out the iterator of the loader that follows it."""
@@ -100,9 +108,17 @@ class Share:
             if own is None:
                 return original(loader)
             account.describe(workers="server")
-            return iter(own)
+            if self.verification is None:
+                return iter(own)
+            return self.verification.following(
+                loader, lambda: iter(own), self.report, self._leave, own_workers=0, may_draw=True
+            )
 
         return _get_iterator
+
+    def _leave(self, loader: DataLoader[Any], reason: str) -> None:
+        """Let the next pass over a loader be the script's own."""
+        self.decided[loader] = None
 
     def _following(self, loader: DataLoader[Any]) -> OwnLoader | None:
         """Decide on a loader that is new. A failure leaves it alone."""

@@ -12,33 +12,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch.utils.data import DataLoader
 
 from headway.data.runtime import account
+from headway.data.runtime.alone import FORKED, Alone, UnmadeError
+from headway.data.runtime.circumstances import modes, modes_of_threads, outside
+from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.keyed import KeyedDataset, Keys
 from headway.data.runtime.outcome import Report, reporter
-from headway.data.runtime.purity import picture
+from headway.data.runtime.read_ahead import CHANGED, bound_to_the_loop, num_free
+from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Pool, Task, lock_wait_fraction
 from headway.data.runtime.trial import EXAMPLES, TriedBatch, in_child, unfit
+from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.views import View
-from headway.data.runtime.workers import MOST_LOADERS, bound_to_the_loop, num_free
+from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
+from headway.runtime.drawing_code import names_draws
 from headway.runtime.remedy import Applied, Context, Refused
 
 
 def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     """Install the remedy. Parameters: num_workers (threads), prefetch_factor (batches under way per thread).
 
-    Whether a given loader takes it is decided when that loader is first read, and reported then.
+    Of `blocked_datasets`, names of classes, the loads were recorded to block: whether threads would wait for the lock
+    is not tried again. Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
+    report = reporter("data.threads", parameters, context)
     switch = Switch(
         num_threads=int(parameters.get("num_workers", 2)),
         prefetch_factor=int(parameters.get("prefetch_factor", 2)),
-        report=reporter("data.threads", parameters, context),
+        report=report,
+        verification=verification_of(context),
+        decisions=Decisions(budget_of(context)),
+        blocked_datasets=frozenset(parameters.get("blocked_datasets", ())),
     )
+    switch.watched(withdrawal_of(context, report))
     context.patch("torch.utils.data.dataloader:DataLoader._get_iterator", switch.around_get_iterator)
     return Applied("data.threads", dict(parameters))
 
@@ -107,20 +121,60 @@ class Indices:
 class ScriptThreads(InThreads):
     """The iterator of a script's own loader."""
 
-    def __init__(self, loader: DataLoader[Any], num_threads: int, prefetch_factor: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], num_threads: int, prefetch_factor: int, left: Callable[[str], None]
+    ) -> None:
+        """`left` is called, with the reason, when a pass leaves the threads."""
         self._as_torch = loader.num_workers > 0
+        self._read = (loader.dataset, loader.collate_fn)
+        self._seen, self._left = outside(self._read), left
+        self._single: Alone | None = None
         self._sizes = {"num_workers": num_threads, "prefetch_factor": prefetch_factor}
         super().__init__(self._view(loader), work_of(loader), None)
         self._read_ahead()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._seen, self._single = outside(self._read), None
         super()._reset(self._view(loader), first_iter)
         self._read_ahead()
 
     def _next_data(self) -> Any:
-        data = super()._next_data()
+        if self._single is None and not self._as_torch and (reason := self._reason_to_leave()):
+            self._leave(reason)
+        if self._single is not None:
+            return self._single._next_data()
+        try:
+            data = super()._next_data()
+        except UnmadeError as failure:
+            self._leave(str(failure))
+        if self._single is not None:  # outside of the handler: the script's own exceptions have no context
+            return self._single._next_data()
         self._read_ahead()
         return data
+
+    def _result(self, task: Task) -> Any:
+        if task.failed and not self._as_torch:
+            self._ahead.appendleft(task)
+            raise UnmadeError(f"a batch raised {task.failed}")
+        return super()._result(task)
+
+    def _reason_to_leave(self) -> str:
+        """Say why threads would read other batches than this process now, or ''."""
+        if not self._pool.is_here:
+            return FORKED
+        try:
+            same = modes() == modes_of_threads() and self._seen == outside(self._read)
+        except RuntimeError:  # a container that another thread changes
+            same = False
+        return "" if same else CHANGED
+
+    def _leave(self, reason: str) -> None:
+        """Read the rest of the pass in this process: what was read ahead is what the dataset was."""
+        tasks = [list(task.keys) if self._auto_collation else task.keys[0] for task in self._ahead]
+        self._single = Alone(self, chain(tasks, self._sampler_iter._indices), pin=self._pin_memory)
+        if self._pool.is_here:
+            self._left(reason)
+            self._close()
 
     def _view(self, loader: DataLoader[Any]) -> View:
         walk = ScriptWalk(loader)
@@ -139,33 +193,54 @@ def work_of(loader: DataLoader[Any]) -> Examples:
 
 def unthreadable(loader: DataLoader[Any]) -> str | None:
     """Say why threads may not make this loader's batches, or None."""
+    return barred(loader) or different(loader) or slow(loader)
+
+
+def barred(loader: DataLoader[Any]) -> str | None:
+    """Say why threads may not even be tried, or None."""
     reason = bound_to_the_loop(loader)
-    if reason is not None:
-        return reason
-    if loader.worker_init_fn is not None:
-        return "its worker_init_fn prepares a process, and threads have none of their own"
-    finding, _ = unfit(loader)
+    if reason is None and loader.num_workers and loader.worker_init_fn is not None:  # without workers it never runs
+        reason = "its worker_init_fn prepares a process, and threads have none of their own"
+    return reason
+
+
+def different(loader: DataLoader[Any]) -> str | None:
+    """Say why batches that threads make would be others, or None: found by making a small one."""
+    finding = unfit(loader)[0] or names_draws((loader.dataset, loader.collate_fn))
     if finding:
         return f"its dataset is not pure: {finding}"
-    return in_child(lambda: (_try(loader), 0))[0]
+
+    def tried() -> tuple[str | None, int]:
+        batches, work, keys = _tried(loader)
+        pool, task = Pool(EXAMPLES), Task(work, keys)
+        pool.help(task)
+        task.wait(None)
+        made = task.result()
+        pool.close()
+        same = equal(made, batches[0])
+        return (None if same else "threads make another batch of its examples than torch does"), 0
+
+    return in_child(tried)[0]
 
 
-def _try(loader: DataLoader[Any]) -> str | None:
-    """Make a small batch by two threads and as torch does, and see how much of their time threads wait for the lock."""
-    batches, work = TriedBatch(loader), work_of(loader)
+def slow(loader: DataLoader[Any]) -> str | None:
+    """Say that two threads would mostly wait for the interpreter's lock, or None: measured in a child."""
+
+    def tried() -> tuple[str | None, int]:
+        _, work, keys = _tried(loader)
+        waited = lock_wait_fraction(work, keys)
+        if waited <= LOCK_WAIT:
+            return None, 0
+        return f"two threads wait {waited:.0%} of their time for the interpreter lock: worker processes suit it", 0
+
+    return in_child(tried)[0]
+
+
+def _tried(loader: DataLoader[Any]) -> tuple[TriedBatch, Examples, Keys]:
+    """Return a small batch, how threads make it, and its keys."""
+    batches = TriedBatch(loader)
     # An unbatched loader reads one example; the others, as many as the batch that was tried in a worker.
-    keys = keys_of(batches.indices or [0], 0)
-    pool, task = Pool(EXAMPLES), Task(work, keys)
-    pool.help(task)
-    task.wait(None)
-    made = task.result()
-    pool.close()
-    if not equal(made, batches[0]):
-        return "threads make another batch of its examples than torch does"
-    waited = lock_wait_fraction(work, keys)
-    if waited > LOCK_WAIT:
-        return f"two threads wait {waited:.0%} of their time for the interpreter lock: worker processes suit it"
-    return None
+    return batches, work_of(loader), keys_of(batches.indices or [0], 0)
 
 
 @dataclass(slots=True)
@@ -178,40 +253,85 @@ class Switch:
     """Batches under way per thread."""
     report: Report
     """Called when something about a loader was decided."""
-    num_tried: int = 0
-    """Loaders decided on so far."""
+    verification: Verification | None = None
+    """Compares batches with the script's own; None where nobody asked for it."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What was tried, by the facts of loaders."""
+    blocked_datasets: frozenset[str] = frozenset()
+    """Classes of datasets of which the plan knows that their loads block, and do not compute."""
+    withdrawal: Withdrawal = field(init=False)
+    """Whether steps are slower than recorded."""
     decided: WeakKeyDictionary[DataLoader[Any], tuple[bool, object]] = field(default_factory=WeakKeyDictionary)
     """Loader -> whether threads read it, and the picture of dataset and collate function that this rests on."""
+
+    def __post_init__(self) -> None:
+        self.withdrawal = Withdrawal(None, self.report)
+
+    def watched(self, withdrawal: Withdrawal) -> None:
+        """Let `withdrawal` say when loaders are to be left alone."""
+        self.withdrawal, withdrawal.leave = withdrawal, self._leave_all
 
     def around_get_iterator(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader._get_iterator`: make ours for the loaders that may have it."""
 
         def _get_iterator(loader: DataLoader[Any]) -> Any:
-            if not self._takes(loader):
-                return original(loader)
+            with self.withdrawal.making():
+                return made(loader) if not self.withdrawal.is_off and self._takes(loader) else original(loader)
+
+        def made(loader: DataLoader[Any]) -> Any:
+            self.withdrawal.has_remedy = True
             count = min(self.num_threads, max(len(loader), 1))
             account.describe(num_workers=count, workers="threads")
-            return ScriptThreads(loader, count, self.prefetch_factor)
+            left = partial(self._left, ref(loader))
+            if self.verification is None:
+                return ScriptThreads(loader, count, self.prefetch_factor, left)
+            return self.verification.following(
+                loader, lambda: ScriptThreads(loader, count, self.prefetch_factor, left), self.report, self._leave,
+                own_workers=loader.num_workers,
+            )  # fmt: skip
 
         return _get_iterator
+
+    def _leave_all(self) -> None:
+        """Let all loaders ask for a new iterator at their next pass; one that is kept would be asked for no more."""
+        for loader, (taken, _) in self.decided.items():
+            if taken:
+                loader._iterator = None
+
+    def _leave(self, loader: DataLoader[Any], reason: str) -> None:
+        """Let the next pass over a loader be the script's own."""
+        self.decided[loader] = False, None
+        loader._iterator = None
 
     def _takes(self, loader: DataLoader[Any]) -> bool:
         """Decide on a loader that is new, or whose dataset has changed since. A failure leaves it alone."""
         try:
-            seen = picture((loader.dataset, loader.collate_fn))
-            if loader not in self.decided or (self.decided[loader][0] and self.decided[loader][1] != seen):
-                self.num_tried += loader not in self.decided
-                self.decided[loader] = self._decide(loader), seen
-            return self.decided[loader][0]
+            seen = surroundings((loader.dataset, loader.collate_fn))
+            if loader in self.decided and (self.decided[loader][1] == seen or not self.decided[loader][0]):
+                return self.decided[loader][0]
+            reason = self._decide(loader)
+            if reason != NOT_TRIED:  # else a later pass may try
+                self.decided[loader] = reason is None, seen
+            return reason is None
         except Exception as failure:
             self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
             return False
 
-    def _decide(self, loader: DataLoader[Any]) -> bool:
-        if self.num_tried > MOST_LOADERS:
-            self.report({"reason_not_applied": f"the script makes more than {MOST_LOADERS} loaders"})
-            return False
+    def _left(self, loader: ref[DataLoader[Any]], reason: str) -> None:
+        """Leave a loader alone from the next pass on: threads could not go on with this one."""
+        found = loader()
+        if found is not None:
+            self._leave(found, reason)
+        self.report({"reason_not_applied": reason})
+
+    def _decide(self, loader: DataLoader[Any]) -> str | None:
         facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}
-        reason = unthreadable(loader)
+        reason = barred(loader) or self.decisions.result(loader, lambda: different(loader)) or self._slow(loader)
         self.report({**facts, **({"reason_not_applied": reason} if reason else {"num_workers": self.num_threads})})
-        return reason is None
+        return reason
+
+    def _slow(self, loader: DataLoader[Any]) -> str | None:
+        """Say why threads would not pay, or None: as recorded, or tried. A wrong record costs time, and no result."""
+        if type(loader.dataset).__name__ in self.blocked_datasets:
+            return None
+        return self.decisions.speed(loader, lambda: slow(loader))

@@ -32,6 +32,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -151,11 +152,25 @@ class Task:
         self._batch: Any = None
         self._spent, self._began_ns, self._ended_ns = Spent(), 0, 0
         self._clocked = account.on()
+        self._context = copy_context()
+
+    @property
+    def keys(self) -> Keys:
+        """Its keys."""
+        return self._keys
+
+    @property
+    def failed(self) -> str:
+        """The type of what was raised instead of the batch; '' for a batch that was made."""
+        return "" if self._failure is None else type(self._failure[1]).__name__
 
     def help(self, thread: int) -> None:
         """Make parts of the batch until none is left; the thread that ends the last one finishes the batch."""
         if self._claimed >= self._end:
             return
+        self._context.copy().run(self._help, thread)  # its variables are those of the thread that asked for the batch
+
+    def _help(self, thread: int) -> None:
         began = account.clocks() if self._clocked else None
         while (part := self._claim()) is not None:
             try:
@@ -187,6 +202,11 @@ class Task:
             # Without torch's frame, which refers to it: no cycle, so that all is freed as soon as the caller is done.
             again.__context__ = None
             raise again.with_traceback(None) from error
+
+    def anew(self) -> Task:
+        """Drop it, and return another one of the same keys."""
+        self.drop()
+        return Task(self._work, self._keys)
 
     def drop(self) -> None:
         """Make nothing more of it."""
@@ -331,11 +351,15 @@ class InThreads(Walked):
             raise RuntimeError(f"DataLoader timed out after {self._wait_s} seconds")
         self._ahead.popleft()
         self.walk.taken += 1
-        data = task.result()
+        data = self._result(task)
         task.report(self._num_yielded, len(self._pool), partial(batch_bytes, data))
         if self._pin_memory:
             data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]  # torch has no types for it
         return data
+
+    def _result(self, task: Task) -> Any:
+        """Return the batch of a task that has ended."""
+        return task.result()
 
     def _begin(self) -> bool:
         """Hand the next batch to the threads; return False at the end."""
@@ -404,7 +428,7 @@ def reason_against(work: Work, keys: Keys, dataset: Any = None) -> str | None:
             finding = f"two threads wait {waited:.0%} of their time for the interpreter lock"
         return finding, 0
 
-    return in_child(measured)[0]
+    return in_child(measured, lose_writes=True)[0]
 
 
 class FirstBatch:

@@ -11,24 +11,38 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data._utils import worker as _worker
 
 from headway.data.child import said
 from headway.data.runtime.examples import decode, encode, equal
-from headway.data.runtime.keyed import generators_kept
+from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.purity import impurity
+from headway.data.runtime.surroundings import surroundings
+from headway.runtime.reach import reached
+from headway.runtime.run_delay import read_delay
+from headway.runtime.samplers import order_generators
 
 TIMEOUT_S = 60.0
 """A child that has not answered by then hangs, as a worker would."""
 
+ENDS = {-signal.SIGSEGV: "reading it writes to memory that processes share, or crashes in a forked one"}
+"""How a child ends -> what that says of the dataset."""
+
 EXAMPLES = 2
 """Examples in the batch that is tried, at most."""
+
+
+waited_ns = [0]
+"""[1] How long the children of `in_child` have waited for a core so far: other load on the host, or a low priority."""
 
 
 class TriedBatch:
@@ -40,37 +54,107 @@ class TriedBatch:
 
     def __getitem__(self, _: int) -> Any:
         """Return the batch."""
-        if not self.indices:  # the loader does not batch: one example at a time
-            return self.collate_fn(self.dataset[0])
-        many = getattr(self.dataset, "__getitems__", None)
-        return self.collate_fn(many(self.indices) if many else [self.dataset[index] for index in self.indices])
+        return collated(self.dataset, self.collate_fn, self.indices or 0, batched=bool(self.indices))
 
 
-def unfit(loader: Any, *, may_draw: bool = False) -> tuple[str | None, int]:
+def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batched: bool) -> Any:
+    """Return the batch of the indices `index`, made as torch's fetcher does; not `batched`: of the one `index`."""
+    if not batched:
+        return collate_fn(dataset[index])
+    many = getattr(dataset, "__getitems__", None)
+    return collate_fn(many(index) if many else [dataset[one] for one in index])
+
+
+def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple[str | None, int]:
     """Say why a loader's batches may not be made by (more) workers, or None; and the bytes of the batch tried.
 
-    The dataset is read in this process only if the script reads it here too: what it opens at its first reading
-    would be inherited by the script's own workers. `may_draw` as in `impurity`.
+    This process never reads the dataset, which may count its readings where nobody sees it: children do, apart from
+    it. One reads as this process would, another as a worker would. `may_draw` as in `impurity`. With `starts` a worker
+    calls the loader's `worker_init_fn` first.
     """
-    batches = TriedBatch(loader)
+    batches, generators = TriedBatch(loader), order_generators(loader)
     if loader.num_workers:
-        return in_child(lambda: (impurity(batches, [0], may_draw=may_draw), len(encode(batches[0]))))
-    before = _positions()
-    finding = impurity(batches, [0], may_draw=may_draw) or handle(loader.dataset)
-    if finding is None and _positions().items() - before.items():
-        finding = "reading it moves in a file that stays open, and workers would share its position"
+        return in_child(lambda: (impurity(batches, [0], generators, may_draw=may_draw), len(encode(batches[0]))))
+    finding = handle(loader.dataset) or handle(loader.collate_fn)
     if finding is not None:
         return finding, 0
-    reading, payload = in_child(lambda: (None, encode(batches[0])))
-    if reading is not None:
-        return f"in a worker, {reading}", 0
-    with generators_kept():  # the child began with the same states: equal draws
-        same = equal(decode(payload), batches[0])
-    return (None if same else "in a worker, it reads something else"), len(payload)
+    parent, states = os.getpid(), generator_states()  # where both children begin: equal draws
+
+    def as_this_process() -> tuple[str | None, Any]:
+        os.getpid = lambda: parent
+        before = positions()
+        finding = impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
+        finding = finding or handle(loader.dataset) or _moved(before) or _remembers(loader, batches)
+        set_generators(states)
+        return finding, b"" if finding else encode(batches[0])
+
+    def as_a_worker() -> tuple[str | None, Any]:
+        pretend_worker(loader)
+        if starts:
+            loader.worker_init_fn(0)
+        return None, encode(batches[0])
+
+    finding, here = in_child(as_this_process)
+    if finding is not None:
+        return finding, 0
+    finding, there = in_child(as_a_worker)
+    if finding is not None:
+        return f"in a worker, {finding}", 0
+    same = equal(decode(there), decode(here))
+    return (None if same else "in a worker, it reads something else"), len(here)
 
 
-def in_child(work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:
-    """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there."""
+def _remembers(loader: Any, batches: TriedBatch) -> str | None:
+    """Say that reading sets a variable or an attribute of a class, or moves an iterator or a file on; None if not."""
+    read = loader.dataset, loader.collate_fn
+    for value, _ in reached(*read):
+        if isinstance(value, IOBase):
+            if _is_open_file(value):
+                return "it gets at an open file, whose position processes share"
+        elif isinstance(value, Iterator):
+            return f"it gets at an iterator ({type(value).__name__}), which each reading may move on"
+    before, _ = surroundings(read), batches[0]
+    return "reading it changes a variable outside of it" if surroundings(read) != before else None
+
+
+def _is_open_file(value: IOBase) -> bool:
+    """Say whether a file object reads a file of its own: not the script's standard input or output, or memory."""
+    try:
+        return not value.closed and value.readable() and value.fileno() > 2
+    except (OSError, ValueError):
+        return False
+
+
+def pretend_worker(loader: Any) -> None:
+    """Have `torch.utils.data.get_worker_info` say what it says in the first of two workers."""
+    be_worker(_worker.WorkerInfo(id=0, num_workers=2, seed=0, dataset=loader.dataset))
+
+
+def be_worker(information: _worker.WorkerInfo) -> None:
+    """In a child that stepped apart: be the worker that `information` says, as far as a dataset can tell.
+
+    Collating in a worker takes shared memory, for the way back, which such a child cannot have.
+    """
+    private = classmethod(lambda cls, size, *, device="cpu": cls(size, device=device))
+    setattr(torch.UntypedStorage, "_new_shared", private)  # noqa: B010 - an assignment would not be its type
+    _worker._worker_info = information
+
+
+def _moved(before: dict[str, tuple[str, str]]) -> str | None:
+    """Say that the readings since `before` moved in an open file, or left one open; None if not."""
+    if not positions().items() - before.items():
+        return None
+    return "reading it moves in a file that stays open, and workers would share its position"
+
+
+def in_child(
+    work: Callable[[], tuple[str | None, Any]], timeout_s: float = TIMEOUT_S, *, lose_writes: bool = False
+) -> tuple[str | None, Any]:
+    """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there.
+
+    The child can only read (`headway.core.apart`): neither this process nor the files of the script notice it. A
+    write to shared memory is a reason, or is lost with the child.
+    """
 
     def answered() -> bytes:
         torch.set_num_threads(1)
@@ -78,13 +162,31 @@ def in_child(work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, An
             answer = work()
         except Exception as failure:
             answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0
-        return pickle.dumps(answer)
+        return pickle.dumps((*answer, run_delay_ns()))
 
     try:
-        answer = pickle.loads(said(answered, TIMEOUT_S)[0])
+        answered_bytes, code = said(answered, timeout_s, apart="lose writes" if lose_writes else "end at writes")
+        answer = pickle.loads(answered_bytes)
     except Exception:
-        answer = "the probe of an example ended or hung in a forked process", 0
+        answer = ENDS.get(code, "the probe of an example ended or hung in a forked process"), 0
+    else:
+        waited_ns[0] += max(answer[2], 0)
     return answer[0], answer[1]
+
+
+def run_delay_ns() -> int:
+    """Return how long this process's first thread has waited for a core, -1 if unknown.
+
+    Not by `open_schedstat`, which goes by `os.getpid`: in a child that reads as its parent would, that is the parent's.
+    """
+    try:
+        descriptor = os.open("/proc/self/schedstat", os.O_RDONLY)
+    except OSError:
+        return -1
+    try:
+        return read_delay(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class _Handles(pickle.Pickler):
@@ -110,7 +212,7 @@ def handle(dataset: Any) -> str | None:
     return None
 
 
-def _positions() -> dict[str, tuple[str, str]]:
+def positions() -> dict[str, tuple[str, str]]:
     """Return path and position of every regular file that this process has open for reading."""
     found = {}
     for name in os.listdir("/proc/self/fd"):

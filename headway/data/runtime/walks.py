@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
@@ -22,6 +21,7 @@ from headway.data.audit import AuditSum
 from headway.data.orders.order import Permutation, Sequence, occurrences
 from headway.data.runtime.deliveries import Deliveries
 from headway.data.runtime.keyed import WORD, DrawsApart, Keys
+from headway.runtime.samplers import generators_within, innermost, samplers_within
 
 State = dict[str, Any]
 
@@ -124,30 +124,35 @@ class SamplerWalk(Taken):
     seed: int
     skip: int = 0
     before: State = field(default_factory=dict)
-    """The sampler's own state at the start of the pass."""
+    """The state at the start of the pass of the samplers inside each other: {"generators", "epochs"}."""
 
     def __post_init__(self) -> None:
-        """Note, or put back, what decides the sampler's order."""
-        inner = getattr(self.sampler, "sampler", self.sampler)
-        generator = getattr(inner, "generator", None)
-        if self.before:
-            if "generator" in self.before and generator is not None:
-                generator.set_state(self.before["generator"])
-            if "sampler_epoch" in self.before and hasattr(inner, "set_epoch"):
-                inner.set_epoch(self.before["sampler_epoch"])
+        """Note, or put back, what decides the order: the generators and the epochs of the sampler and of those inside.
+
+        States of before this held those of one generator and one epoch: {"generator", "sampler_epoch"}.
+        """
+        generators = generators_within(self.sampler)
+        samplers = [each for each in samplers_within(self.sampler) if isinstance(getattr(each, "epoch", None), int)]
+        if not self.before:
+            self.before["generators"] = [generator.get_state() for generator in generators]
+            self.before["epochs"] = [sampler.epoch for sampler in samplers]
             return
-        if isinstance(generator, torch.Generator):
-            self.before["generator"] = generator.get_state()
-        if isinstance(getattr(inner, "epoch", None), int):
-            self.before["sampler_epoch"] = inner.epoch
+        before = self.before
+        states = before.get("generators", [before["generator"]] if "generator" in before else [])
+        for generator, state in zip(generators, states, strict=False):
+            generator.set_state(state)
+        epochs = before.get("epochs", [before["sampler_epoch"]] if "sampler_epoch" in before else [])
+        for sampler, epoch in zip(samplers, epochs, strict=False):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
 
     def keys(self) -> Iterator[Keys]:
         """Begin the pass: return an iterator over the keys of the batches after the skipped ones.
 
         It raises `InputError` when the sampler yields fewer than those.
         """
-        sampler = getattr(self.sampler, "sampler", self.sampler)
-        self._begin(lambda: {"kind": "sampler", "sampler": type(sampler).__name__}, 0)
+        name = type(innermost(self.sampler)).__name__
+        self._begin(lambda: {"kind": "sampler", "sampler": name}, 0)
         return self._keys()
 
     def _keys(self) -> Iterator[Keys]:

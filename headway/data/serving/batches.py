@@ -30,6 +30,10 @@ class Spent:
     """CPU time of what is random."""
     read_bytes: int = 0
     """Bytes that came from storage."""
+    drew: bool | None = False
+    """Whether a form that is meant to be the same each time came of random draws; None: nobody knows."""
+    changed: bool = False
+    """Whether it is another one than the cache has (`Work.compare`)."""
 
     @property
     def fetch_ns(self) -> int:
@@ -84,6 +88,8 @@ class Held:
     payload: Payload
     jobs: set[str]
     """Jobs that had it."""
+    once: bool = False
+    """Whether each job may have it once only: it came of random draws."""
     num_places: int = 0
     """Places of batches that hold it."""
 

@@ -40,6 +40,8 @@ class Work:
     """64-bit seed of this preparation's random numbers: another one each time an item is prepared."""
     keep: tuple[str, ...]
     """Forms, besides the last one, that the cache would keep: return them, leave out the others."""
+    compare: tuple[str, Payload] | None = None
+    """A form and what the cache has of it: say whether what is made now is another (`Spent.changed`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +61,8 @@ class Flight:
     jobs: set[str] = field(default_factory=set)
     """Jobs that are to have its result, or left while it was on its way."""
     started_ns: int | None = None
+    compare: tuple[str, Payload] | None = None
+    """What the cache has of it, where that is to be compared with what is made now."""
 
 
 class Flights:
@@ -103,7 +107,7 @@ class Flights:
     def held(self, item: int, job: str) -> Held | None:
         """Return the finished payload of `item` that `job` may share."""
         held = self._held.get(item)
-        return None if held is None or (self._random and job in held.jobs) else held
+        return None if held is None or ((self._random or held.once) and job in held.jobs) else held
 
     def again(self, item: int, payload: Payload, place: Place, had: Iterable[str]) -> None:
         """Put a finished payload that was cached into a place, for others to share; `had`: jobs that had it before."""
@@ -148,9 +152,12 @@ class Flights:
             del self._open[flight.item]
         return flight
 
-    def hold(self, flight: Flight, payload: Payload) -> None:
-        """Hand the payload to all that wait for a landed flight, and hold it for others while a batch has it."""
-        held = Held(flight.item, payload, flight.jobs)
+    def hold(self, flight: Flight, payload: Payload, *, once: bool = False) -> None:
+        """Hand the payload to all that wait for a landed flight, and hold it for others while a batch has it.
+
+        `once`: not to a job that has had it.
+        """
+        held = Held(flight.item, payload, flight.jobs, once)
         if flight.places:
             self._held[flight.item] = held
         for place in flight.places:

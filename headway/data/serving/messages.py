@@ -161,6 +161,8 @@ class Over(msgspec.Struct, tag=True, frozen=True):
     """What the server has counted since it began, for all jobs."""
     order: dict[str, int] = {}
     """How many of the job's items so far came in place of its own next one, where the order does that."""
+    finding: str = ""
+    """Why the server keeps no examples any more, '' while it does."""
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

@@ -414,7 +414,8 @@ class Daemon:
             if isinstance(found, Ended):
                 assert client.join is not None
                 self._tell_others(client.join)
-                over = Over(client.begun, self._counts(), self._service.substitutions(job))
+                counts, finding = self._counts()
+                over = Over(client.begun, counts, self._service.substitutions(job), finding)
                 client.channel.send(over, timeout_s=SEND_S)
                 return
             self._send(client, found)
@@ -474,12 +475,12 @@ class Daemon:
             **self._service.status(),
         }
 
-    def _counts(self) -> dict[str, int]:
-        """Return what was counted, flat: what a client that is recorded notes of a pass."""
+    def _counts(self) -> tuple[dict[str, int], str]:
+        """Return what was counted, flat, and why nothing is kept any more: what a client notes of a pass."""
         told = self._service.status()
         counts = {f"hits_{form}": count for form, count in told["hits"].items()}
         counts |= {f"prepared_from_{form}": count for form, count in told["prepared"].items()}
-        return counts | {name: told[name] for name in ("shared", "read_bytes", "failed", "dropped")}
+        return counts | {name: told[name] for name in ("shared", "read_bytes", "failed", "dropped")}, told["finding"]
 
     def _rings(self) -> Iterator[Ring]:
         for client in self._clients.values():

@@ -4,7 +4,9 @@ A place of a batch is filled from the cache, from another batch that still
 holds the item, or by a flight: one preparation for all who wait. What a
 preparation makes is offered to the cache: the most prepared of the
 deterministic forms that finds room, and what is random for the jobs that did
-not have it yet. Not for several threads at once: the service locks.
+not have it yet. A form that is meant to be the same each time, and came of
+random draws after all, goes to each job once and is not kept; what was found
+is made anew and compared at times (`headway.data.caches.scrutiny`). Not for several threads at once: the service locks.
 
 >>> stock = Stock(3, ("decoded",), ServiceOptions(cache_bytes=100))
 >>> batch = Pending("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
@@ -29,6 +31,7 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.data.caches.cache import TieredCache
 from headway.data.caches.partition import FORMS
+from headway.data.caches.scrutiny import CHANGED, DREW, Scrutiny
 from headway.data.orders.order import item_seeds
 from headway.data.serving.batches import Payload, Pending, Place, Spent
 from headway.data.serving.counts import Counts
@@ -95,6 +98,7 @@ class Stock:
         )
         self._measuring = options.split == "auto" and options.cache_bytes > 0
         self._seed = seed
+        self._scrutiny = Scrutiny(size)
         self._holders = np.zeros(size, np.int32)
         """[size] Jobs whose subset holds the item."""
         self._made = np.zeros(size, np.uint32)
@@ -127,11 +131,14 @@ class Stock:
         job, flights = place.batch.job, self.flights
         had = self.cache.served(item) if self.random else ()
         found = self.cache.get(item, job, expected=expected)
+        held, flight = flights.held(item, job), flights.find(item, job)
+        compare = None
+        if found is not None and held is None and flight is None and self._is_due(found):
+            found, compare = None, found
         if found is not None and found[0] == self.forms[-1]:
             self.counts.hits[found[0]] += 1
             flights.again(item, found[1], place, had)
             return False
-        held, flight = flights.held(item, job), flights.find(item, job)
         self.counts.shared += held is not None or flight is not None
         if held is not None:
             flights.share(held, place)
@@ -140,6 +147,7 @@ class Stock:
         alone = flight is None
         if flight is None:
             flight = flights.launch(item, draw=self._draw(item), start=form, payload=payload, due=due)
+            flight.compare = compare
         flights.board(flight, place, due)
         return alone and form is None
 
@@ -149,7 +157,7 @@ class Stock:
         if flight is None:
             return None
         keep = self._worth_keeping(flight)
-        return Work(flight.number, flight.item, flight.start, flight.payload, flight.draw, keep)
+        return Work(flight.number, flight.item, flight.start, flight.payload, flight.draw, keep, flight.compare)
 
     def done(self, work: Work, forms: Mapping[str, Payload], spent: Spent) -> Flight | None:
         """Hand out and keep what a preparation made. Returns its flight, None when nobody asked for it."""
@@ -161,9 +169,13 @@ class Stock:
             if self.measured.ready:
                 self._measuring = False
                 self._divide()
-        self._keep(flight, forms)
-        self.flights.hold(flight, forms[self.forms[-1]])
+        steady = self._look(flight, spent)
+        self._keep(flight, forms, steady=steady)
+        again = [] if steady or self.random else self._beyond_one(flight)
+        self.flights.hold(flight, forms[self.forms[-1]], once=not steady)
         self.flights.gone(flight.item)
+        for place in again:
+            self.supply(place, flight.item, expected=False, due=flight.due)
         return flight
 
     def none(self, work: Work, error: str | None, spent: Spent) -> Flight | None:
@@ -190,6 +202,8 @@ class Stock:
             **self.counts.as_dict(),
             "flights": len(self.flights),
             "held_bytes": self.flights.held_bytes,
+            "compared": self._scrutiny.compared,
+            "finding": self._scrutiny.finding,
             "cache": {
                 "capacity_bytes": cache.capacity_bytes,
                 "used_bytes": cache.used_bytes,
@@ -212,12 +226,41 @@ class Stock:
                 place.batch.spent.append(spent)
         return flight
 
-    def _keep(self, flight: Flight, forms: Mapping[str, Payload]) -> None:
-        """Offer the cache what was made."""
+    def _is_due(self, found: tuple[str, Payload]) -> bool:
+        """Tell whether something found is to be made anew and compared; what is random is another each time."""
+        return found[0] != "augmented" and self._scrutiny.is_due(memoryview(found[1]).nbytes, first=False)
+
+    def _look(self, flight: Flight, spent: Spent) -> bool:
+        """Tell whether what was made may be kept; what is kept is dropped when some of it turns out to be random."""
+        scrutiny, was_over = self._scrutiny, self._scrutiny.over
+        steady = scrutiny.may_keep(flight.item, drew=spent.drew)
+        if spent.changed:
+            scrutiny.end(CHANGED, flight.item)
+        elif flight.compare is not None and spent.drew:
+            scrutiny.end(DREW, flight.item)
+        if scrutiny.over and not was_over:
+            for item in self.cache.items():
+                for form in ("encoded", "decoded"):
+                    self.cache.discard(item, form)
+        return steady and not scrutiny.over
+
+    @staticmethod
+    def _beyond_one(flight: Flight) -> list[Place]:
+        """Take all places but the first of each job out of a flight: its result is for one use."""
+        first: dict[str, Place] = {}
+        for place in flight.places:
+            first.setdefault(place.batch.job, place)
+        beyond = [place for place in flight.places if first[place.batch.job] is not place]
+        flight.places = list(first.values())
+        return beyond
+
+    def _keep(self, flight: Flight, forms: Mapping[str, Payload], *, steady: bool) -> None:
+        """Offer the cache what was made; `steady`: its deterministic forms are."""
         cache, item = self.cache, flight.item
         for form, payload in forms.items():
             self._form_bytes[form] = memoryview(payload).nbytes
-        for form in [form for form in ("decoded", "encoded") if form in forms and cache.capacity_bytes[form]]:
+        wanted = ("decoded", "encoded") if steady else ()
+        for form in [form for form in wanted if form in forms and cache.capacity_bytes[form]]:
             if cache.put(item, form, forms[form]):
                 for less in FORMS[: FORMS.index(form)]:
                     cache.discard(item, less)
@@ -227,6 +270,8 @@ class Stock:
 
     def _worth_keeping(self, flight: Flight) -> tuple[str, ...]:
         """Return the forms on the way to the last one that the cache would take."""
+        if self._scrutiny.over:
+            return ()
         begins = -1 if flight.start is None else FORMS.index(flight.start)
         passed = [form for form in self.forms[:-1] if FORMS.index(form) > begins]
         if self._measuring:

@@ -1,0 +1,80 @@
+"""The training that every breaker shares: its loss tells batches, their order and their content apart.
+
+A script of this folder runs by itself. It prints what it likes, then one line `examples DIGEST` (the multiset of rows
+that it trained on, in whatever order) and, last, one line with its final loss and parameters to the digit.
+"""
+
+import os
+import time
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+NUM_ROWS, WIDTH = 160, 8
+ROWS = torch.randn(NUM_ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+"""[160, 8] What datasets read from."""
+
+
+def wait() -> None:
+    """Wait as for storage: the interpreter lock is free meanwhile, and so are the cores."""
+    time.sleep(3e-4)
+
+
+class Rows(Dataset):
+    """The rows, as copies, each after a short wait. Scripts override `row`."""
+
+    def __len__(self):
+        return NUM_ROWS
+
+    def __getitem__(self, index):
+        wait()
+        return self.row(index)
+
+    def row(self, index):
+        """Return [8]."""
+        return ROWS[index].clone()
+
+
+class Training:
+    """A small model whose parameters depend on every batch and on their order."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(WIDTH, 8), torch.nn.Dropout(dropout), torch.nn.Tanh(), torch.nn.Linear(8, 4)]
+        self.model = torch.nn.Sequential(*layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+        self.num_steps, self.loss, self.examples = 0, 0.0, 0
+
+    def step(self, batch):
+        """Train on [n, 8]; return the loss."""
+        loss = (self.model(batch) - 1).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        for row in batch.detach().float().numpy():
+            self.examples = (self.examples + zlib.crc32(row.tobytes())) % (1 << 64)
+        self.num_steps, self.loss = self.num_steps + 1, loss.item()
+        return self.loss
+
+    def finish(self, *more):
+        """Print the digits by which runs are compared."""
+        finish(self.model, self.loss, *more, examples=self.examples)
+
+
+def finish(model, loss, *more, examples=0):
+    """Print the digits of a model that trained by itself; in a group the first rank does."""
+    total = sum((value.double() * (1 + place)).sum().item() for place, value in enumerate(model.parameters()))
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print("examples", examples)
+        print("loss", repr(loss), "parameters", repr(total), *map(repr, more), flush=True)
+
+
+def join():
+    """Join the group of the two ranks, however they were started."""
+    where = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
+    if "STORE" in os.environ:
+        dist.init_process_group("gloo", init_method=os.environ["STORE"], **where)
+    else:
+        dist.init_process_group("gloo")

@@ -1,0 +1,16 @@
+"""The loop breaks off and starts the next epoch, with dropout from the same generator.
+
+Remedies: data.workers data.threads data.cache data.server
+"""
+
+from _training import Rows, Training
+from torch.utils.data import DataLoader
+
+training = Training(dropout=0.3)
+loader = DataLoader(Rows(), 8, shuffle=True)
+for epoch in range(4):
+    for step, batch in enumerate(loader):
+        training.step(batch)
+        if step == 5 + epoch:
+            break
+training.finish()

@@ -1,0 +1,70 @@
+"""Evaluation, script and closure time by name, against loops composed by a seed that time themselves.
+
+Claim: in every mix `eval`, `host.script`, `input` and the three lines of a step (`useful.forward`, `useful.backward`,
+`useful.optimizer`: a closure's passes are not the optimizer's) are within 2 points of device wall of what the loop's
+own clock says, and the steps are the true ones. Peer: that clock, in the same run. Three mixes by default, 20 with
+--full; seeds as arguments choose others.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from _command import ROOT, headway
+
+JOB = ROOT / "benchmarks" / "jobs" / "mixes.py"
+BAR_POINTS = 2.0
+LINES = ("eval", "host.script", "input", "useful.forward", "useful.backward", "useful.optimizer")
+
+
+def one(seed: int, folder: Path) -> dict:
+    """Run one mix and compare its account with its own clock."""
+    truth_file = folder / "truth.json"
+    headway("run", "--out", folder / "run", "--", JOB, seed, "--truth", truth_file)
+    why = headway("why", folder / "run")
+    truth = json.loads(truth_file.read_text())
+    assert sum(why["ledger_ns"].values()) == why["devices"] * why["wall_ns"], "the ledger does not add up"
+    booked = {**why["sub"], **why["ledger"]}
+    return {
+        "seed": seed,
+        "steps": [why["steps"], truth["steps"]],
+        "wall_s": round(why["wall_s"], 2),
+        "true_s": {line: round(truth["seconds"].get(line, 0.0), 3) for line in LINES},
+        "points_off": {
+            line: round(100 * (booked.get(line, 0.0) - truth["seconds"].get(line, 0.0)) / why["wall_s"], 2)
+            for line in LINES
+        },
+        "first_update": round(truth["first_update_s"] / why["wall_s"], 4),
+        "unknown": round(why["ledger"]["unknown"] / why["wall_s"], 4),
+    }
+
+
+def met(row: dict) -> bool:
+    """Tell whether every line of a mix is within the bar and its steps are right."""
+    steps, true_steps = row["steps"]
+    return steps == true_steps and all(abs(points) <= BAR_POINTS for points in row["points_off"].values())
+
+
+def main() -> int:
+    """Run the mixes, print one JSON line, and fail when a line is off by more than the bar."""
+    seeds = [int(argument) for argument in sys.argv[1:] if argument.isdigit()]
+    rows = []
+    for seed in seeds or range(20 if "--full" in sys.argv else 3):
+        with tempfile.TemporaryDirectory() as name:
+            rows.append(one(seed, Path(name)))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    worst = [max(abs(points) for points in row["points_off"].values()) for row in rows]
+    within = sum(met(row) for row in rows)
+    print(json.dumps({
+        "bench": "eval_script_time", "mixes": len(rows), "within_2_points": within,
+        "median_worst_points": round(statistics.median(worst), 2), "max_worst_points": round(max(worst), 2),
+        "peer": "the loop's own clock", "rows": rows, "claim": "every line within 2 points in every mix",
+        "met": within == len(rows),
+    }))  # fmt: skip
+    return 0 if within == len(rows) else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The world's scripts: frameworks and public scripts under an independent clock, under headway, and with its plan.
+
+Claim: in every row headway's steps and devices are the true ones, losses are equal to the digit with and without
+headway and with its plan applied (where the script itself gives the same losses twice), and evaluation, the script's
+own time between steps and input are within 3 points of wall of an independent clock. Peer: that clock, injected by
+sitecustomize; it counts updates, backwards, root forwards and `next` in a run without headway, and times functions
+that each row names in a run with it, so that both sides' seconds are those of one run.
+
+Usage: `python benchmarks/world.py [ROW ...] [--scripts DIR] [--cache DIR] [--resume]`.
+--scripts (or $HEADWAY_WORLD_SCRIPTS) names checkouts as DIR/owner/name; without it those rows are left out. --cache
+(or $HEADWAY_WORLD) keeps the frameworks' environments and finished rows; --resume (or $HEADWAY_WORLD_RESUME) takes
+rows from there, so that a long sweep can be done in parts: rows by name first, then `headway bench world --keep`.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", nargs="*", help="rows to run; all by default")
+    parser.add_argument("--scripts", type=Path, default=os.environ.get("HEADWAY_WORLD_SCRIPTS"))
+    cache = os.environ.get("HEADWAY_WORLD", Path.home() / ".cache" / "headway" / "world")
+    parser.add_argument("--cache", type=Path, default=Path(cache))
+    resume = bool(os.environ.get("HEADWAY_WORLD_RESUME"))
+    parser.add_argument("--resume", action="store_true", default=resume, help="take finished rows from the cache")
+    parser.add_argument("--full", action="store_true", help="accepted; every row is always run")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the rows; a row that fails is recorded and never stops the rest. Print one JSON line."""
+    options = arguments()
+    os.environ["HEADWAY_PEERS"] = str(options.cache.resolve() / "peers")
+    from world.measure import failed, measure
+    from world.rows import ROWS
+
+    from headway.core.tables import pick
+
+    finished_rows = options.cache / "rows"
+    finished_rows.mkdir(parents=True, exist_ok=True)
+    chosen = {name: pick(ROWS, name, "row") for name in options.rows} or ROWS
+    rows = {}
+    for name, row in ROWS.items():
+        path = finished_rows / f"{name.replace('/', '-')}.json"
+        if row.public and not options.scripts:
+            print(f"{name}: left out, no --scripts", file=sys.stderr)
+            continue
+        if options.resume and path.exists() and name not in options.rows:
+            rows[name] = json.loads(path.read_text())
+        elif name in chosen:
+            try:
+                rows[name] = measure(row, Path(options.scripts) if options.scripts else None)
+            except Exception as error:
+                rows[name] = failed(error)
+            path.write_text(json.dumps(rows[name], indent=1) + "\n")
+            print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
+    good = sum(row["met"] for row in rows.values())
+    print(json.dumps({
+        "bench": "world", "rows": rows, "rows_run": len(rows), "rows_met": good,
+        "left_out": [name for name in ROWS if name not in rows],
+        "peer": "a clock of its own in a run without headway", "claim": "steps, losses, seconds by name: all rows",
+        "met": good == len(rows) > 0,
+    }))  # fmt: skip
+    return 0 if good == len(rows) > 0 else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""A forked child that gives up everything through which its parent, or anybody else, could notice what it does.
+
+Fork copies memory, and shares the rest: where an open file is read next, what a pipe or a socket carries, memory that
+is mapped as shared, a lock in it. `step_apart` takes these from the child before it runs code that nobody has vouched
+for, a user's dataset above all. What the child may still do is read.
+
+    inherited                      in the child
+    regular files                  opened anew for reading, at the same position: reading moves only its own
+    what else, and 0, 1, 2         /dev/null: sending fails, or leads nowhere
+    shared writable memory         read only, the first write ends the child with SIGSEGV; or a copy of it
+    files by their names           opening for writing, creating, renaming and removing raises PermissionError:
+                                   by Landlock where the kernel has it, and in Python's own calls everywhere
+    other programs, own signals    starting one raises PermissionError; the script's signal handlers are gone
+
+Not taken: what a server does that is asked over a new connection; and, on a kernel without Landlock, what an
+extension module does past Python to a file that it opens by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import mmap
+import os
+import resource
+import signal
+import stat
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+"""Flags of `open` that can change a file."""
+
+SHARED = {"end at writes": False, "lose writes": True}
+"""What a write to shared memory does -> whether the child has a copy of that memory: end the child, or get lost."""
+
+MOST_COPIED = 1 << 28
+"""Bytes of shared memory that a child has copies of; what is beyond ends it when it is written to."""
+
+FORBIDDEN = {
+    "os.chmod", "os.chown", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.killpg", "os.link", "os.mkdir",
+    "os.posix_spawn", "os.remove", "os.rename", "os.rmdir", "os.removexattr", "os.setxattr", "os.spawn", "os.symlink",
+    "os.system", "os.truncate", "os.utime", "subprocess.Popen",
+}  # fmt: skip
+"""Audit events of acts that others can see."""
+
+CREATE_RULESET, RESTRICT_SELF, VERSION_ONLY = 444, 446, 1
+"""System calls of Landlock, the same on all processors, and the flag that asks for the version."""
+
+RIGHTS = {1: 0b1_1111_1111_0011, 2: 1 << 13, 3: 1 << 14}
+"""Version of Landlock -> the rights that came with it: to execute, write, remove and make; to link; to truncate."""
+
+MAP_FIXED = 0x10
+"""Flag of mmap(2): at this address, in the place of what is there."""
+
+PARENT_DEATH_SIGNAL = 1
+"""Option of prctl(2) that sets the signal which a process gets when its parent is gone."""
+
+NO_NEW_PRIVILEGES = 38
+"""Option of prctl(2) that Landlock wants set."""
+
+
+def step_apart(shared: str, keep: Iterable[int] = (), *, forks: bool = False) -> None:
+    """Give up, in a forked child, what is shared with its parent, but for the descriptors in `keep`.
+
+    `shared` says what becomes of shared memory: see `SHARED`. With `forks` the child may fork, and keeps its shared
+    memory: it is to run nothing but headway's own code, and foreign code in children of its own that step apart.
+    Raises `OSError` where the kernel does not let it; then nothing may be run.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGSEGV):
+        signal.signal(number, signal.SIG_DFL)
+    gc.disable()  # or what the parent left behind may be finalised here too
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    keep = set(keep)
+    for descriptor in sorted({int(name) for name in os.listdir("/proc/self/fd")} - keep):
+        with contextlib.suppress(OSError):  # the listing's own descriptor is closed by now
+            _replace(descriptor, os.fstat(descriptor).st_mode)
+    if not forks:
+        _part_with_shared_memory(copies=SHARED[shared])
+    _deny_changes_of_files()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    sys.addaudithook(_refuse_but_forks if forks else _refuse)
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this child when the thread that forked it ends: one that hangs would stay for good."""
+    ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def _replace(descriptor: int, mode: int) -> None:
+    """Put something private in the place of an inherited descriptor."""
+    if descriptor > 2 and (stat.S_ISDIR(mode) or (stat.S_ISCHR(mode) and not os.isatty(descriptor))):
+        return
+    inherits, position = os.get_inheritable(descriptor), 0
+    try:
+        if descriptor <= 2 or not stat.S_ISREG(mode):
+            fresh = os.open(os.devnull, os.O_RDWR)
+        else:
+            position = os.lseek(descriptor, 0, os.SEEK_CUR)
+            fresh = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY)
+    except OSError:  # a file that may not be read
+        fresh = os.open(os.devnull, os.O_RDWR)
+    try:
+        os.dup2(fresh, descriptor, inherits)
+    finally:
+        os.close(fresh)
+    if position:
+        os.lseek(descriptor, position, os.SEEK_SET)
+
+
+def _part_with_shared_memory(*, copies: bool) -> None:
+    """Make shared writable mappings of memory or files read only, or put copies in their place; not a device's."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    libc.mmap.argtypes = *libc.mprotect.argtypes, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    libc.mmap.restype = ctypes.c_void_p
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        lines = file.read().splitlines()
+    left = MOST_COPIED if copies else 0
+    for line in lines:
+        span, permissions, *rest = line.split(maxsplit=5)
+        path = rest[3] if len(rest) > 3 else ""
+        if permissions[1] != "w" or permissions[3] != "s":
+            continue
+        if path.startswith("/dev/") and not path.startswith(("/dev/shm", "/dev/zero")):
+            continue
+        first, last = (int(end, 16) for end in span.split("-"))
+        size = last - first
+        left -= size
+        if left >= 0:
+            content = ctypes.string_at(first, size)
+            fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+            failed = libc.mmap(first, size, mmap.PROT_READ | mmap.PROT_WRITE, fixed, -1, 0) != first
+            if not failed:
+                ctypes.memmove(first, content, size)
+        else:
+            failed = libc.mprotect(first, size, mmap.PROT_READ) != 0
+        if failed:
+            raise OSError(ctypes.get_errno(), f"the shared memory {line} cannot be parted with")
+
+
+def _deny_changes_of_files() -> None:
+    """Have the kernel refuse every change of the file system, and other programs; nothing where it cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_ONLY)
+    rights = ctypes.c_uint64(sum(bits for since, bits in RIGHTS.items() if since <= version))
+    if version < 1 or libc.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0):
+        return
+    ruleset = libc.syscall(CREATE_RULESET, ctypes.byref(rights), ctypes.c_size_t(8), 0)
+    if ruleset >= 0:
+        libc.syscall(RESTRICT_SELF, ruleset, 0)  # rules that allow none of it
+        os.close(ruleset)
+
+
+def _refuse_but_forks(event: str, arguments: tuple[Any, ...]) -> None:
+    """Raise as `_refuse` does, but let the process fork, and end its children."""
+    if event not in ("os.fork", "os.kill"):
+        _refuse(event, arguments)
+
+
+def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+    """Raise `PermissionError` at an act that somebody else could see."""
+    if event == "open":
+        path, mode, flags = arguments
+        writes = flags & WRITES if isinstance(flags, int) else {*(mode or "")} & {*"wax+"}
+        if writes and not isinstance(path, int) and path != os.devnull:
+            raise PermissionError(f"it opens {path!r} for writing")
+    if event in FORBIDDEN:
+        raise PermissionError(f"it calls {event}")

@@ -1,0 +1,172 @@
+"""Whether a remedy suits a loader is tried once for all loaders with the same facts, within a budget of time.
+
+A script may make a loader anew for every epoch or update. What guards results and costs nothing is asked of every
+loader (whose sampler, which dataset class); what has to be tried in a forked child is tried once per facts: the
+classes of the dataset and of all that it holds, their settings, the collate function, the loader's own settings.
+Contents are no facts: a replay buffer grows. Trials may take `FIRST_S`, and then 1 % of the time since the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from headway.runtime.remedy import Context
+
+FIRST_S = 0.5
+"""A trial may begin while all trials before have taken less than this..."""
+
+SHARE = 0.01
+"""...and this share of the time since the first one."""
+
+NOT_TRIED = f"not tried: trying costs more than {SHARE:.0%} of the time trained"
+"""Why a loader is left alone for this pass; a later one may try."""
+
+DEPTH = 5
+"""Objects and containers inside each other that facts follow."""
+
+FEW = 8
+"""A longer container holds data: it counts by its type and by what its first entry is like."""
+
+MOST_VALUES = 1024
+"""Values that facts look into; of what lies beyond only the type counts."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """The time that the trials of a rank may take."""
+
+    clock: Callable[[], float] = perf_counter
+    began: float | None = None
+    """When the first trial began."""
+    spent_s: float = 0.0
+
+    def allows(self) -> bool:
+        """Whether another trial may begin now."""
+        return self.began is None or self.spent_s < FIRST_S + SHARE * (self.clock() - self.began)
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Count the time of the block."""
+        start = self.clock()
+        self.began = start if self.began is None else self.began
+        try:
+            yield
+        finally:
+            self.spent_s += self.clock() - start
+
+
+def budget_of(context: Context) -> Budget:
+    """Return the budget of this rank, one for all remedies."""
+    found = context.shared.setdefault("data.trials", Budget())
+    assert isinstance(found, Budget)
+    return found
+
+
+@dataclass(slots=True)
+class Decisions:
+    """Why loaders are left alone, by their facts. One per remedy and rank."""
+
+    budget: Budget = field(default_factory=Budget)
+    """Shared by the remedies of a rank."""
+    _known: dict[Hashable, str | None] = field(default_factory=dict)
+
+    def result(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
+        """Return why a loader would get other batches, None when it would not: `tried` where that is not known."""
+        return self._of(("result", facts_of(loader)), tried)
+
+    def speed(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
+        """Return why the remedy would not pay; settings of the dataset, such as a probability, do not count."""
+        return self._of(("speed", facts_of(loader, settings=False)), tried)
+
+    def _of(self, key: Hashable, tried: Callable[[], str | None]) -> str | None:
+        if key not in self._known:
+            if not self.budget.allows():
+                return NOT_TRIED
+            with self.budget.trial():
+                self._known[key] = tried()
+        return self._known[key]
+
+
+def facts_of(loader: DataLoader[Any], *, settings: bool = True) -> Hashable:
+    """Return what decides whether a remedy suits a loader; `settings`: with the values that its dataset is set to.
+
+    >>> from torch.utils.data import TensorDataset
+    >>> small, large = (DataLoader(TensorDataset(torch.zeros(size))) for size in (8, 80))
+    >>> facts_of(small) == facts_of(large), facts_of(small) == facts_of(DataLoader(small.dataset, 2))
+    (True, False)
+    """
+    shape = _Shape(settings=settings, size=_size(loader.dataset))
+    own = (loader.batch_size, loader.num_workers, loader.drop_last, loader.pin_memory, loader.persistent_workers)
+    samplers = type(loader.sampler), type(loader.batch_sampler)
+    parts = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
+    return own, samplers, *(shape.of(part, DEPTH) for part in parts)
+
+
+def _size(dataset: Any) -> int:
+    try:
+        return len(dataset)
+    except Exception:  # one without a length, or whose length fails
+        return -1
+
+
+class _Shape:
+    """What values are like: types, code and settings, not contents."""
+
+    def __init__(self, *, settings: bool, size: int) -> None:
+        self._settings, self._size, self._left = settings, size, MOST_VALUES
+
+    def of(self, value: Any, depth: int, *, settings: bool = True) -> Hashable:
+        """Return something hashable that is equal for values alike."""
+        self._left -= 1
+        kind: object = type(value)
+        if isinstance(value, (bool, int, float, str, bytes, type(None))):
+            if not (settings and self._settings) or (type(value) is int and value == self._size):
+                return kind  # how much data there is, is no setting
+            return kind, value if len(str(value)) <= 64 else len(value)  # type: ignore[arg-type]  # a long text
+        if isinstance(value, (torch.Tensor, np.ndarray)):
+            return kind, str(value.dtype), value.ndim
+        if isinstance(value, (type, ModuleType, BuiltinFunctionType)):
+            code: object = value
+            return code
+        if depth == 0 or self._left < 0:
+            return kind
+        return kind, *self._inside(value, depth - 1, settings)
+
+    def _inside(self, value: Any, depth: int, settings: bool) -> list[Hashable]:
+        """Return what the parts of a function, a container or an object are like."""
+        if isinstance(value, MethodType):
+            return [value.__func__, self.of(value.__self__, depth, settings=settings)]
+        if isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+            bound = [*cells, value.__defaults__, value.__kwdefaults__]
+            return [value.__code__, *(self.of(part, depth, settings=settings) for part in bound)]
+        if isinstance(value, partial):
+            return [self.of(part, depth, settings=settings) for part in (value.func, value.args, value.keywords)]
+        if isinstance(value, Mapping):
+            parts = list(value.items()) if len(value) <= FEW else []
+        elif isinstance(value, (list, tuple, set, frozenset)) or hasattr(value, "popleft"):
+            long = len(value) > FEW
+            first = [self.of(next(iter(value)), depth, settings=False)] if long else []
+            return first or [self.of(part, depth, settings=settings) for part in value]
+        else:
+            slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
+            parts = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
+            parts += getattr(value, "__dict__", {}).items()
+        return [entry for key, part in parts for entry in (str(key), self.of(part, depth, settings=settings))]
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # a variable that has no value yet
+        return False

@@ -1,0 +1,135 @@
+"""How a worker hands a batch to the training process: packed where it is made, so that whatever fails fails there.
+
+torch packs a batch in the thread that feeds a queue, where a failure is printed, and the training process waits for
+ever. Small batches travel as bytes: that takes neither shared memory nor an open file, of which a loop that keeps its
+batches would need one per tensor. Larger ones travel through shared memory, as torch's own do.
+
+    worker                                          training process
+    fetch -> packed(batch): Packed(bytes, shared) ── queue ──> Packed.batch()
+         \\-> any failure:   Unmade(reason)        ── queue ──> the batch is read there
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from headway.data.runtime.examples import encode_plain
+from headway.data.runtime.keyed import set_generators
+from headway.data.runtime.watch import Watch
+
+SMALL_BYTES = 1 << 16
+"""A batch of no more bytes travels through the queue itself."""
+
+OPEN_FRACTION = 0.25
+"""Where more than this fraction of the files that may be open are, batches are copied out of shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmade:
+    """What a worker hands over in place of a batch that it could not make, or may not."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A batch in pinned memory."""
+
+    value: Any
+
+    def batch(self) -> Any:
+        """Return it."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A batch on its way."""
+
+    payload: bytes
+    shared: bool
+    """Whether its tensors are in shared memory."""
+
+    def batch(self) -> Any:
+        """Return the batch: once."""
+        batch = pickle.loads(self.payload)
+        return copy.deepcopy(batch) if self.shared and _is_crowded() else batch
+
+    def pin_memory(self) -> Ready:
+        """Return it in pinned memory; torch's thread for that asks."""
+        return Ready(pin_memory(pickle.loads(self.payload)))  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def packed(batch: Any) -> Packed:
+    """Pack a batch; raises whatever its parts raise when they cannot be handed to another process."""
+    small = encode_plain(batch, SMALL_BYTES)
+    if small is not None:
+        return Packed(small, shared=False)
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(batch)
+    return Packed(buffer.getvalue(), shared=True)
+
+
+def _is_crowded() -> bool:
+    """Tell whether this process has many files open, for what it may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return False
+    return len(os.listdir("/proc/self/fd")) > OPEN_FRACTION * limit
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBegins:
+    """What a worker of a loader whose script has none does first, as its `worker_init_fn`.
+
+    From then on, code in it finds what it would find in the training process: no worker information, the same
+    generators. A batch that draws from them, prints, or fails, is not made here.
+    """
+
+    states: tuple[Any, ...] | None
+    """Where the generators of the training process were; None where the worker may draw from its own."""
+
+    def __call__(self, _: int) -> None:
+        """Prepare this process."""
+        torch_worker._worker_info = None
+        if self.states is not None:
+            set_generators(self.states)
+            os.dup2(os.memfd_create("headway-output"), 1)  # what is printed ahead of the loop is for nobody to see
+        _MapDatasetFetcher.fetch = _packing(_MapDatasetFetcher.fetch, may_draw=self.states is None)  # type: ignore[method-assign]  # one of torch's own, in this process only
+
+
+def _packing(fetch: Callable[[Any, Any], Any], *, may_draw: bool) -> Callable[[Any, Any], Packed | Unmade]:
+    """Wrap the function of a worker that makes batches: it returns one packed, or why there is none."""
+    watch: Watch | None = None
+
+    def packing(fetcher: Any, index: Any) -> Packed | Unmade:
+        nonlocal watch
+        try:
+            if may_draw:
+                return packed(fetch(fetcher, index))
+            watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
+            printed = os.fstat(1).st_size
+            reading = watch.around(lambda: fetch(fetcher, index), alone=True)
+            sys.stdout.flush()
+            if os.fstat(1).st_size != printed:
+                return Unmade("reading a batch prints")
+            if reading.drew is not False:
+                return Unmade("a batch draws random numbers")
+            return packed(reading.value)
+        except BaseException as failure:  # whatever it is, the training process meets it where the script would
+            return Unmade(f"a batch raised {type(failure).__name__}")
+
+    return packing

@@ -1,0 +1,32 @@
+"""What a dataset goes by when it reads: its own attributes, and the plain values that its code names elsewhere.
+
+An epoch or a ratio that the training loop sets may be an attribute, a global
+variable, an attribute of a class, or a variable of a closure. A picture of all
+of them, taken twice, shows that something was set in between.
+
+>>> from types import SimpleNamespace
+>>> dataset = SimpleNamespace(epoch=1)
+>>> before = surroundings(dataset)
+>>> dataset.epoch = 2
+>>> surroundings(dataset) == before
+False
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.data.runtime.purity import picture
+from headway.runtime.reach import LEAVES, reached
+
+PLAIN = (*LEAVES, list, tuple, dict, set, np.ndarray, torch.Tensor)
+"""What may be set from outside; other objects that code names (modules, loggers) are looked through, not at."""
+
+
+def surroundings(dataset: Any) -> object:
+    """Return a picture of `dataset` and of the values that its code names; 0.1 to 0.6 ms."""
+    outside = [value for value, by_code in reached(dataset) if by_code and isinstance(value, PLAIN)]
+    return picture(dataset), tuple(picture(value) for value in outside)

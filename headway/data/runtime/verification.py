@@ -1,0 +1,360 @@
+"""Batches of a loader under a remedy, compared with the script's own: what `headway run --apply PLAN --verify` does.
+
+The script's own batch is made by its dataset and its collate function, from the indices of its sampler, at the moment
+at which the loop asks for it, with all generators where they were at that moment. A forked child makes it so and
+compares it with the batch that the remedy made; the training process only waits.
+
+    loop asks for batch n     remedy gives its batch n           loop gets it
+    ───────┬─────────────────────────┬─────────────────────────────────┬───────
+           └ generators noted        └ child: own batch n, equal?  ────┘
+
+On a difference every remedy of the loader is taken away, and the loop gets the script's own batches from this one on.
+Of a loader with worker processes of its own, which hold the dataset as it was when the pass began, only the first
+batch of a pass can be made again, and the remedy goes at the end of the pass. A batch that cannot be compared is
+counted together with the reason.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from headway.data.runtime.examples import decode, encode, equal
+from headway.data.runtime.keyed import Keys, generator_states, set_generators
+from headway.data.runtime.outcome import Report
+from headway.data.runtime.trial import be_worker, collated, in_child
+from headway.runtime import bootstrap
+from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
+from headway.runtime.remedy import Context
+from headway.trace.ring import warn
+
+EVERY = 100
+"""One batch in this many is compared."""
+
+EARLY = frozenset({2, 8, 32})
+"""And these: what a loop changes from step to step shows after a few of them."""
+
+LONGEST_S = 20.0
+"""A child that has not answered by then hangs; no more batches of loaders like this one are compared."""
+
+FOLLOWED = "_headway_followed"
+"""Attribute of an iterator whose batches are compared."""
+
+LATER = "its own workers hold the dataset as it was when the pass began: only the first batch can be made again"
+DRAWN = "its examples are drawn, and --allow result-equivalent lets the remedy draw others"
+UNSTEADY = "the script's own loader gives another batch each time"
+
+Leave = Callable[[DataLoader[Any], str], None]
+"""Takes a remedy away from a loader, for the reason given."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was compared, of all loaders with the same facts."""
+
+    batches: int = 0
+    passes: int = 0
+    compared_at: int = -EVERY
+    """Number of the batch that was compared last."""
+    stopped: str = ""
+    """Why no more batches are compared; '' while they are."""
+
+    def due(self, in_pass: int) -> bool:
+        """Whether the batch that comes now is one to compare: `in_pass` is its number in its pass."""
+        number = self.batches
+        return number % EVERY == 0 or number in EARLY or (in_pass == 0 and self.passes == 2)
+
+
+@dataclass(slots=True)
+class Followed:
+    """An iterator whose batches are compared, and what the script's own loader would make them of.
+
+    It does not hold the loader: one that keeps its iterator would never be freed if that kept it.
+    """
+
+    asked: deque[Any] = field(default_factory=deque)
+    """Indices that the sampler gave, of batches that the loop has not got yet."""
+    loader: Callable[[], DataLoader[Any] | None] = lambda: None
+    source: Source | None = None
+    counts: Counts = field(default_factory=Counts)
+    own_workers: int = 0
+    """Worker processes that the script gave its loader."""
+    takes: dict[str, tuple[Report, Leave, bool]] = field(default_factory=dict)
+    """Remedy -> where it reports, how it is taken away, and whether its examples may be drawn anew."""
+    passes: int = 0
+    alone: bool = False
+    """Whether the rest of the pass is read as the script would read it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a loader makes its batches of."""
+
+    dataset: Any
+    collate_fn: Callable[[Any], Any]
+    batched: bool
+    start_worker: Callable[[int], None] | None
+
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Source:
+        """Note the parts of a loader."""
+        return cls(loader.dataset, loader.collate_fn, loader._auto_collation, loader.worker_init_fn)
+
+    def batch(self, index: Any) -> Any:
+        """Return the batch of the indices that a sampler gave."""
+        if isinstance(index, Keys):
+            index = list(index) if self.batched else index[0]
+        return collated(self.dataset, self.collate_fn, index, batched=self.batched)
+
+
+class Moment:
+    """Where all random number generators are when the loop asks for a batch."""
+
+    def __init__(self, source: Source) -> None:
+        self.own = own_generators(source.dataset, source.collate_fn)
+        self._states, self._restore_own = generator_states(), restorer(self.own)
+
+    def again(self) -> None:
+        """Put the generators back to where they were."""
+        set_generators(self._states)
+        self._restore_own()
+
+
+class Verification:
+    """Compares batches for all remedies of a rank."""
+
+    def __init__(self, context: Context) -> None:
+        self._failed = context.probes.failed
+        self._counts: dict[object, Counts] = {}
+        self._opening = 0
+        module = "torch.utils.data.dataloader"
+        context.patch(f"{module}:_BaseDataLoaderIter._next_index", self._around_next_index)
+        context.patch(f"{module}:_BaseDataLoaderIter._reset", self._around_reset)
+        for name in ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"):
+            context.patch(f"{module}:{name}._next_data", self._around_next_data)
+        context.patch("headway.data.runtime.threads:InThreads._next_data", self._around_next_data)
+        context.patch("headway.data.runtime.served:Served._next_data", self._around_next_data)
+        context.patch("headway.data.runtime.served:Served._took", self._around_took)
+
+    def following(
+        self, loader: DataLoader[Any], make: Callable[[], Any], report: Report, leave: Leave, *,
+        own_workers: int, may_draw: bool = False,
+    ) -> Any:  # fmt: skip
+        """Return the iterator that `make` makes for a loader under a remedy, whose batches are compared from now on."""
+        self._opening += 1
+        try:
+            iterator = make()
+        finally:
+            self._opening -= 1
+        followed = iterator.__dict__.setdefault(FOLLOWED, Followed())
+        if followed.source is None:
+            facts = (type(loader.dataset), loader.collate_fn, loader.batch_size, own_workers)
+            followed.counts = self._counts.setdefault(facts, Counts())
+            followed.loader, followed.source = weakref.ref(loader), Source.of(loader)
+            followed.own_workers = own_workers
+        followed.counts.passes += not followed.takes or report.name in followed.takes
+        followed.own_workers = min(followed.own_workers, own_workers)  # before another remedy gave it some
+        followed.takes[report.name] = (report, leave, may_draw)
+        return iterator
+
+    def _around_next_index(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap `_next_index`: note which indices were asked for, in order."""
+
+        def _next_index(iterator: Any) -> Any:
+            index = original(iterator)
+            followed = iterator.__dict__.get(FOLLOWED)
+            if followed is None and self._opening:
+                followed = iterator.__dict__[FOLLOWED] = Followed()
+            if followed is not None:
+                followed.asked.append(index)
+            return index
+
+        return _next_index
+
+    def _around_took(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `_took` of a data server's reader: the indices come with the batch."""
+
+        def _took(iterator: Any, *arguments: Any) -> Any:
+            items = original(iterator, *arguments)
+            followed = iterator.__dict__.get(FOLLOWED)
+            if followed is not None:
+                found = [int(item) for item in items]
+                followed.asked.append(found if followed.source is None or followed.source.batched else found[0])
+            return items
+
+        return _took
+
+    def _around_reset(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap `_reset`: a kept iterator begins another pass."""
+
+        def _reset(iterator: Any, *arguments: Any, **named: Any) -> Any:
+            followed = iterator.__dict__.get(FOLLOWED)
+            if followed is not None:
+                followed.asked.clear()
+                followed.passes, followed.alone = followed.passes + 1, False
+            return original(iterator, *arguments, **named)
+
+        return _reset
+
+    def _around_next_data(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap `_next_data`: compare the batches that are due."""
+
+        def _next_data(iterator: Any) -> Any:
+            followed = iterator.__dict__.get(FOLLOWED)
+            if followed is None or followed.source is None or not followed.takes:
+                return original(iterator)
+            if followed.alone:
+                return _own_batch(iterator, followed)
+            due = self._due(followed, iterator._num_yielded)
+            moment = Moment(followed.source) if due else None
+            try:
+                batch = original(iterator)
+            except StopIteration:
+                raise
+            except Exception:
+                if followed.asked:
+                    followed.asked.popleft()  # a batch that raises was taken too
+                raise
+            if iterator.__dict__.get(FOLLOWED) is not followed or not followed.asked:
+                return batch  # the remedy has left the loader to itself
+            index = followed.asked.popleft()
+            followed.counts.batches += 1
+            return batch if moment is None else self._checked(iterator, followed, index, batch, moment)
+
+        return _next_data
+
+    def _due(self, followed: Followed, in_pass: int) -> bool:
+        """Whether the next batch is to be compared; where it cannot be, the reason is counted."""
+        counts = followed.counts
+        if followed.own_workers:
+            first = in_pass == 0 and followed.passes == 0
+            due = counts.batches - counts.compared_at >= EVERY
+            if due and not first:
+                counts.compared_at = counts.batches
+                _count(followed, "not compared", LATER)
+            return due and first and not counts.stopped
+        due = counts.due(in_pass)
+        if due and counts.stopped:
+            _count(followed, "not compared", counts.stopped)
+        return due and not counts.stopped
+
+    def _checked(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> Any:
+        """Compare a batch; return it, or the script's own where it differs and that one can still be made."""
+        assert followed.source is not None
+        followed.counts.compared_at = followed.counts.batches - 1
+        try:
+            # What was pinned for a device cannot be read in a forked process.
+            seen = decode(encode(batch)) if iterator._pin_memory else batch
+
+            def answer_of_child() -> tuple[str | None, Any]:
+                return in_child(lambda: _answer(iterator, followed, index, seen, moment), LONGEST_S)
+
+            reason, answer = answer_of_child()
+            if reason is None and answer[0] == "unequal":
+                reason = None if answer_of_child() == (None, answer) else UNSTEADY
+            elif reason is None and answer[0] == "drawn":
+                reason = DRAWN
+        except Exception as failure:
+            reason, answer = f"{type(failure).__name__}: {failure}", ("", 0)
+        if reason is not None:
+            followed.counts.stopped = reason if "hung" in reason else ""
+            _count(followed, "not compared", reason)
+            return batch
+        _count(followed, answer[0])
+        return batch if answer[0] == "equal" else self._replaced(iterator, followed, index, batch, moment)
+
+    def _replaced(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> Any:
+        """Take the remedies away, and return the batch that the script's own loader gives, where that is possible."""
+        number, loader = followed.counts.batches - 1, followed.loader()
+        assert followed.source is not None
+        name = type(followed.source.dataset).__name__
+        reason = f"batch {number} of its loader is not the script's own"
+        warn(f"--verify: {' and '.join(followed.takes)} changed batch {number} of {name}: taken away from this loader")
+        takes, followed.takes = followed.takes, {}
+        for report, leave, _ in takes.values():
+            try:
+                if loader is not None:
+                    leave(loader, reason)
+                report.withdrawn(name, reason)
+            except Exception as failure:
+                self._failed("taking a remedy away", failure)
+        if followed.own_workers or hasattr(iterator, "_link"):
+            return batch  # made by workers that hold an earlier dataset, or in another order: until the pass ends
+        followed.takes, followed.alone = takes, True
+        getattr(iterator, "_shutdown_workers", getattr(iterator, "_close", lambda: None))()
+        moment.again()
+        return _pinned(iterator, followed.source.batch(index))
+
+
+def verification_of(context: Context) -> Verification | None:
+    """Return what compares the batches of this rank, one for all remedies; None where nobody asked for it."""
+    if not context.verify:
+        return None
+    found = context.shared.get("data.verification")
+    if not isinstance(found, Verification):
+        found = context.shared["data.verification"] = Verification(context)
+    return found
+
+
+def _answer(iterator: Any, followed: Followed, index: Any, seen: Any, moment: Moment) -> tuple[None, tuple[str, int]]:
+    """In the child: make the script's own batch; say whether it is equal, and what it is like."""
+    bootstrap.leave()
+    source = followed.source
+    assert source is not None
+    moment.again()
+    if followed.own_workers:
+        _become_worker(source, iterator._num_yielded % followed.own_workers, followed.own_workers, iterator._base_seed)
+    before = fingerprints(moment.own)
+    true = source.batch(index)
+    if equal(seen, true):
+        return None, ("equal", 0)
+    drew = drawn(before, fingerprints(moment.own))
+    if drew and any(may_draw for _, _, may_draw in followed.takes.values()):
+        return None, ("drawn", 0)
+    return None, ("unequal", zlib.crc32(encode(true)))
+
+
+def _become_worker(source: Source, number: int, num_workers: int, base_seed: int) -> None:
+    """Be the worker process of the script's loader that would make this batch."""
+    seed = base_seed + number
+    random.seed(seed)
+    torch.manual_seed(seed)
+    be_worker(torch_worker.WorkerInfo(id=number, num_workers=num_workers, seed=seed, dataset=source.dataset))
+    if source.start_worker is not None:
+        source.start_worker(number)
+
+
+def _own_batch(iterator: Any, followed: Followed) -> Any:
+    """Return the next batch as the script's own loader makes it: here and now."""
+    assert followed.source is not None
+    if followed.asked:
+        index = followed.asked.popleft()
+    else:
+        sampler = iterator._sampler_iter
+        index = next(getattr(sampler, "_indices", sampler))
+    return _pinned(iterator, followed.source.batch(index))
+
+
+def _pinned(iterator: Any, batch: Any) -> Any:
+    if not iterator._pin_memory:
+        return batch
+    return pin_memory(batch, iterator._pin_memory_device)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def _count(followed: Followed, what: str, reason: str = "") -> None:
+    """Count one comparison in the facts of all remedies of a loader."""
+    for report, _, _ in followed.takes.values():
+        if what == "not compared":
+            report.not_compared(reason)
+        else:
+            report.compared(equal=what == "equal")

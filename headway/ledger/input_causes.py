@@ -1,0 +1,178 @@
+"""Causes of waiting for input, one loader at a time: training's and evaluation's are not each other's.
+
+Each rule returns one cause per loader that training waited for. What other
+ranks waited because of input is split over the loaders like the waits
+themselves. Seconds are device-seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.core.units import NS_PER_S, format_seconds, plural
+from headway.ledger.cause import Cause
+from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.input_counts import count_words
+from headway.ledger.ledger import Ledger
+from headway.trace.loader_facts import LoaderFacts, loaders_in, unmovable
+
+MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
+
+FETCH = ("input.fetch", "input.unsplit")
+PREP = ("input.prep", "input.cpu_wait")
+TRANSFER = ("input.transfer", "input.start")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderWaits:
+    """What training waited for one loader, or for all of them where they cannot be told apart."""
+
+    facts: LoaderFacts
+    """What run.json says of it."""
+
+    where: str
+    """The loader in words: where the script makes it, its dataset, its workers."""
+
+    calls: int
+    """Calls of next(loader) by training."""
+
+    sub_s: Mapping[str, float]
+    """Sub-line of `input` -> device-seconds."""
+
+    def seconds(self, *subs: str) -> float:
+        """Return device-seconds of some sub-lines."""
+        return sum(self.sub_s.get(sub, 0.0) for sub in subs)
+
+    @property
+    def workers(self) -> int | None:
+        """Its workers per rank, None when that is not known."""
+        return self.facts.num_workers
+
+    @property
+    def refusal(self) -> str:
+        """Why workers may not make its batches, '' where they may; headway's own loader has a setting for them."""
+        return "" if self.facts.own else unmovable(self.facts)
+
+
+def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
+    """Return the loaders of a run with what training waited for each; a single entry where waits name no loader."""
+    known = loaders_in(ledger.meta)
+    waits = {
+        loader: {sub: ns / NS_PER_S for sub, ns in amounts.items() if sub.startswith("input.")}
+        for loader, amounts in ledger.loader_ns.items()
+    }
+    waits = {loader: amounts for loader, amounts in waits.items() if amounts}
+    if len(waits) < 2 or any(str(loader) not in known for loader in waits):
+        facts = known.get(str(next(iter(waits), ""))) or next(iter(known.values()), LoaderFacts())
+        sub_s = {sub: ns / NS_PER_S for sub, ns in ledger.sub_ns.items() if sub.startswith("input.")}
+        where = where_of(facts) if len(waits) == 1 else "; ".join(dict.fromkeys(map(where_of, known.values())))
+        # Calls by training where they were counted; a trace of another source tells calls of any kind only.
+        calls = sum(ledger.loader_calls.values()) or span_of(ledger, "input.next").count
+        return [LoaderWaits(facts, where or "loader", calls, sub_s)]
+    return [
+        LoaderWaits(known[str(loader)], where_of(known[str(loader)]), ledger.loader_calls.get(loader, 0), sub_s)
+        for loader, sub_s in waits.items()
+    ]
+
+
+def where_of(facts: LoaderFacts) -> str:
+    """Name a loader: where the script makes it, its dataset, its workers.
+
+    >>> where_of(LoaderFacts(line="train.py:30", dataset="Blocks", num_workers=1))
+    'train.py:30, Blocks, 1 worker per rank'
+    """
+    workers = [] if facts.num_workers is None else [f"{plural(facts.num_workers, 'worker')} per rank"]
+    return ", ".join([*([facts.line] if facts.line else []), facts.dataset or "loader", *workers])
+
+
+def _waited_s(ledger: Ledger, own_s: float, *subs: str) -> float:
+    """Return what other ranks waited for these sub-lines of one loader, which took `own_s` of them."""
+    every = booked_s(ledger, *subs)
+    return blamed_s(ledger, "input", share_of(ledger, "input", *subs)) * (own_s / every if every else 0.0)
+
+
+def _is_served(ledger: Ledger) -> bool:
+    """Whether a data server made the batches: the loaders have no workers of their own then."""
+    return "server" in (ledger.meta.get("input") or {})
+
+
+def _ranks_per_host(ledger: Ledger) -> int:
+    """Return the ranks of the fullest host; all of them where hosts are not known."""
+    return max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
+
+
+def input_fetch(ledger: Ledger) -> list[Cause]:
+    """Awaited batches that were blocked on storage, network or sleep; unsplit waits count here and say so."""
+    return [_fetch_of(ledger, loader) for loader in loaders_of(ledger)]
+
+
+def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
+    own, blind, workers = loader.seconds(*FETCH), loader.seconds("input.unsplit"), loader.workers
+    waited = _waited_s(ledger, own, *FETCH)
+    evidence = f"{loader.calls:,} calls of next(loader) waited {mean_of(own, loader.calls)} while their batch was read"
+    if blind > own / 2:
+        evidence += " (their loads were not recorded, so this may be preparation as well)"
+    evidence += "".join(f"; {line}" for line in count_words(ledger.meta.get("input") or {}))
+    if _is_served(ledger):
+        fix = MORE_AT_SERVER
+    elif reason := loader.refusal:
+        fix = f"make the load itself faster: workers are refused ({reason})"
+    elif workers == 0:
+        fix = "read in worker processes: DataLoader(num_workers=4); try --set workers=4, or --set cache_fraction=1"
+    else:
+        tried = f"{TRY}workers={2 * (workers or 2)}, or --set cache_fraction=1"
+        fix = f"more workers than {workers or 'now'}, or a cache{tried}"
+    return Cause("input.fetch", loader.where, own + waited, evidence + also_waited(waited), fix)
+
+
+def input_prep(ledger: Ledger) -> list[Cause]:
+    """Awaited batches that were being computed, or whose worker had no core."""
+    return [_prep_of(ledger, loader) for loader in loaders_of(ledger)]
+
+
+def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
+    own, queue, workers = loader.seconds(*PREP), loader.seconds("input.cpu_wait"), loader.workers
+    waited = _waited_s(ledger, own, *PREP)
+    each = mean_of(own, loader.calls)
+    evidence = f"{loader.calls:,} calls of next(loader) waited {each} while their batch was prepared"
+    if queue > 0:
+        evidence += f", {format_seconds(queue)} of it waiting for a CPU core"
+    cores = ledger.meta.get("cores")
+    if _is_served(ledger):
+        fix = MORE_AT_SERVER
+    elif reason := loader.refusal:
+        fix = f"make the transforms themselves faster: workers are refused ({reason})"
+    elif workers == 0:
+        fix = "prepare in worker processes: DataLoader(num_workers=2); try --set workers=2"
+    elif queue > own / 2 or (cores and workers and workers * _ranks_per_host(ledger) >= int(cores)):
+        fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"
+    else:
+        fix = f"more workers than {workers if workers is not None else 'now'}{TRY}workers={2 * (workers or 1)}"
+    return Cause("input.prep", loader.where, own + waited, evidence + also_waited(waited), fix)
+
+
+def input_transfer(ledger: Ledger) -> list[Cause]:
+    """Hand-off of finished batches, and creation of iterators."""
+    return [_transfer_of(ledger, loader) for loader in loaders_of(ledger)]
+
+
+def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
+    hand, start = loader.seconds("input.transfer"), loader.seconds("input.start")
+    waited = _waited_s(ledger, hand + start, *TRANSFER)
+    copies = span_of(ledger, "kernel.copy")
+    evidence = f"the hand-off in {loader.calls:,} calls of next(loader) took {mean_of(hand, loader.calls)}"
+    if copies.count:
+        evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
+    if start > 0:
+        evidence += f"; starting and ending its iterators took {format_seconds(start)} in all"
+    if start > hand and loader.workers == 0:
+        fix = "keep one iterator instead of making a loader for every few batches"
+    elif start > hand:
+        fix = "keep the workers between epochs: DataLoader(persistent_workers=True); try --set persistent=true"
+    elif str(ledger.meta.get("device_type", "cpu")) == "cpu":
+        fix = "hand over less: smaller dtypes, fewer and larger tensors per batch"
+    else:
+        fix = "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device"
+    return Cause("input.transfer", loader.where, hand + start + waited, evidence + also_waited(waited), fix)

@@ -1,0 +1,59 @@
+"""Why a proposal is not in the plan: the one reason that decided, and what would change it.
+
+>>> row = Proposal("data.cache", "data", ("cache_fraction=1",), 1.75, (1.6, 1.9), applies=True, memory_bytes=2 * 10**9)
+>>> reason_of(row, (), room_bytes=10**9, allowed=()).reason
+'needs 2.0 GB per rank, 1.0 GB are free'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.core.units import format_bytes
+from headway.plan.proposal import MIN_SPEEDUP, Proposal
+from headway.sim.edits import parse_edit
+
+KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")
+"""Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;
+it changes random draws and was not granted; a remedy in the plan excludes it; it adds little to those in the plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A proposal that is not in the plan."""
+
+    name: str
+    """Name of the remedy."""
+
+    kind: str
+    """One of `KINDS`."""
+
+    reason: str
+    """The same in words, with the numbers that decided."""
+
+
+def reason_of(row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, allowed: Sequence[str]) -> LeftOut:
+    """Return why `row` is not among `chosen`, where ranks may use `room_bytes` and the user granted `allowed`."""
+    gain = f"predicted {row.predicted_speedup:.2f}x ({row.interval[0]:.2f} to {row.interval[1]:.2f})"
+    rivals = [member.name for member in chosen if excludes(row, member)]
+    if not row.applies:
+        return LeftOut(row.name, "hand", "headway cannot apply it")
+    if not row.clear:
+        return LeftOut(row.name, "noise", f"{gain}: inside the noise of two runs")
+    if row.memory_bytes > room_bytes:
+        needs = f"needs {format_bytes(row.memory_bytes)} per rank, {format_bytes(room_bytes)} are free"
+        return LeftOut(row.name, "memory", needs)
+    if row.allow is not None and row.allow not in allowed:
+        risk = row.risk or "it changes results"
+        return LeftOut(row.name, "grant", f"{gain} with --allow {row.allow}: {risk}")
+    if rivals:
+        return LeftOut(row.name, "excluded", f"{gain}, but it cannot be applied with {' and '.join(rivals)}")
+    least = f"{100 * (MIN_SPEEDUP - 1):.0f} %"
+    return LeftOut(row.name, "little", f"{gain} alone, less than {least} more beside the rest of the plan")
+
+
+def excludes(one: Proposal, other: Proposal) -> bool:
+    """Say whether two proposals exclude each other, or edit the same target."""
+    targets = [parse_edit(edit).target for row in (one, other) for edit in row.edits]
+    return len(set(targets)) < len(targets) or other.name in one.conflicts or one.name in other.conflicts

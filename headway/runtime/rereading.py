@@ -1,0 +1,246 @@
+"""Does a dataset give the same examples later? The same indices are read again in forked children, while recording.
+
+What training or the script changes on the way (a curriculum, priorities, a ratio, a counter, files that are written
+again) no look at one moment can show. So the indices of a loader's first load are kept, with a checksum of its batch;
+children that can only read (`headway.core.apart`) read them again `LATER` steps after it, with the random number
+generators as they were before it.
+
+    step     0 .............. 8 .............................. 64
+             first load       first child                      second child
+             checksum   ==?   checksum                   ==?   checksum
+
+With workers, which have the dataset, a first child reads at the first step what the others are compared with. A child
+costs the training thread a fork; its answer is read at a later step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from headway.core.apart import step_apart
+from headway.runtime.draws import own_generators, restorer
+from headway.runtime.probes import NEVER, Probes
+
+LATER = (8, 64)
+"""Optimizer steps after the first load at which its indices are read again."""
+
+FEW = 4
+"""Examples that are read for a loader with workers."""
+
+TIMEOUT_S = 20
+"""Seconds that a child has; it ends itself."""
+
+
+def checksum(batch: Any, crc: int = 0) -> int:
+    """Return a checksum of the content of a batch: of tensors and arrays in lists, tuples and mappings, and of texts.
+
+    What it cannot look into counts by its type.
+
+    >>> checksum([1, "a"]) == checksum([1, "a"]), checksum([1, "a"]) == checksum([1, "b"])
+    (True, False)
+    """
+    if isinstance(batch, dict):
+        for key, value in batch.items():
+            crc = checksum(value, checksum(key, crc))
+        return crc
+    if isinstance(batch, (list, tuple)):
+        for value in batch:
+            crc = checksum(value, crc)
+        return crc
+    if isinstance(batch, (str, bytes, int, float, bool, type(None))):
+        return zlib.crc32(repr(batch).encode(), crc)
+    if hasattr(batch, "detach") and batch.device.type == "cpu":
+        batch = batch.detach().contiguous().view(-1)
+        batch = batch.view(sys.modules["torch"].uint8).numpy() if batch.numel() else None
+    if hasattr(batch, "tobytes"):
+        return zlib.crc32(batch.tobytes(), crc)
+    return zlib.crc32(type(batch).__name__.encode(), crc)
+
+
+def detached(work: Callable[[], bytes]) -> int:
+    """Run `work` apart in a child of a child; return a pipe that will carry what it returns, b"" if it fails."""
+    reading, writing = os.pipe()
+    try:
+        start_detached(work, writing)
+    finally:
+        os.close(writing)
+    return reading
+
+
+def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = False) -> None:
+    """Run `work` apart in a child of a child, which writes what it returns into the descriptor `writing`.
+
+    The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
+    With `forks`, `work` may fork children of its own that step apart themselves.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
+        pid = os.fork()
+    if pid == 0:
+        try:
+            if os.fork() == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+                signal.alarm(TIMEOUT_S)
+                os.nice(10 if forks else 5)  # one that forks takes half a second, beside steps that are recorded
+                step_apart("end at writes", keep=(writing,), forks=forks)
+                answer = work()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+                os.write(writing, answer)
+        finally:
+            os._exit(0)
+    with contextlib.suppress(ChildProcessError):  # a handler of the script may have waited for it already
+        os.waitpid(pid, 0)
+
+
+@dataclass(slots=True)
+class Kept:
+    """The first load of a loader, and what became of its later readings."""
+
+    group: int
+    dataset: weakref.ref[Any]
+    collate_fn: Callable[[Any], Any]
+    indices: Any
+    """As the dataset's fetcher got them: a list, or one index."""
+    restore: Callable[[], None]
+    """Puts the generators back to where they were before the load."""
+    step: int
+    """Optimizer step of the load."""
+    due: list[int]
+    """Steps after it at which a child is still to read."""
+    expected: int | None = None
+    """Checksum of the batch; None until it is known."""
+    pipe: int = -1
+    """What carries the answer of the child under way; -1 without one."""
+    at: int = 0
+    """Steps after the load at which that child was forked."""
+
+    def read(self) -> bytes:
+        """Read the indices again; runs in the child."""
+        sys.modules["torch"].set_num_threads(1)
+        self.restore()
+        dataset: Any = self.dataset()
+        indices = self.indices
+        if isinstance(indices, list):
+            many = getattr(dataset, "__getitems__", None)
+            batch = self.collate_fn(many(indices) if many else [dataset[index] for index in indices])
+        else:
+            batch = self.collate_fn(dataset[indices])
+        return b"%d" % checksum(batch)
+
+
+class Rereadings:
+    """The loads of this process that are read again. One per process that trains."""
+
+    def __init__(self, probes: Probes) -> None:
+        self._probes = probes
+        self._kept: dict[int, Kept] = {}
+        self._pid = os.getpid()
+
+    def keep(self, group: int, dataset: Any, collate_fn: Callable[[Any], Any], indices: Any) -> Kept | None:
+        """Begin with a loader's first load, before it is read; None where it is not wanted, or was kept before.
+
+        Indices of None stand for a loader with workers: a child reads its first few examples for comparison.
+        """
+        probes = self._probes
+        if group in self._kept or group < 0 or probes.remedied or self._pid != os.getpid():
+            return None
+        own = type(dataset).__module__.startswith("headway.data.")
+        if own or not hasattr(dataset, "__getitem__") or isinstance(dataset, (list, tuple)):
+            return None
+        due = list(LATER)
+        if indices is None:
+            indices, due = list(range(min(FEW, len(dataset)))), [1, *LATER]
+        restore = _generators_as_now(dataset, collate_fn)
+        kept = Kept(group, weakref.ref(dataset), collate_fn, indices, restore, probes.steps[0], due)
+        self._kept[group] = kept
+        if len(self._kept) == 1:
+            probes.listeners.append(self.stepped)
+        probes.wanted[self.stepped] = 0
+        probes.due[0] = 0
+        return kept
+
+    def stepped(self, _: int) -> int:
+        """Take answers, and fork the children that are due; return the steps until there is more to do."""
+        waits = []
+        for kept in self._kept.values():
+            try:
+                waits.append(self._follow(kept, self._probes.steps[0] - kept.step))
+            except Exception as cause:
+                kept.due.clear()
+                self._note(kept, unchecked=f"{type(cause).__name__}: {cause}")
+        return min(waits, default=NEVER)
+
+    def _follow(self, kept: Kept, since: int) -> int:
+        """Go on with one loader, `since` steps after its load; return the steps until its next turn."""
+        if kept.pipe >= 0:
+            if not select.select([kept.pipe], [], [], 0)[0]:
+                return 1
+            answer = os.read(kept.pipe, 64)
+            os.close(kept.pipe)
+            kept.pipe = -1
+            self._judge(kept, answer)
+        if not kept.due:
+            return NEVER
+        if since < kept.due[0]:
+            return kept.due[0] - since
+        kept.at = since
+        del kept.due[0]
+        if sys.modules["torch"].cuda.is_initialized():
+            kept.due.clear()
+            self._note(kept, unchecked="the process uses CUDA, and was not forked to read its data again")
+            return NEVER
+        if kept.dataset() is None:
+            kept.due.clear()
+            return NEVER
+        kept.pipe = detached(kept.read)
+        return 1
+
+    def _judge(self, kept: Kept, answer: bytes) -> None:
+        if not answer:
+            kept.due.clear()
+            self._note(kept, unchecked="a child that read it again failed, or wanted to write or to send something")
+        elif kept.expected is None:
+            kept.expected = int(answer)
+        elif int(answer) != kept.expected:
+            kept.due.clear()
+            self._note(kept, changes=f"its first examples, read again {kept.at} steps later, were others")
+        elif not kept.due:
+            self._note(kept, changes="")
+
+    def _note(self, kept: Kept, *, changes: str | None = None, unchecked: str = "") -> None:
+        """Add to the facts of the loader what was seen."""
+        facts = self._probes.loaders.setdefault(kept.group, {})
+        facts["changes"] = changes
+        facts["changes_unchecked"] = unchecked
+        self._probes.write_tables()
+
+
+def _generators_as_now(*holders: Any) -> Callable[[], None]:
+    """Return a function that puts the global generators, and those that `holders` hold, back to where they are now."""
+    acts: list[Callable[[], Any]] = [
+        partial(random.setstate, random.getstate()), restorer(own_generators(*holders)),
+    ]  # fmt: skip
+    numpy, torch = sys.modules.get("numpy"), sys.modules["torch"]
+    if numpy is not None:
+        acts.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    acts.append(partial(torch.default_generator.set_state, torch.default_generator.get_state()))
+
+    def restore() -> None:
+        for act in acts:
+            act()
+
+    return restore

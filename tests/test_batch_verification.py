@@ -1,0 +1,152 @@
+"""Verification of batches under a remedy: equal ones cost nothing but time, a changed one is found and put right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.data.runtime.cache import cache
+from headway.data.runtime.examples import equal
+from headway.data.runtime.switch import threads
+from headway.data.runtime.workers import workers
+from tests.loaders_made import Squares
+from tests.paths import ROOT
+from tests.recorded import environment
+from tests.remedy_context import applied
+
+REMEDIES = {
+    "threads": (threads, {"num_workers": 2, "prefetch_factor": 2}),
+    "workers": (workers, {"num_workers": 2, "prefetch_factor": 2}),
+    "cache": (cache, {"bytes": 1 << 20}),
+}
+RATIO = [0.0]
+
+
+@pytest.fixture(autouse=True)
+def _threads_that_do_not_wait(monkeypatch):
+    """How much threads wait for each other depends on what else the host does."""
+    monkeypatch.setattr("headway.data.runtime.switch.lock_wait_fraction", lambda work, keys: 0.0)
+
+
+class Mixed(Dataset):
+    """Its examples depend on a number outside, which the loop changes, and which its code does not name."""
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), globals()["RATIO"][0]])
+
+
+class ByWorkers(Squares):
+    """Its examples depend on how many workers there are."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) + getattr(get_worker_info(), "num_workers", 0)
+
+
+def passes(loader, *, changing=False, count=2):
+    """Return the batches of some passes, and a random number after them; at times the number outside changes."""
+    torch.manual_seed(3)
+    RATIO[0] = 0.0
+    found = []
+    for _ in range(count):
+        for batch in loader:
+            found.append(batch.clone())
+            RATIO[0] += changing
+    return found, torch.rand(())
+
+
+def facts_of(context):
+    return context.outcomes[-1].json()["facts"]
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_a_remedy_that_changes_nothing_is_found_equal_and_stays(name):
+    expected = passes(DataLoader(Squares(120), 4, shuffle=True))
+
+    with applied(*REMEDIES[name], verify=True) as context:
+        assert equal(passes(DataLoader(Squares(120), 4, shuffle=True)), expected)
+
+    # Of 60 batches: 0, 2, 8, 32, and the first one of the second pass.
+    assert facts_of(context)["verification"] == {"compared": 5, "equal": 5, "unequal": 0}
+    assert facts_of(context)["not_compared"] == {}
+    assert context.failures == []
+
+
+@pytest.mark.parametrize("name", ["threads", "workers"])
+def test_a_changed_batch_is_replaced_and_all_later_ones_are_the_script_s_own(name, capfd):
+    expected, after = passes(DataLoader(Mixed(), 4, shuffle=True), changing=True)
+
+    with applied(*REMEDIES[name], verify=True) as context:
+        found, drawn = passes(DataLoader(Mixed(), 4, shuffle=True), changing=True)
+
+    assert not equal(found[1], expected[1])  # read ahead, and not one of those that are compared
+    assert equal(found[2:], expected[2:])
+    assert torch.equal(drawn, after)
+    assert facts_of(context)["verification"] == {"compared": 2, "equal": 1, "unequal": 1}
+    assert [row["dataset"] for row in facts_of(context)["withdrawn"]] == ["Mixed"]
+    assert f"--verify: data.{name} changed batch 2 of Mixed" in capfd.readouterr().err
+
+
+def test_of_a_loader_with_workers_the_first_batch_is_made_by_a_worker_like_its_own():
+    expected = passes(DataLoader(ByWorkers(16), 4, num_workers=1))[0]
+
+    with applied(*REMEDIES["workers"], verify=True) as context:
+        loader = DataLoader(ByWorkers(16), 4, num_workers=1)
+        first, second = passes(loader, count=1)[0], passes(loader, count=1)[0]
+
+    assert not equal(first, expected[:4])
+    assert equal(second, expected[4:])
+    assert facts_of(context)["verification"]["unequal"] == 1
+
+
+def test_a_batch_that_cannot_be_compared_is_counted_with_the_reason(monkeypatch):
+    monkeypatch.setattr(
+        "headway.data.runtime.verification.in_child", lambda work, limit: ("the child ended or hung", 0)
+    )
+    expected = passes(DataLoader(Squares(40), 4))
+
+    with applied(*REMEDIES["threads"], verify=True) as context:
+        assert equal(passes(DataLoader(Squares(40), 4)), expected)
+
+    assert facts_of(context)["verification"]["compared"] == 0
+    assert facts_of(context)["not_compared"] == {"the child ended or hung": 4}
+
+
+SCRIPT = """
+import sys, torch
+from torch.utils.data import DataLoader, Dataset
+ratio = [0.0]
+class Mixed(Dataset):
+    def __len__(self): return 48
+    def __getitem__(self, index): return torch.full((3,), index / 48 + globals()["ratio"][0])
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for batch in DataLoader(Mixed(), 4):
+    optimizer.zero_grad(); model(batch).mean().backward(); optimizer.step()
+    ratio[0] += "change" in sys.argv
+if "fail" in sys.argv: sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["change"], 3), (["change", "fail"], 7)])
+def test_a_run_whose_batches_were_changed_exits_with_3_unless_the_script_failed(tmp_path, words, code):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    write_plan(PlanFile((Remedy("data.workers", {"num_workers": 2}),)), tmp_path / "plan.json")
+    command = [sys.executable, "-m", "headway.cli", "run", "--windows", "0", "--out", "run", "--apply", "plan.json"]
+    done = subprocess.run(
+        [*command, "--verify", "--json", "--", "train.py", *words],
+        env=environment(None, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+
+    assert done.returncode == code, done.stderr[-2000:]
+    found = json.loads(done.stdout)["verified"]
+    assert (found["unequal"], "taken away from this loader" in done.stderr) == ((1, True) if words else (0, False))
+    assert found["compared"] == found["equal"] + found["unequal"] >= 2

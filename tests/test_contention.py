@@ -1,0 +1,178 @@
+"""Cores that others take: laws of the share that is left; replays held to closed forms and to a time-sliced host."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.host_load import HostLoad
+from headway.sim.contention import Contention
+from headway.sim.loader_model import Costs
+from headway.sim.program import Program
+from headway.sim.recording import COMPUTE, Recording
+from headway.trace.trace import concat
+from headway.verbs.compare import load_notes
+from tests.runs_made import MS, Made, Rows, RunMaker
+from tests.test_program import time_sliced
+
+QUIET = Costs(handoff_ns=0, receive_ns=0, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=0)
+
+
+def load(**figures: Any) -> HostLoad:
+    return HostLoad(**{"cores": 2, "cores_available": 2.0, "readings": 9, **figures})
+
+
+def program_of(made: Made, beside: HostLoad, busy: float = 0.0) -> Program:
+    facts = {**made.meta, "compute_cpu_fraction": busy, "host_load": msgspec.to_builtins(beside)}
+    return Program.from_trace(made.trace, facts, costs=QUIET)
+
+
+loads = st.builds(
+    load, other_cores=st.floats(0, 4), cores_available=st.floats(0.1, 2), other_sessions=st.floats(0, 6),
+    sharing=st.sampled_from(["cgroups", "sessions"]),
+)  # fmt: skip
+
+
+@given(loads, st.integers(1, 4))
+def test_a_job_keeps_its_share_among_equals_and_never_more_than_its_quota(beside: HostLoad, ranks: int) -> None:
+    left = Contention.of(beside, 2, groups=ranks).limit
+    own = ranks if beside.sharing == "sessions" else 1
+    rivals = max(1.0, beside.other_sessions) if beside.sharing == "sessions" else 1.0
+
+    assert left <= beside.cores_available + 1e-9
+    assert left >= min(beside.cores_available, 2 * own / (own + rivals)) - 1e-9
+
+
+@pytest.mark.parametrize("quota", [0.5, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_loads_that_compute_are_bounded_by_the_quota(quota: float, workers: int) -> None:
+    """30 ms of CPU per batch and a sleeping accelerator: a step takes 30 ms / quota."""
+    made = RunMaker(
+        ranks=1, steps=80, cores=2, prep_ns=30 * MS, compute_ns=2 * MS, optimizer_ns=0, transfer_ns=0, iter_ns=0
+    ).make()
+    program = program_of(made, load())
+
+    predicted = program.predict([f"workers={workers}", f"cores={quota}"])
+
+    assert predicted.step_s == pytest.approx(0.030 / quota, rel=0.1)
+
+
+@pytest.mark.parametrize("other", [0.5, 1.0])
+def test_loads_get_the_cores_that_other_sessions_leave(other: float) -> None:
+    made = RunMaker(
+        ranks=1, steps=80, cores=2, prep_ns=30 * MS, compute_ns=2 * MS, optimizer_ns=0, transfer_ns=0, iter_ns=0
+    ).make()
+    program = program_of(made, load(other_cores=other, sharing="sessions", other_sessions=1.0))
+
+    assert program.fidelity == pytest.approx(1.0, abs=0.01)  # one thread on two cores: the other load is not in its way
+    assert program.predict(["workers=4"]).step_s == pytest.approx(0.030 / (2 - other), rel=0.1)
+    assert program.predict(["workers=4", "other=0"]).step_s == pytest.approx(0.015, rel=0.1)
+
+
+@pytest.mark.parametrize(("workers", "rivals"), [(2, 1), (3, 1), (4, 1)])
+def test_threads_of_others_share_as_on_a_time_sliced_host(workers: int, rivals: int) -> None:
+    batches, prep, compute = 60, 30 * MS, 8 * MS
+    done: set[int] = set()
+    taken = [0]
+
+    def trainer():
+        for batch in range(batches):
+            yield "until", lambda batch=batch: batch in done
+            taken[0] += 1
+            yield "sleep", compute
+
+    def worker(index: int):
+        for batch in range(index, batches, workers):
+            yield "until", lambda batch=batch: batch < taken[0] + 2 * workers
+            yield "cpu", prep
+            done.add(batch)
+
+    def spinner():
+        while True:
+            yield "cpu", 5 * MS
+
+    threads = [trainer(), *(worker(index) for index in range(workers)), *(spinner() for _ in range(rivals))]
+    sliced_s = time_sliced(threads, cores=2) / batches / 1e9
+    made = RunMaker(
+        ranks=1, steps=batches, cores=2, prep_ns=prep, compute_ns=compute, optimizer_ns=0, transfer_ns=0, iter_ns=0
+    ).make()
+    program = program_of(made, load(other_cores=1.0, other_runnable=float(rivals), sharing="threads"))
+
+    assert program.predict([f"workers={workers}"]).step_s == pytest.approx(sliced_s, rel=0.12)
+
+
+@pytest.mark.parametrize(("waiting", "beside"), [(0.0, 0.0), (0.3, 0.0), (0.2, 1.0)])
+def test_marks_tell_how_compute_uses_cores(waiting: float, beside: float) -> None:
+    made = RunMaker(ranks=1, steps=120, prep_ns=MS, cpu_wait_ns=MS).make()
+    lane = Recording.from_trace(made.trace, max_steps=120).lanes[0]
+    rows = Rows(0)
+    for step in range(5, 120, 10):
+        done = COMPUTE[lane.label] & (lane.step < step)
+        wall = int(lane.duration_ns[done].sum())
+        cpu, delay = int(0.5 * wall) + step * MS, int(waiting * wall) + step * MS
+        rows.add(
+            "host.cpu", int(lane.step_end_ns[step]), 0, corr=cpu, seq=delay, bytes=cpu + int(beside * wall), step=step
+        )
+    found = Recording.from_trace(concat([made.trace, rows.trace()]), max_steps=120)
+
+    assert found.busy[0] == pytest.approx(0.5, abs=0.02)
+    assert found.waiting[0] == pytest.approx(waiting, abs=0.02)
+    assert found.beside[0] == pytest.approx(beside, abs=0.02)
+
+
+def test_threads_of_kernels_share_the_cores_with_loads() -> None:
+    """Compute on two cores for 10 ms beside loads of 10 ms: together 30 ms on two cores, 20 ms with kernels of one."""
+    made = RunMaker(ranks=1, steps=80, cores=2, prep_ns=10 * MS, compute_ns=10 * MS, optimizer_ns=0, iter_ns=0).make()
+    program = program_of(made, load(), busy=1.0)
+    wide = dataclasses.replace(
+        program, recording=dataclasses.replace(program.recording, beside=np.array([1.0])), replays={}
+    )
+
+    assert program.predict(["workers=1"]).step_s == pytest.approx(0.010, rel=0.05)
+    assert wide.predict(["workers=1"]).step_s == pytest.approx(0.015, rel=0.15)
+
+
+def test_compare_says_that_the_load_differs_and_what_that_alone_does() -> None:
+    made = RunMaker(ranks=1, steps=60, cores=2, num_workers=2, prep_ns=30 * MS, compute_ns=2 * MS, iter_ns=0).make()
+    before, after = (
+        _Run(made, load(sharing="sessions", seconds=9.0, other_cores=other, other_sessions=1.0)) for other in (0.0, 1.0)
+    )
+
+    [note] = load_notes(before, after)
+
+    assert "took 1.00 cores beside the second run, 0.00 beside the first (+1.00)" in note
+    assert "longer" in note
+    assert load_notes(before, before) == []
+    assert load_notes(_Run(made, None), after) == []
+
+
+class _Run:
+    """A made run with a load beside it, as `Run` looks."""
+
+    def __init__(self, made: Made, beside: HostLoad | None) -> None:
+        self.parts, self.trace = made.trace, made.trace
+        self.meta = {**made.meta, "host_load": msgspec.to_builtins(beside), "compute_cpu_fraction": 0.0}
+
+
+@pytest.mark.parametrize("between", [0, 2 * MS])
+def test_what_a_worker_does_between_two_loads_is_replayed(between: int) -> None:
+    """A loader of one worker that bounds the steps: each takes the load and what lies between two of them."""
+    made = RunMaker(ranks=1, steps=80, cores=64, num_workers=1, prep_ns=8 * MS + between, compute_ns=2 * MS).make()
+    events = made.trace.events
+    shorter = np.where(
+        made.trace.named("input.load", "input.prep"), events["duration_ns"] - between, events["duration_ns"]
+    )
+    later = np.where(made.trace.named("input.load", "input.prep"), events["start_ns"] + between, events["start_ns"])
+    trace = dataclasses.replace(made.trace, events={**events, "duration_ns": shorter, "start_ns": later})
+    process = Rows(0)
+    process.add("input.worker", int(events["start_ns"].min()), 0, group=0, corr=0, peer=0, seq=7)
+    program = Program.from_trace(concat([trace, process.trace()]), made.meta)
+
+    assert program.fidelity == pytest.approx(1.0, abs=0.005)
+    assert program.models[0].between_ns[5:].mean() == pytest.approx(between, abs=0.01 * MS)

@@ -1,0 +1,220 @@
+"""No cache keeps a random draw: a tenth of the benchmark's cases, and what is seen late takes all that is kept away."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through
+from headway.data import DataLoader, Pipeline, generator
+from headway.data.caches.scrutiny import Scrutiny, unseen
+from headway.data.runtime.cache import CachedExamples, Shelf, Stored, cache
+from headway.data.runtime.watch import Watch
+from tests.remedy_context import applied
+from tests.served_made import runtime  # noqa: F401 - servers of these tests have a folder of their own
+
+CASES = {
+    "remedy": [("99 %", "torch"), ("epoch 10 %", "closure")],
+    "remedy, 2 workers": [("10 %", "held numpy"), ("length", "random")],
+    "cache": [("1 %", "headway"), ("class", "held RandomState")],
+    "cache, 2 processes": [("10 %", "numpy"), ("epoch", "global")],
+    "cache, 2 threads": [("10 %", "headway"), ("length", "headway torch")],
+    "server": [("10 %", "torch"), ("class", "headway"), ("epoch 10 %", "held random")],
+}
+PURE_FOUND = {"99 %": 3 * 2, "10 %": 3 * (SIZE - 10), "1 %": 3 * (SIZE - 1)}
+"""Examples found in three later epochs: all that never draw."""
+
+
+@pytest.mark.parametrize(("path", "case"), [(path, case) for path in PATHS for case in CASES[path]], ids=str)
+def test_an_example_that_draws_is_drawn_in_every_epoch_and_others_are_kept(path, case):
+    kind, name = case
+    num_frozen, num_found = through(path, Examples(kind, DRAWS[name]))
+
+    assert num_frozen == 0
+    if path != "server":  # where two threads read at once, nobody knows at first which of them drew
+        assert num_found == PURE_FOUND.get(kind, num_found)
+
+
+@pytest.mark.parametrize(("share", "finds"), [(0.99, 22), (0.5, 139), (0.1, 6930), (0.01, 86600)])
+def test_the_bounds_for_hidden_changes_are_those_that_are_stated(share, finds):
+    assert 0.85e-3 < unseen(finds, share) <= 1e-3
+
+
+def test_hidden_changes_are_found_within_their_bound():
+    assert all(found_after(0.99, seed) <= 22 for seed in range(10))
+    assert all(found_after(0.5, seed) <= 139 for seed in range(10))
+
+
+def test_a_finding_is_every_readers_and_is_said_once():
+    clock = itertools.count(1)
+    frozen = []
+
+    class Ticking:
+        def __getitem__(self, index):
+            return {"x": next(clock) if frozen else 0}
+
+    dataset, stored = Ticking(), Stored.empty(9, 1 << 16)
+    readers = [CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny) for _ in range(2)]
+    for index in range(9):
+        readers[0][index]
+    frozen.append(True)
+
+    with pytest.warns(RuntimeWarning, match="Ticking is cached no more: example 4 had changed") as said:
+        batch = readers[1].__getitems__([4, 5, 6])
+    later = readers[0].__getitems__([7, 8])
+
+    assert len(said) == 1
+    assert sorted(example["x"] for example in batch + later) == [1, 2, 3, 4, 5]
+
+
+def test_an_example_that_drew_not_at_first_takes_all_with_it_when_it_does():
+    scrutiny = Scrutiny(5)
+    assert [scrutiny.may_keep(k, drew=False) for k in range(5)] == [True] * 5
+
+    assert not scrutiny.may_keep(2, drew=True)
+    assert scrutiny.over
+    assert not scrutiny.may_keep(3, drew=False)
+
+
+def test_what_nobody_knows_is_not_kept_and_proves_nothing():
+    scrutiny = Scrutiny(2)
+
+    assert not scrutiny.may_keep(0, drew=None)
+    assert scrutiny.may_keep(0, drew=False)
+    assert not scrutiny.may_keep(0, drew=None)
+    assert not scrutiny.over
+
+
+def test_another_threads_draws_are_not_laid_on_a_reading_nor_hide_its_own():
+    watch, ended = Watch([]), threading.Event()
+
+    def train():
+        while not ended.is_set():
+            torch.nn.functional.dropout(torch.ones(9), training=True)
+
+    answers = {}
+
+    def read():
+        before = torch.get_rng_state()
+
+        def until_moved():
+            while torch.equal(torch.get_rng_state(), before):
+                pass
+
+        watch.around(until_moved)  # somebody else draws: from now on torch is asked who does
+        answers["pure"] = [watch.around(lambda: until_moved() or torch.ones(3)).drew for _ in range(5)]
+        answers["random"] = [watch.around(lambda: torch.rand(3)).drew for _ in range(5)]
+
+    reader = threading.Thread(target=read, name="headway-loader-0")
+    reader.start()
+    drawing = threading.Thread(target=lambda: (reader.join(), ended.set()), name="headway-waits")
+    drawing.start()
+    train()
+    drawing.join()
+
+    assert answers == {"pure": [False] * 5, "random": [True] * 5}
+
+
+def test_a_generator_made_at_first_use_is_noticed():
+    class Lazy:
+        made = None
+
+        def __getitem__(self, index):
+            self.made = self.made or np.random.default_rng(3)
+            return self.made.random()
+
+    dataset = Lazy()
+    watch = Watch(dataset)
+
+    assert [watch.around(lambda: dataset[0]).drew for _ in range(3)] == [None, True, True]
+
+
+EPOCH = [0]
+
+
+class ByGlobal(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return index + 100 * EPOCH[0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", ["remedy", "own"])
+def test_an_epoch_in_a_global_variable_is_seen_at_the_next_pass(kind, num_workers):
+    def values(loader):
+        seen = []
+        for EPOCH[0] in range(3):
+            seen.append(sorted(value for batch in loader for value in batch.tolist()))
+        return seen
+
+    if kind == "remedy":
+        with applied(cache, {"bytes": 1 << 20}) as context:
+            seen = values(torch.utils.data.DataLoader(ByGlobal(), 4, num_workers=num_workers))
+        assert "it was changed" in str(context.outcomes[-1])
+    else:
+        seen = values(DataLoader(ByGlobal(), 4, num_workers=num_workers, cache_bytes=10**6))
+
+    assert seen == [[k + 100 * epoch for k in range(12)] for epoch in range(3)]
+
+
+def test_no_probe_reads_in_the_training_process():
+    class Counting(torch.utils.data.Dataset):
+        reads = 0
+
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            Counting.reads += 1
+            return index * Counting.reads
+
+    with applied(cache, {"bytes": 1 << 20}) as context:
+        seen = list(torch.utils.data.DataLoader(Counting(), None))
+
+    assert seen == [index * (index + 1) for index in range(8)]
+    assert "not pure" in context.outcomes[-1].reason
+
+
+def test_draws_of_a_batch_read_at_once_keep_none_of_its_examples():
+    class Many(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return self.__getitems__([index])[0]
+
+        def __getitems__(self, indices):
+            return [generator().random() if index == 5 else float(index) for index in indices]
+
+    loader = DataLoader(Many(), 4, cache_bytes=10**6)
+    fives = [sorted(value for batch in loader for value in batch.tolist())[0:2] for _ in range(3)]
+
+    assert len({value for pair in fives for value in pair if 0 < value < 1}) == 3
+    assert (loader.cache.hits, loader.cache.misses) == (2 * 16, 20 + 2 * 4)
+
+
+def test_a_pipelines_cache_keeps_no_draw_that_was_not_declared():
+    class Numbers:
+        def __len__(self):
+            return 30
+
+        def read(self, index):
+            return np.full(4, float(index))
+
+        def fingerprint(self):
+            return "numbers"
+
+    def jitter(array):
+        return array + np.random.rand() * 0.5 if array[0] == 7 else array
+
+    loader = Pipeline(Numbers()).map(jitter).cache(1 << 20).loader(batch_size=5, num_workers=0)
+    passes = [{int(row[0]): float(row[0]) for batch in loader for row in batch["data"]} for _ in range(4)]
+
+    assert len({values[7] for values in passes}) == 4
+    assert all(values[k] == k for values in passes for k in range(30) if k != 7)

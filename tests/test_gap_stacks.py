@@ -1,0 +1,133 @@
+"""Stacks of the gap: the line of the loop and what it called, whether a forward eats it, and who samples."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from headway.runtime.gap_stacks import GapStacks
+from headway.runtime.loop_depth import loop_depth
+from headway.runtime.script_lines import calling_line, feeds
+from tests.recorded import recording
+
+
+def update(gap):
+    """Stand for an optimizer."""
+    gap.note_loop()
+    gap.open[0] = True
+
+
+def forward(gap, _):
+    """Stand for a model."""
+    gap.open[0] = False
+    gap.note_forward()
+
+
+def test_the_loop_is_the_deepest_frame_shared_with_an_update():
+    gap = GapStacks()
+
+    def sampled():
+        # Another thread takes the stack of this one, as the sampler does: in here, below get_batch.
+        gap._trainer[0] = threading.get_ident()
+        sampler = threading.Thread(target=gap._sample, args=(1_000,))
+        sampler.start()
+        sampler.join()
+
+    def get_batch():
+        sampled()
+        return 1
+
+    def log():
+        sampled()
+
+    for _ in range(3):
+        batch = get_batch()
+        forward(gap, batch)
+        update(gap)
+        log()
+    found = {entry["function"]: entry for entry in gap.report()}
+
+    assert set(found) == {"get_batch", "log"}
+    assert (found["get_batch"]["count"], found["get_batch"]["ns"]) == (2, 2_000)  # the first came before any update
+    assert found["get_batch"]["feeds_forward"]
+    assert not found["log"]["feeds_forward"]
+    assert found["log"]["line"].startswith("test_gap_stacks.py:")
+
+
+def test_no_sample_is_taken_outside_of_the_gap_or_inside_a_probe():
+    gap = GapStacks()
+    gap._trainer[0] = threading.get_ident()
+    update(gap)
+    forward(gap, 1)
+    gap._sample(1_000)
+
+    assert gap.report() == []
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "user", "expected"),
+    [
+        ("x = load()\nmodel(x)", 1, 2, True),
+        ("x, y = load()\nx = x.float()\nloss = f(model(x), y)", 1, 3, True),
+        ("x = load()\nz = stack(x)\nmodel(z)", 1, 3, True),
+        ("save(1)\nmodel(x)", 1, 2, False),
+        ("n = save(1)\nmodel(x)", 1, 2, False),
+        ("loss = model(load())", 1, 1, False),  # cannot be told
+        ("while True:\n model(x)\n x = load()", 3, 2, True),  # around the end of the loop
+        ("def f(load, model):\n for x in load():\n  model(x)", 2, 3, True),
+    ],
+)
+def test_what_a_line_makes_is_followed_to_the_line_that_uses_it(source, line, user, expected):
+    code = compile(source, "train.py", "exec")
+    inner = [constant for constant in code.co_consts if hasattr(constant, "co_code")]
+
+    assert feeds(inner[0] if inner else code, line, user) is expected
+
+
+def test_loops_are_counted_over_the_whole_stack():
+    here = loop_depth(sys._getframe())
+
+    def called():
+        depth = 0
+        for _ in range(2):
+            depth = loop_depth(sys._getframe())
+        return depth
+
+    found = []
+    for _ in range(1):
+        for _ in range(1):
+            found.append(loop_depth(sys._getframe()))
+            found.append(called())
+
+    assert [depth - here for depth in found] == [2, 3]
+
+
+def test_the_calling_line_is_the_scripts_own():
+    assert calling_line(sys._getframe()).startswith("test_gap_stacks.py:")
+    assert calling_line(None) == ""
+
+
+def test_a_recording_names_the_line_that_makes_the_batches(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def get_batch():
+        time.sleep(0.03)
+        return torch.ones(1, 2)
+
+    with recording(tmp_path) as session:
+        for _ in range(400):
+            x = get_batch()
+            loss = model(x).sum()
+            loss.backward()
+            optimizer.step()
+            if session.probes.gap._samples >= 3:
+                break
+        session.probes.write_tables()
+        script = session.probes.tables["script"]
+
+    assert (script[0]["function"], script[0]["feeds_forward"]) == ("get_batch", True)

@@ -1,0 +1,95 @@
+"""Other load: what is busy on our cores less what the job's own tree took, from counters that only grow."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.host_load import HostLoad, LoadSampler, Reading, host_load, load_beside
+
+CPU = min(os.sched_getaffinity(0))
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@given(
+    other=st.floats(0, 4), own=st.floats(0, 4), runnable=st.floats(0, 8),
+    steps=st.lists(st.floats(0.2, 2.0), min_size=1, max_size=30),
+)  # fmt: skip
+def test_of_steady_load_every_figure_is_the_rate(other, own, runnable, steps):
+    at, readings = 5.0, []
+    for step in (0.0, *steps):
+        at += step
+        readings.append(Reading(at, (other + own) * at, own * at, runnable * at, 2 * at, 0.25 * at, None))
+    load = host_load(readings)
+
+    assert load.other_cores == pytest.approx(other, abs=1e-6)
+    assert load.other_quantiles == pytest.approx((other, other, other), abs=1e-6)
+    assert load.own_cores == pytest.approx(own, abs=1e-6)
+    assert load.demand == pytest.approx(max(other, runnable), abs=1e-6)
+    assert (load.pressure_fraction, load.throttled_s) == (pytest.approx(0.25), None)
+
+
+def test_load_goes_through_run_json_and_runs_without_it_load():
+    load = HostLoad(cores=2, cores_available=1.5, quota_cores=1.5, other_cores=0.5)
+
+    assert HostLoad.from_facts({"host_load": msgspec.to_builtins(load)}) == load
+    assert HostLoad.from_facts({}) is None
+    assert HostLoad.from_facts({"host_load": {"cores": "many"}}) is None
+
+
+def proc(root: Path, busy: int, processes: dict[int, tuple[int, str, int, int]], running: int) -> None:
+    """Write a made-up /proc: pid -> (parent, state, own ticks, ticks of reaped children)."""
+    (root / "proc").mkdir(exist_ok=True)
+    for gone in (root / "proc").glob("*/stat"):
+        gone.unlink()
+    stat = f"cpu  1 1 1 1\ncpu{CPU} {busy} 0 0 999 7 0 0 0 0 0\nprocs_running {running}\n"
+    (root / "proc/stat").write_text(stat)
+    for pid, (parent, state, ticks, reaped) in processes.items():
+        (root / f"proc/{pid}").mkdir(exist_ok=True)
+        fields = [state, str(parent), "0", str(pid), *["0"] * 7, str(ticks), "0", str(reaped), "0", "20", "0", "1", "0"]
+        (root / f"proc/{pid}/stat").write_text(f"{pid} (a (b) c) {' '.join(fields)}\n")
+
+
+def test_a_child_that_ended_still_counts_as_the_jobs_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.core.host_load.os.sched_getaffinity", lambda pid: {CPU})
+    monkeypatch.setattr("headway.core.host_load.os.cpu_count", lambda: 1)
+    clock = [100.0]
+    monkeypatch.setattr("headway.core.host_load.time.perf_counter", lambda: clock[0])
+    sampler = LoadSampler(10, root=tmp_path)
+    # In each second: the rank (11) computes 20 ticks, its worker (12) 30 until it is reaped, a stranger (13) 40.
+    tree = [
+        {10: (1, "S", 0, 0), 11: (10, "R", 20, 0), 12: (11, "S", 30, 0), 13: (1, "R", 40, 0)},
+        {10: (1, "S", 0, 0), 11: (10, "R", 40, 60), 13: (1, "R", 80, 0)},
+        {10: (1, "S", 0, 0), 11: (10, "S", 60, 60), 13: (1, "R", 120, 0)},
+    ]
+    for second, processes in enumerate(tree):
+        busy = (20 + 40) * (second + 1) + 30 * min(second + 1, 2)
+        proc(tmp_path, busy * TICKS // 100, processes, sum(row[1] == "R" for row in processes.values()))
+        clock[0] += 1.0
+        sampler.look()
+    load = sampler.between()
+
+    assert load.readings == 3
+    assert load.other_cores == pytest.approx(0.4)
+    assert load.other_sessions == pytest.approx(1.0)
+    assert load.own_cores == pytest.approx((50 + 20) / 2 / 100)
+    assert load.other_runnable == pytest.approx(1.0)
+
+
+def test_a_look_at_this_host_gives_figures_within_what_it_has():
+    load = load_beside(seconds=0.1)
+
+    assert load.readings == 2
+    assert 0.0 <= load.other_cores <= load.cores + 0.5
+    assert 0.0 < load.cores_available <= load.cores
+
+
+def test_a_host_that_tells_nothing_has_no_load(tmp_path):
+    load = load_beside(seconds=0.0, root=tmp_path)
+
+    assert (load.readings, load.other_cores, load.cores_available) == (0, 0.0, float(len(os.sched_getaffinity(0))))

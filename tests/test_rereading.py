@@ -1,0 +1,145 @@
+"""Purity over time: a dataset whose examples change while training goes on is found, and no other is; nothing waits."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import time
+
+import psutil
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from headway.runtime.rereading import LATER, Rereadings, checksum, detached
+from headway.trace.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
+from tests.loaders_made import Squares
+
+EPOCH = [0]
+
+
+class Ratio(Squares):
+    ratio = 0
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.ratio])
+
+
+class Drawn(Squares):
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random(), float(torch.rand(1))])
+
+
+class ByGlobal(Squares):
+    def __getitem__(self, index):
+        return torch.tensor([index, EPOCH[0]])
+
+
+class Hangs(Squares):
+    def __getitem__(self, index):
+        if os.getpid() != PID:
+            time.sleep(600)
+        return index
+
+
+class Writes(Squares):
+    def __getitem__(self, index):
+        if os.getpid() != PID:
+            open(f"/tmp/headway-{index}", "w").close()
+        return index
+
+
+PID = os.getpid()
+
+
+class Recorder:
+    """What `Rereadings` needs of probes; steps are made by hand."""
+
+    def __init__(self):
+        self.steps, self.due, self.listeners, self.wanted = [0], [1], [], {}
+        self.loaders, self.remedied, self.written = {0: {}}, False, 0
+
+    def write_tables(self):
+        self.written += 1
+
+    def step(self):
+        self.steps[0] += 1
+        for listener in self.listeners:
+            if self.steps[0] >= self.wanted.get(listener, 0):
+                self.wanted[listener] = self.steps[0] + listener(0)
+
+
+def changes(dataset, change=lambda dataset, step: None, *, workers=False, until=LATER[-1] + 4):
+    """Return the facts after training on `dataset`, which the loop changes at each step."""
+    recorder = Recorder()
+    again = Rereadings(recorder)
+    loader = DataLoader(dataset, 5)
+    kept = again.keep(0, dataset, loader.collate_fn, None if workers else [3, 1, 2])
+    if not workers:
+        kept.expected = checksum(loader.collate_fn([dataset[index] for index in [3, 1, 2]]))
+    for step in range(until):
+        change(dataset, step)
+        recorder.step()
+        if kept.pipe >= 0:
+            select.select([kept.pipe], [], [], 60)
+    return recorder.loaders[0]
+
+
+@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize("dataset", [Squares, Drawn, ByGlobal, Ratio])
+def test_a_dataset_that_gives_the_same_examples_later_does_not_change(dataset, workers):
+    states = random.getstate(), torch.get_rng_state()
+    facts = changes(dataset(), workers=workers)
+
+    assert facts == {"changes": "", "changes_unchecked": ""}
+    assert workers is False or (random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1]))
+
+
+@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize(
+    ("dataset", "change"),
+    [
+        (Ratio, lambda dataset, step: setattr(dataset, "ratio", step)),
+        (Ratio, lambda dataset, step: setattr(dataset, "ratio", int(step > LATER[0]))),
+        (ByGlobal, lambda dataset, step: EPOCH.__setitem__(0, step)),
+    ],
+    ids=["at each step", "late", "by a global"],
+)
+def test_a_dataset_that_the_loop_changes_is_found_and_every_remedy_refused(dataset, change, workers):
+    EPOCH[0] = 0
+    facts = changes(dataset(), change, workers=workers)
+
+    assert "steps later, were others" in facts["changes"]
+    for unfit in (unmovable, unthreadable, unkept, unshared):
+        assert "change while training goes on: its first examples" in unfit(
+            LoaderFacts.of({"sampler": "RandomSampler", **facts})
+        )
+
+
+def test_what_may_not_be_read_in_a_child_is_not_checked_and_says_why():
+    facts = changes(Writes())
+
+    assert facts["changes"] is None
+    assert "wanted to write" in facts["changes_unchecked"]
+
+
+def test_a_child_that_hangs_holds_nobody_up_and_ends_itself(monkeypatch):
+    monkeypatch.setattr("headway.runtime.rereading.TIMEOUT_S", 1)
+    before = psutil.Process().children()
+    pipe = detached(lambda: b"%d" % time.sleep(600))
+
+    assert select.select([pipe], [], [], 60)[0]
+    assert os.read(pipe, 8) == b""
+    os.close(pipe)
+    assert psutil.Process().children() == before
+
+
+def test_checksums_tell_batches_apart():
+    batches = [
+        {"x": torch.arange(4), "y": ["a"]}, {"x": torch.arange(4), "y": ["b"]}, {"x": torch.arange(5), "y": ["a"]},
+        torch.zeros(0), torch.tensor([1.5]), [None], (1, 2.0), b"1",
+    ]  # fmt: skip
+
+    assert len({checksum(batch) for batch in batches}) == len(batches)
+    assert checksum(torch.arange(6).view(2, 3).T) == checksum(torch.arange(6).view(2, 3).T.contiguous())

@@ -1,0 +1,146 @@
+"""The trial of a loader: no reading of it happens in the training process, and what children may not share is named."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from headway.data.runtime.cache import uncacheable
+from headway.data.runtime.sharing import followed
+from headway.data.runtime.switch import unthreadable
+from headway.data.runtime.trial import unfit
+from headway.data.runtime.workers import untunable
+from headway.data.serving.server import DataServer
+from tests.loaders_made import Squares
+
+COUNT = [0]
+SHARED = np.frombuffer(multiprocessing.RawArray("q", 1), np.int64)
+MOVED = tempfile.TemporaryFile()  # noqa: SIM115 - as scripts do: one file for as long as the process lives
+MOVED.write(bytes(4096)), MOVED.flush()
+ONE, OTHER = socket.socketpair()
+GENERATOR = torch.Generator().manual_seed(1)
+
+
+def counts_globally(index):
+    COUNT[0] += 1
+    return index
+
+
+def counts_in_shared_memory(index):
+    SHARED[0] += 1
+    return index
+
+
+def reads_a_global_file(index):
+    os.lseek(MOVED.fileno(), index, os.SEEK_SET)
+    return os.read(MOVED.fileno(), 3)
+
+
+def asks_a_server(index):
+    ONE.send(b"next")
+    return index
+
+
+def shards_by_worker(index):
+    info = get_worker_info()
+    return index if info is None else index * info.num_workers
+
+
+def draws_from_a_samplers_generator(index):
+    torch.rand(1, generator=GENERATOR)
+    return index
+
+
+def writes_a_file(index):
+    with open(os.path.join(tempfile.gettempdir(), "headway-test-log"), "a") as file:
+        file.write("read\n")
+    return index
+
+
+READINGS = {
+    counts_globally: "changes a variable outside",
+    counts_in_shared_memory: "writes to memory that processes share",
+    reads_a_global_file: "moves in a file that stays open",
+    asks_a_server: "raised OSError",
+    shards_by_worker: "in a worker, it reads something else",
+    draws_from_a_samplers_generator: "draws random numbers",
+    writes_a_file: "raised PermissionError: it opens '.*' for writing",
+}
+
+
+class Reading(Squares):
+    """A dataset that reads by a function of a module: nothing that it holds says what that does."""
+
+    def __init__(self, read):
+        super().__init__(20)
+        self.read = read
+
+    def __getitem__(self, index):
+        return self.read(index)
+
+
+def state():
+    return COUNT[0], int(SHARED[0]), os.lseek(MOVED.fileno(), 0, os.SEEK_CUR), GENERATOR.get_state().tolist()
+
+
+@pytest.mark.parametrize("read", READINGS, ids=lambda read: read.__name__)
+def test_no_remedy_reads_a_dataset_here_and_each_reason_is_named(read):
+    before = state()
+    loader = DataLoader(Reading(read), 4, generator=GENERATOR)
+    finding, _ = unfit(loader)
+    for decide in (untunable, unthreadable, uncacheable, lambda loader: followed(loader, DataServer())):
+        decide(loader)
+
+    assert (finding is None) == (READINGS[read] is None)
+    if finding is not None:
+        with pytest.raises(AssertionError, match=READINGS[read]):
+            raise AssertionError(finding)
+    assert state() == before
+    OTHER.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        OTHER.recv(8)
+    assert not os.path.exists(os.path.join(tempfile.gettempdir(), "headway-test-log"))
+
+
+class Stateful(Squares):
+    """Its examples depend on how often it was read."""
+
+    count = 0
+
+    def __getitem__(self, index):
+        self.count += 1
+        return index * (1 + self.count // 8)
+
+
+def test_a_dataset_that_counts_its_readings_is_left_as_it_was():
+    loader = DataLoader(Stateful(), 4)
+
+    assert "changes attributes" in unfit(loader)[0]
+    assert loader.dataset.count == 0
+
+
+SHARED_FILE = open(__file__, "rb")  # noqa: SIM115 - open as long as the tests run, like a script's own
+
+
+class ReadsOn:
+    """Its later examples read on in a file that the script holds open."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return torch.tensor(list(SHARED_FILE.read(2)) if index > 4 else [index, index])
+
+
+def test_a_dataset_that_gets_at_an_open_file_is_unfit_before_an_example_reads_it():
+    finding, _ = unfit(DataLoader(ReadsOn(), 2))
+
+    assert finding == "it gets at an open file, whose position processes share"
+    assert SHARED_FILE.tell() == 0
