@@ -2,12 +2,15 @@
 
 Claim: of all pairs 85 to 95 % of the measured gains lie inside their intervals, and the median error is at most 5 %.
 Each job runs unmodified, and again with one remedy applied, beside the same other load: none, 0.5 and 1 core taken by
-other processes, CPU quotas of 1 and 1.5 cores (`quota_by` says how). The constants of the model's error are fitted on
-one half of the jobs and checked on the other half; `fitted` is what `headway/sim/intervals.py` should hold. `curve` is
-the calibration curve: nominal share of an interval -> share of the measured gains inside. `--full`: at least 200 pairs
-in about 40 minutes; a job that fails is counted and left out.
+other processes, CPU quotas of 1 and 1.5 cores (`quota_by` says how). `fitted` are the constants of the model's error
+that `headway/sim/intervals.py` should hold. They are cross-validated: the intervals of each job are also drawn with
+constants that were fitted on the other jobs alone. `curve` is the calibration curve: nominal share of an interval ->
+share of the measured gains inside, with the stored constants and cross-validated. `--full`: at least 200 pairs in about
+40 minutes; a job that fails is counted and left out. `--pairs FILE` appends each pair to FILE as a JSON line, and
+`--fit FILE` evaluates such a file without measuring.
 """
 
+import argparse
 import json
 import math
 import os
@@ -160,20 +163,27 @@ def measure(job: str, load: str, folder: Path, enter: Callable[[], None] | None)
         )  # fmt: skip
 
 
-def coverage(pairs: Sequence[Pair], model: ModelError, nominal: float = NOMINAL) -> float:
-    """Return the share of the pairs whose error lies within the interval of `nominal` under `model`."""
+def coverage(pairs: Sequence[tuple[Pair, ModelError]], nominal: float = NOMINAL) -> float:
+    """Return the share of the pairs whose error lies within the interval of `nominal` under the model beside each."""
     z = NormalDist().inv_cdf(0.5 + nominal / 2)
-    return sum(abs(pair.error) <= z * pair.deviation(model) for pair in pairs) / len(pairs)
+    return sum(abs(pair.error) <= z * pair.deviation(model) for pair, model in pairs) / len(pairs)
 
 
 def fit(pairs: Sequence[Pair]) -> ModelError:
     """Return the constants of the narrowest intervals that hold 90 % of these pairs; the widest of the grid if none do.
 
-    Errors are heavy-tailed: a share that is held is a better target than a likelihood.
+    Errors are heavy-tailed: the share of pairs inside is a better target than a likelihood.
     """
-    grid = [ModelError(floor / 1000, slope / 100) for floor, slope in product(range(0, 44, 4), range(0, 42, 2))]
-    able = [model for model in grid if coverage(pairs, model) >= NOMINAL]
-    return min(able or grid[-1:], key=lambda model: sum(pair.deviation(model) for pair in pairs))
+    grid = [ModelError(floor / 1000, slope / 100) for floor, slope in product(range(0, 84, 4), range(0, 62, 2))]
+    wide_enough = [model for model in grid if coverage([(pair, model) for pair in pairs]) >= NOMINAL]
+    return min(wide_enough or grid[-1:], key=lambda model: sum(pair.deviation(model) for pair in pairs))
+
+
+def cross_validated(pairs: Sequence[Pair]) -> list[tuple[Pair, ModelError]]:
+    """Return each pair with the constants that are fitted on the pairs of the other jobs."""
+    jobs = sorted({pair.job for pair in pairs})
+    models = {job: fit([pair for pair in pairs if pair.job != job] or pairs) for job in jobs}
+    return [(pair, models[pair.job]) for pair in pairs]
 
 
 def say(text: str) -> None:
@@ -181,8 +191,8 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def collect(full: bool) -> tuple[list[Pair], list[str], str]:
-    """Measure until the deadline; return pairs, failures, and how quotas came about."""
+def collect(full: bool, file: Path | None) -> tuple[list[Pair], list[str], str]:
+    """Measure until the deadline; return pairs, failures, and how quotas came about. `file` receives pairs as lines."""
     cells = [(job, load) for job in JOBS for load in LOADS]
     random.Random(0).shuffle(cells)  # a run that is cut short has seen all kinds
     begin, pairs, failures, quota_by = time.monotonic(), list[Pair](), list[str](), ""
@@ -196,6 +206,9 @@ def collect(full: bool) -> tuple[list[Pair], list[str], str]:
                 quota_by = how or quota_by
                 for pair in measure(job, load, folder, enter):
                     pairs.append(pair)
+                    if file is not None:
+                        with file.open("a") as lines:
+                            lines.write(json.dumps(asdict(pair)) + "\n")
                     say(
                         f"    {pair.remedy}: predicted {pair.predicted:.2f} ({pair.low:.2f} to {pair.high:.2f}), "
                         f"measured {pair.measured:.2f}{'' if pair.inside else ', outside'}"
@@ -209,38 +222,39 @@ def collect(full: bool) -> tuple[list[Pair], list[str], str]:
 
 
 def main() -> int:
-    """Measure, fit on one half of the jobs, check on the other, print one JSON line."""
-    full = "--full" in sys.argv
+    """Measure, fit, check the fit on jobs that it has not seen, print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="at least 200 pairs")
+    parser.add_argument("--pairs", type=Path, metavar="FILE", help="append each pair to FILE")
+    parser.add_argument("--fit", type=Path, metavar="FILE", help="evaluate the pairs of FILE; measure nothing")
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that load and cgroups are taken away
-    pairs, failures, quota_by = collect(full)
+    if options.fit:
+        pairs, failures, quota_by = [Pair(**json.loads(line)) for line in options.fit.open()], [], "see the file"
+    else:
+        pairs, failures, quota_by = collect(options.full, options.pairs)
     if len(pairs) < 3:
         print(json.dumps({"bench": "calibration", "pairs": len(pairs), "failures": failures, "met": False}))
         return 3
-    # Halves by job, so that no job of the check was seen by the fit.
-    jobs = sorted({pair.job for pair in pairs})
-    seen = [pair for pair in pairs if jobs.index(pair.job) % 2 == 0]
-    unseen = [pair for pair in pairs if jobs.index(pair.job) % 2] or seen
-    fitted = fit(seen)
-    held = sum(pair.inside for pair in pairs) / len(pairs)
+    stored, checked = [(pair, MODEL_ERROR) for pair in pairs], cross_validated(pairs)
+    inside = sum(pair.inside for pair in pairs) / len(pairs)
     errors = [abs(math.expm1(pair.error)) for pair in pairs]
     median = statistics.median(errors)
-    met = median <= 0.05 and (0.85 <= held <= 0.95 if full else held >= 0.5)
-    workers = {
-        load: max((abs(math.expm1(p.error)) for p in pairs if p.load == load and "workers" in p.remedy), default=0.0)
+    met = median <= 0.05 and (0.85 <= inside <= 0.95 if options.full else inside >= 0.5)
+    of_workers = {
+        load: [abs(math.expm1(pair.error)) for pair in pairs if pair.load == load and "workers" in pair.remedy]
         for load in LOADS
     }
     print(json.dumps({
         "bench": "calibration", "pairs": len(pairs), "failures": len(failures), "quota_by": quota_by,
-        "held": round(held, 4), "median_error": round(median, 4), "max_error": round(max(errors), 4),
+        "inside": round(inside, 4), "median_error": round(median, 4), "max_error": round(max(errors), 4),
         "within_15_percent": round(sum(error <= 0.15 for error in errors) / len(errors), 4),
-        "stored": asdict(MODEL_ERROR), "fitted": asdict(fitted),
-        "fitted_held_in_fit": round(coverage(seen, fitted), 4),
-        "fitted_held_in_check": round(coverage(unseen, fitted), 4),
-        "fitted_on_all": asdict(fit(pairs)),
-        "max_error_of_workers": {load: round(error, 4) for load, error in workers.items()},
+        "stored": asdict(MODEL_ERROR), "fitted": asdict(fit(pairs)),
+        "fitted_inside_cross_validated": round(coverage(checked), 4),
+        "max_error_of_workers": {load: round(max(them, default=0.0), 4) for load, them in of_workers.items()},
         "curve": [
-            {"nominal": nominal, "observed": round(coverage(pairs, MODEL_ERROR, nominal), 4),
-             "observed_fitted_check": round(coverage(unseen, fitted, nominal), 4)} for nominal in NOMINALS
+            {"nominal": nominal, "observed": round(coverage(stored, nominal), 4),
+             "observed_cross_validated": round(coverage(checked, nominal), 4)} for nominal in NOMINALS
         ],
         "rows": [
             {**{key: round(value, 3) if isinstance(value, float) else value for key, value in asdict(pair).items()},
