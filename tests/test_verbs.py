@@ -20,7 +20,8 @@ from headway.ledger.cause import Cause
 from headway.ledger.causes import Fix, find_causes
 from headway.ledger.ledger import Ledger
 from headway.plan.planner import Plan
-from headway.plan.proposal import Proposal
+from headway.plan.proposal import Proposal, Refusal
+from headway.plan.reasons import IN_FORCE
 from headway.report.figures import verdict
 from headway.report.screens import render_compare
 from headway.report.timeline import timeline
@@ -193,6 +194,9 @@ def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     assert (told.fix, told.predicted_speedup) == ("none that pays is known (predicted: data.workers 0.65x)", None)
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse, better))) == advised
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0))) == advised
+    given = Refusal("data.workers", "data", f"{IN_FORCE} (num_workers=2)")
+    told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), refused=(given,)))
+    assert (told.fix, told.predicted_speedup) == ("none that pays is known (data.workers is in force already)", None)
 
 
 def test_what_headway_cannot_apply_lends_its_prediction_to_the_rules_advice():

@@ -17,6 +17,7 @@ from headway.ledger.evidence import TRY
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
+from headway.plan.reasons import IN_FORCE
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
@@ -175,9 +176,14 @@ def fixes_of(plan: Plan, refused: Collection[str] = ()) -> dict[str, Fix]:
 def refuted(cause: Cause, plan: Plan) -> Cause:
     """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
     tried = [row for row in plan.proposals if cause.cause in CAUSES_OF_REMEDY.get(row.name, ())]
-    if TRY not in cause.fix or not tried or any(row.clear for row in tried):
+    given = [
+        row.name
+        for row in plan.refused
+        if row.reason.startswith(IN_FORCE) and cause.cause in CAUSES_OF_REMEDY.get(row.name, ())
+    ]
+    if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
         return cause
-    told = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
-    return replace(
-        cause, fix=f"none that pays is known (predicted: {told})", predicted_speedup=None, interval=None, at_most=False
-    )
+    predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
+    known = [*([f"predicted: {predicted}"] if tried else []), *(f"{name} is in force already" for name in given)]
+    fix = f"none that pays is known ({'; '.join(known)})"
+    return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False)
