@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import dis
+import inspect
+import json
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
+from headway.runtime import probes
 from headway.runtime.gap_stacks import GapStacks
-from headway.runtime.loop_depth import loop_depth
+from headway.runtime.loop_depth import loop_depth, loops_of
 from headway.runtime.script_lines import calling_line, feeds
 from tests.recorded import recording
 
@@ -106,6 +112,19 @@ def test_loops_are_counted_over_the_whole_stack():
     assert [depth - here for depth in found] == [2, 3]
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="jumps lead back from behind an entry of a cache there")
+@pytest.mark.parametrize("module", [argparse, dis, inspect], ids=lambda module: module.__name__)
+def test_loops_are_those_of_the_disassembled_code(module):
+    pending = [compile(Path(module.__file__).read_text(), module.__file__, "exec")]
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    while pending:
+        code = pending.pop()
+        pending += [constant for constant in code.co_consts if hasattr(constant, "co_code")]
+        steps = [step for step in dis.get_instructions(code) if step.opcode in jumps and step.argval <= step.offset]
+
+        assert loops_of(code) == sorted({step.argval: step.offset for step in steps}.items())
+
+
 def test_the_calling_line_is_the_scripts_own():
     assert calling_line(sys._getframe()).startswith("test_gap_stacks.py:")
     assert calling_line(None) == ""
@@ -131,3 +150,19 @@ def test_a_recording_names_the_line_that_makes_the_batches(tmp_path):
         script = session.probes.tables["script"]
 
     assert (script[0]["function"], script[0]["feeds_forward"]) == ("get_batch", True)
+
+
+def test_a_step_does_not_wait_for_the_disk_that_its_tables_go_to(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    disk, write = threading.Event(), probes.write_whole
+    with recording(tmp_path) as session:
+        monkeypatch.setattr(probes, "write_whole", lambda path, text: disk.wait(30) and write(path, text))
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        steps, early = session.probes.steps[0], (tmp_path / "tables" / "r0.json").exists()
+        disk.set()
+
+    assert (steps, early) == (3, False)
+    assert json.loads((tmp_path / "tables" / "r0.json").read_text())["optimizers"] == {"0": "SGD"}

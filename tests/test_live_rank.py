@@ -60,6 +60,19 @@ def test_as_many_steps_are_found_as_the_finished_run_has(cycle):
     assert rank.steps == len(cycles(np.array(optimizers)))
 
 
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_the_update_that_a_restore_makes_before_the_first_gradient_is_no_step(cut):
+    records = updates([0] * 6)
+    records["d"][1:] = MS
+    rank = LiveRank(0, 1, 0)
+    for part in np.split(records, [cut]):
+        rank.take(part)
+    assert rank.begin()
+
+    assert rank.steps == 5
+    assert rank.window(5).ends_ns.tolist() == [10 * MS * step for step in range(2, 7)]
+
+
 def test_when_the_first_optimizer_is_done_for_good_another_ends_the_steps():
     rank = LiveRank(0, 1, 0)
     rank.take(updates([0] * 5))

@@ -18,7 +18,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.planfile import read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import KINDS
+from headway.plan.reasons import IN_FORCE, KINDS, unless_in_force
 from headway.plan.setup import Setup
 from headway.report.terminal import render_plan
 from headway.sim.program import Program
@@ -261,3 +261,42 @@ def test_a_run_that_does_not_replay_gets_no_plan() -> None:
 
 PROGRAM = program_of()
 """One program for the tests that only compose."""
+
+
+def in_force(num_workers: int, **changes: Any) -> tuple[Plan, Program, Setup]:
+    """Return the plan of a run that read its loader by `num_workers`, because a remedy gave it those."""
+    made = RunMaker(**{**JOB, "num_workers": num_workers, "persistent": True, "iter_ns": MS, **changes}).make()
+    given = {"num_workers": num_workers, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False}
+    dataset = made.meta["loaders"]["0"].get("dataset", "")
+    row = {"dataset": dataset, "before": 0, "num_workers": num_workers}
+    applied = [{"name": "data.workers", "reason_not_applied": None, "facts": {**given, "loaders": [row]}}]
+    loaders = {"0": {**made.meta["loaders"]["0"], "num_workers": 0, "persistent": False}}
+    meta = {**made.meta, "applied": applied, "loaders": loaders}
+    program, setup = Program.from_trace(made.trace, meta), Setup.from_facts(meta, memory_bytes=10**9)
+    return Plan.of(None, program, setup, ADVISERS), program, setup
+
+
+def test_a_remedy_in_force_is_proposed_again_only_where_other_parameters_win_more_than_the_noise() -> None:
+    enough, _, setup = in_force(6)
+    few, _, _ = in_force(1)
+    refused = {row.name: row.reason for row in enough.refused}
+    more = next(row for row in few.proposals if row.name == "data.workers")
+
+    assert (setup.loaders["0"].num_workers, setup.loaders["0"].persistent) == (6, True)
+    assert "data.workers" not in {row.name for row in enough.proposals}
+    assert refused["data.workers"].startswith(f"{IN_FORCE} (num_workers=6")
+    assert more.clear
+    assert more.parameters["num_workers"] > 1
+
+
+@pytest.mark.parametrize(("speedup", "given", "again"), [(1.5, 8, False), (1.5, 4, True), (1.01, 4, False)])
+def test_the_same_parameters_are_refused_whatever_they_are_predicted_to_win(
+    speedup: float, given: int, again: bool
+) -> None:
+    row = proposal("host.gc", speedup=speedup, parameters={"every_steps": 8})
+
+    found = unless_in_force(row, {"every_steps": given, "more": 1})
+
+    assert (found == row) == again
+    assert unless_in_force(row, None) == row
+    assert again or found.reason.startswith(f"{IN_FORCE} (every_steps={given})")

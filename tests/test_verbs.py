@@ -8,19 +8,22 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from headway.catalog import CAUSES_OF_REMEDY, REMEDIES
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.cause import Cause
 from headway.ledger.causes import Fix, find_causes
 from headway.ledger.ledger import Ledger
 from headway.plan.planner import Plan
-from headway.plan.proposal import Proposal
+from headway.plan.proposal import Proposal, Refusal
+from headway.plan.reasons import IN_FORCE
 from headway.report.figures import verdict
 from headway.report.screens import render_compare
 from headway.report.timeline import timeline
@@ -33,6 +36,7 @@ from headway.trace.trace import Trace
 from headway.verbs.compare import unfinished
 from headway.verbs.explain import explain, fixes_of, refuted
 from headway.verbs.report import heat_maps, known_steps, step_durations, timelines, window_of
+from headway.verbs.script_terms import OF_REMEDY
 from headway.verbs.source import newest_run
 from headway.verbs.trace import interval
 from headway.verbs.verdict import applied_rows, verdict_line
@@ -193,6 +197,9 @@ def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     assert (told.fix, told.predicted_speedup) == ("none that pays is known (predicted: data.workers 0.65x)", None)
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse, better))) == advised
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0))) == advised
+    given = Refusal("data.workers", "data", f"{IN_FORCE} (num_workers=2)")
+    told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), refused=(given,)))
+    assert (told.fix, told.predicted_speedup) == ("none that pays is known (data.workers is in force already)", None)
 
 
 def test_what_headway_cannot_apply_lends_its_prediction_to_the_rules_advice():
@@ -229,6 +236,17 @@ def test_a_plan_of_which_nothing_was_applied_has_no_measured_gain_to_compare():
 
     assert refused[-1]["reason_not_applied"] == "none of its remedies could be"
     assert (applied[-1]["reason_not_applied"], applied[-1]["measured_speedup"]) == (None, 1.9)
+
+
+def test_a_fix_for_a_run_without_a_launcher_is_in_the_scripts_own_terms():
+    given = {"num_workers": 8, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False}
+    plan = Plan(1.0, 1.0, (1.0, 1.0), (replace(proposed("data.workers", 2.0), parameters=given),))
+    launched, alone = (fixes_of(plan, launched=kind)["input.fetch"] for kind in (True, False))
+
+    assert "headway run --apply" in launched.text
+    assert alone.text == "DataLoader(num_workers=8, prefetch_factor=2, persistent_workers=True)"
+    assert alone.predicted_speedup == launched.predicted_speedup
+    assert {*OF_REMEDY} >= {name for name in REMEDIES if CAUSES_OF_REMEDY.get(name)} - {"comm.order"}
 
 
 def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path):

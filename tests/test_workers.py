@@ -12,8 +12,13 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from headway.data.runtime.examples import equal
 from headway.data.runtime.workers import untunable, workers
+from headway.ledger.rows import rows_by_rank
+from headway.ledger.waits import find_loads, match_batches
+from headway.runtime.finalise import finalise_attempt
 from headway.runtime.remedy import Applied, Refused
+from headway.trace.runs import Run
 from tests.loaders_made import ByTurns, Squares, Stream, epochs
+from tests.recorded import recording
 from tests.remedy_context import applied
 
 PARAMETERS = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
@@ -330,3 +335,20 @@ def test_a_dataset_that_draws_gets_workers_only_where_other_draws_are_allowed():
     assert sorted(int(row[0]) for row in rows) == sorted(int(row[0]) for row in others)
     assert len({row[1] for row in others}) == len(others), "workers repeat each other's draws"
     assert {row[1] for row in others} != {row[1] for row in rows}
+
+
+def test_each_batch_of_workers_that_are_kept_is_matched_with_the_load_that_made_it(tmp_path):
+    with recording(tmp_path), applied(workers, PARAMETERS):
+        loader = DataLoader(Squares(), 5)
+        for _ in range(3):
+            assert len(list(loader)) == 8
+    finalise_attempt(tmp_path, 0)
+    rows = rows_by_rank(Run.open(tmp_path).trace)[0]
+    waits, loads = rows.of("input.next"), find_loads(rows)
+    match = match_batches(rows, waits, loads)
+
+    assert len(rows.of("input.iter")) == 3
+    assert (match >= 0).tolist() == 3 * [*8 * [True], False]
+    assert rows.column("seq", waits)[match >= 0].tolist() == 3 * [*range(8)]
+    assert (loads.end_ns[match[match >= 0]] <= rows.end_ns[waits[match >= 0]]).all()
+    assert len({*match[match >= 0].tolist()}) == 24

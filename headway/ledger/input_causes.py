@@ -169,6 +169,8 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
         evidence += f"; starting and ending its iterators took {format_seconds(start)} in all"
     if start > hand and loader.workers == 0:
         fix = "keep one iterator instead of making a loader for every few batches"
+    elif start > hand and loader.facts.persistent:
+        fix = "its workers are kept between epochs already: fewer of them start sooner"
     elif start > hand:
         fix = "keep the workers between epochs: DataLoader(persistent_workers=True); try --set persistent=true"
     elif str(ledger.meta.get("device_type", "cpu")) == "cpu":

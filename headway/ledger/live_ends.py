@@ -1,9 +1,10 @@
 """Where the steps of a running rank end: by the rule of `headway.trace.basis`, as far as it can be known by now.
 
-Updates of the optimizer met first end steps, once gradients were seen only those that a gradient led to. While no
+Updates of the optimizer met first end steps, once gradients were seen only those that a gradient led to. A first
+update without any gradient is held back until the next one: a restore makes one to fill in the state. While no
 optimizer has stepped, a backward with fresh gradients ends the step before it; where none is computed either, every
-forward is an iteration, after the first twenty. Differences from the finished run: what came before the first
-gradient stays counted, and several optimizers in loops of different depth are not told apart. Times in ns.
+forward is an iteration, after the first twenty. Differences from the finished run: of several updates before the
+first gradient all stay counted, and several optimizers in loops of different depth are not told apart. Times in ns.
 
 >>> from headway.trace.records import RECORD_DTYPE
 >>> records = np.zeros(3, RECORD_DTYPE)
@@ -43,9 +44,13 @@ class LiveEnds:
     """Gradients seen so far."""
     _led_by: int = 0
     """`_gradients` at the last update that counted."""
+    _first_end_ns: int = -1
+    """End of the only update so far, where no gradient led to it; -1 where there is none, or it was decided on."""
     _backward_end_ns: int = -1
     """End of the newest backward; -1 before the first."""
     _forwards: int = 0
+    _updated: bool = False
+    """Whether an update was looked at."""
 
     def of(self, records: NDArray[np.void]) -> Ints:
         """Return the ends of the steps that new records of the training thread complete."""
@@ -73,10 +78,18 @@ class LiveEnds:
             self._lead, self._strays = int(records["a"][at[-1]]), 0
             lead = at[records["a"][at] == self._lead]
         before = np.concatenate([[self._led_by], seen[lead][:-1]]) if len(lead) else seen[lead]
+        is_first = not self._updated
         lead = lead[(seen[lead] > before) | (seen[lead] == 0)]
-        if len(lead):
-            self._led_by = int(seen[lead[-1]])
+        if not len(lead):
+            return np.zeros(0, np.int64)
+        self._led_by, self._updated = int(seen[lead[-1]]), True
         ends: Ints = records["start_ns"][lead] + records["duration_ns"][lead]
+        if is_first and seen[lead[0]] == 0:
+            self._first_end_ns, lead, ends = int(ends[0]), lead[1:], ends[1:]
+        if len(lead) and self._first_end_ns >= 0:
+            held, self._first_end_ns = self._first_end_ns, -1
+            if seen[lead[0]] == 0:  # another one without a gradient: nobody sees gradients here
+                ends = np.concatenate([[held], ends])
         return ends
 
     def _by_backward(self, records: NDArray[np.void]) -> Ints:

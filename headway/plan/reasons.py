@@ -7,16 +7,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from headway.core.units import format_bytes
-from headway.plan.proposal import MIN_SPEEDUP, Proposal
+from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.sim.edits import parse_edit
 
 KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")
 """Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;
 it changes random draws and was not granted; a remedy in the plan excludes it; it adds little to those in the plan."""
+
+
+IN_FORCE = "it is in force already"
+"""How the reason begins for which a remedy that the run had applied is not proposed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +62,19 @@ def excludes(one: Proposal, other: Proposal) -> bool:
     """Say whether two proposals exclude each other, or edit the same target."""
     targets = [parse_edit(edit).target for row in (one, other) for edit in row.edits]
     return len(set(targets)) < len(targets) or other.name in one.conflicts or one.name in other.conflicts
+
+
+def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) -> Proposal | Refusal:
+    """Refuse a proposal that the run had applied with `given`, unless other parameters win more than the noise."""
+    if given is None or isinstance(row, Refusal):
+        return row
+    changed = {key: value for key, value in row.parameters.items() if given.get(key) != value}
+    if changed and row.clear:
+        return row
+    now = ", ".join(f"{key}={given[key]}" for key in row.parameters if key in given)
+    reason = f"{IN_FORCE} ({now})" if now else IN_FORCE
+    if changed:
+        new = ", ".join(f"{key}={value}" for key, value in changed.items())
+        low, high = row.interval
+        reason += f"; {new} is predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}): not clear of the noise"
+    return Refusal(row.name, row.room, reason, left_alone={**row.left_alone, **dict.fromkeys(row.loaders, reason)})

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from headway.core.errors import InputError
+from headway.trace.in_force import in_force
 from headway.trace.loader_facts import LoaderFacts, loaders_in
 
 MEMORY_FRACTION = 0.8
@@ -72,7 +73,10 @@ class Setup:
     """What the plan may use."""
 
     loaders: Mapping[str, LoaderFacts] = field(default_factory=dict)
-    """Loader -> its facts in run.json."""
+    """Loader -> its facts in run.json, as remedies in force left them."""
+
+    in_force: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Remedy that the run had applied -> its parameters there."""
 
     def __post_init__(self) -> None:
         """Check the counts."""
@@ -111,4 +115,5 @@ class Setup:
                 allow=allow,
             ),
             loaders=loaders_in(facts),
+            in_force=in_force(facts),
         )

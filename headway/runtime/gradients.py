@@ -5,6 +5,12 @@ one; where no optimizer of torch steps, a backward begins a new cycle when the g
 counts is decided when the run is finalised (`headway.trace.basis`); here the same rule only wakes those who wait for
 steps. No value of a tensor is read, and no device is waited for.
 
+Known limit: where no optimizer of torch steps, a script that clears its gradients by `p.grad.data.zero_()` is counted
+as one that accumulates for ever. `.data` is another tensor over the same memory with a version of its own, so object,
+version and address stay what they were. The values would tell, at the price of a wait for the device, and not for
+certain: zeros may be a true gradient, and changed ones may have been scaled. A wrapper around every `Tensor.zero_`
+would see it, and all scripts would pay for that. `p.grad.zero_()` and `p.grad = None` are seen.
+
 >>> Gradients().counts(0)
 True
 """

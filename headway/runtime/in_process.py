@@ -265,8 +265,8 @@ def run_facts(probes: Any, started_ns: tuple[int, int], error: BaseException | N
     }  # fmt: skip
     return {
         "schema": "headway.run-folder/1", "run_id": os.path.basename(probes.run), "headway_version": __version__,
-        "attempt": recorder.attempt, "host": os.uname().nodename, "script": [], "env": {}, "start_ns": start_ns,
-        "end_ns": end_ns, "realtime_ns": realtime_ns, "nproc": 1,
+        "attempt": recorder.attempt, "host": os.uname().nodename, "script": [], "launched": False, "env": {},
+        "start_ns": start_ns, "end_ns": end_ns, "realtime_ns": realtime_ns, "nproc": 1,
         "world_size": number(os.environ, "world_size") or 1, "device_type": "cpu",
         "cores": host_cores(), "ranks": [row], "exit": ended, "baseline": None, "plan": None,
         "applied": [], "bytes_per_step": None, "dropped": 0,

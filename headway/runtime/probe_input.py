@@ -27,6 +27,7 @@ from headway.runtime.rereading import Kept, Rereadings, checksum
 from headway.runtime.run_delay import open_schedstat, read_delay
 from headway.runtime.samplers import sampler_of, steered
 from headway.runtime.script_lines import calling_line
+from headway.trace.ring import LOADER
 from headway.trace.vocabulary import SPANS
 
 NEXT, ITER, LOAD = SPANS["input.next"].code, SPANS["input.iter"].code, SPANS["input.load"].code
@@ -212,13 +213,14 @@ class Meter:
     def __init__(self, probes: Probes, life: int) -> None:
         from torch.utils.data import get_worker_info
 
-        info = get_worker_info()
+        info, recorder = get_worker_info(), probes.recorder
         self._probes = probes
-        self.worker = -1 if info is None else info.id
-        self.life = -1 if info is None else life
-        """In a worker: n-th life of its dataset. In the main process: -1, the enclosing input.next says the loader."""
         if info is not None:
-            probes.recorder.set_worker(info.id)
+            recorder.set_worker(info.id)
+        # A remedy's worker shows the script no worker information; it has said so itself.
+        self.worker = recorder.worker if recorder.role == LOADER else -1
+        self.life = life if self.worker >= 0 else -1
+        """In a worker: n-th life of its dataset. In the main process: -1, the enclosing input.next says the loader."""
         self._schedstat = -1
         self.group = probes.opening[0]
         """Group of the loader; -1 when it is not known, as in workers that were not forked."""

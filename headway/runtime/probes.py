@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -136,6 +137,9 @@ class Probes:
     indices: dict[int, int] = field(default_factory=dict)
     """`id` of a live optimizer -> its number, see `index_of`."""
 
+    _writing: threading.Thread | None = None
+    """Writes tables beside the training; None before the first time."""
+
     def __post_init__(self) -> None:
         self.page = PageWriter() if timers_off() else self.recorder.page
         self.emit = _broken_emit if "run" in os.environ.get("HEADWAY_BREAK", "").split(",") else self.recorder.emit
@@ -163,9 +167,9 @@ class Probes:
                 self.failed(getattr(listener, "__qualname__", "a listener"), cause)
         if steps == 1:
             self.page.train_here()
-            self.write_tables()
+            self.write_tables_beside()
             if self.gradients.watched[0]:
-                self.gap.follow(self.trainer, self.write_tables)
+                self.gap.follow(self.trainer, self.write_tables_beside)
         self.due[0] = due
 
     def advance(self, index: int) -> None:
@@ -214,18 +218,49 @@ class Probes:
 
         A child writes them once it trains, under its process id: it may become a rank of its own.
         """
-        if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
+        if self._writing is not None:
+            self._writing.join()
+        self._write_files(self._files())
+
+    def write_tables_beside(self) -> None:
+        """Do the same in a thread, from what is known now: a training step does not wait for the disk.
+
+        While an earlier write still waits for the disk there is nothing more to hurry with.
+        """
+        if self._writing is not None and self._writing.is_alive():
             return
+        try:
+            files = self._files()
+            self._writing = threading.Thread(
+                target=self._write_files, args=(files,), name="headway-tables", daemon=True
+            )
+            self._writing.start()
+        except (RuntimeError, TypeError, ValueError) as cause:
+            self.failed("tables file", cause)
+
+    def _files(self) -> list[tuple[str, str, str]]:
+        """Return (folder, file name, content) of what is to be written; a child that has not trained has nothing."""
+        if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
+            return []
         rank = self.recorder.rank
         script = self.gap.report()
         if script:
             self.tables["script"] = script
         file = f"r{rank}.json" if self.leads else f"p{os.getpid()}.json"
         tables = {**self.tables, "rank": rank, "attempt": self.recorder.attempt, "device_type": device_type()}
+        found = []
         for folder, content in (("tables", tables), ("loaders", self.loaders)):
             try:
-                write_json(f"{self.run}/{folder}/{file}", content)
-            except (OSError, TypeError, ValueError) as cause:
+                found.append((folder, file, json.dumps(content, indent=1)))
+            except (TypeError, ValueError) as cause:
+                self.failed(f"{folder} file", cause)
+        return found
+
+    def _write_files(self, files: list[tuple[str, str, str]]) -> None:
+        for folder, file, text in files:
+            try:
+                write_whole(f"{self.run}/{folder}/{file}", text)
+            except OSError as cause:
                 self.failed(f"{folder} file", cause)
 
 
@@ -246,10 +281,15 @@ def device_type() -> str:
 
 def write_json(path: str, content: object) -> None:
     """Write a small JSON file so that a reader sees the old or the new one, never half of it."""
+    write_whole(path, json.dumps(content, indent=1))
+
+
+def write_whole(path: str, text: str) -> None:
+    """Do so with a text."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     half = f"{path}.{os.getpid()}"
     with open(half, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
+        file.write(text)
     # os.replace may be one of the patched functions: the bare system call keeps headway's files out of the trace.
     _replace(half, path)
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import msgspec
 
+from headway.trace.in_force import in_force
+
 SAFE_SAMPLERS = (
     "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
 )  # fmt: skip
@@ -106,9 +108,31 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def loaders_in(meta: Mapping[str, Any]) -> dict[str, LoaderFacts]:
-    """Return group -> facts of the loaders of a run; {} where run.json has none."""
+    """Return group -> facts of the loaders of a run, as they were read there; {} where run.json has none.
+
+    A remedy that gave a loader workers is in force: what it had is what they made of it, not what the script asks for.
+    """
     rows = meta.get("loaders")
-    return {str(group): LoaderFacts.of(row) for group, row in rows.items()} if isinstance(rows, Mapping) else {}
+    facts = {str(group): LoaderFacts.of(row) for group, row in rows.items()} if isinstance(rows, Mapping) else {}
+    given = in_force(meta).get("data.workers")
+    return facts if given is None else {group: _with_workers(fact, given) for group, fact in facts.items()}
+
+
+def _with_workers(facts: LoaderFacts, given: Mapping[str, Any]) -> LoaderFacts:
+    """Return the facts of a loader that data.workers was applied to with `given`; of others, what they are."""
+    rows = given.get("loaders")
+    about = [row for row in rows or () if isinstance(row, Mapping) and row.get("dataset") == facts.dataset]
+    counts = [row.get("num_workers") for row in about]
+    if not counts or not all(isinstance(count, int) for count in counts):  # left alone: at once, or later
+        return facts
+    ahead = given.get("prefetch_factor")
+    return msgspec.structs.replace(
+        facts,
+        num_workers=counts[-1],
+        prefetch_factor=max(ahead if isinstance(ahead, int) else 2, facts.prefetch_factor or 2),
+        persistent=facts.persistent or given.get("persistent_workers") is True,
+        pin_memory=facts.pin_memory or given.get("pin_memory") is True,
+    )
 
 
 def _fits(row: Mapping[Any, Any], kind: type[msgspec.Struct]) -> bool:

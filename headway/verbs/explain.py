@@ -17,6 +17,7 @@ from headway.ledger.evidence import TRY
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
+from headway.plan.reasons import IN_FORCE
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
@@ -25,6 +26,7 @@ from headway.trace.formats import open_parts
 from headway.trace.parts import Parts
 from headway.trace.runs import Run, is_run, merge
 from headway.trace.trace import Trace
+from headway.verbs.script_terms import script_terms
 from headway.verbs.verified import withdrawn
 
 
@@ -136,7 +138,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
         return Explanation(source, run.parts, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
-    found = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused))
+    found = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused, launched=is_launched(run.meta)))
     causes = [refuted(cause, plan) for cause in found]
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
@@ -155,7 +157,12 @@ def outcomes(path: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def fixes_of(plan: Plan, refused: Collection[str] = ()) -> dict[str, Fix]:
+def is_launched(meta: Mapping[str, Any]) -> bool:
+    """Whether a launcher began the recording: else there may be no script that `headway run --apply` could run."""
+    return bool(meta.get("launched", True))
+
+
+def fixes_of(plan: Plan, refused: Collection[str] = (), *, launched: bool = True) -> dict[str, Fix]:
     """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
 
     Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
@@ -167,7 +174,10 @@ def fixes_of(plan: Plan, refused: Collection[str] = ()) -> dict[str, Fix]:
             if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
                 how = "headway plan, then headway run --apply"
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
-                text = f"{row.name}: {', '.join(row.edits)} ({how})" if row.applies else ""
+                text = f"{row.name}: {', '.join(row.edits)} ({how})"
+                if not launched:
+                    text = script_terms(row)
+                text = text if row.applies else ""
                 fixes[cause] = Fix(text, row.predicted_speedup, row.interval)
     return fixes
 
@@ -175,9 +185,14 @@ def fixes_of(plan: Plan, refused: Collection[str] = ()) -> dict[str, Fix]:
 def refuted(cause: Cause, plan: Plan) -> Cause:
     """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
     tried = [row for row in plan.proposals if cause.cause in CAUSES_OF_REMEDY.get(row.name, ())]
-    if TRY not in cause.fix or not tried or any(row.clear for row in tried):
+    given = [
+        row.name
+        for row in plan.refused
+        if row.reason.startswith(IN_FORCE) and cause.cause in CAUSES_OF_REMEDY.get(row.name, ())
+    ]
+    if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
         return cause
-    told = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
-    return replace(
-        cause, fix=f"none that pays is known (predicted: {told})", predicted_speedup=None, interval=None, at_most=False
-    )
+    predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
+    known = [*([f"predicted: {predicted}"] if tried else []), *(f"{name} is in force already" for name in given)]
+    fix = f"none that pays is known ({'; '.join(known)})"
+    return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False)

@@ -52,6 +52,7 @@ def applied_rows(
         reason = "no rank reported on it" if outcome is None else outcome.get("reason_not_applied")
         rows.append({
             "name": remedy.name,
+            "facts": (outcome or {}).get("facts", {}),
             "predicted_speedup": remedy.predicted_speedup,
             "interval": list(remedy.interval) if remedy.interval else None,
             "measured_speedup": measured_speedup if len(plan.remedies) == 1 and not reason else None,

@@ -117,6 +117,13 @@ def loaded(
         probes.failed("input.made", cause)
 
 
+def loads_as(worker: int) -> None:
+    """Say that this process is loader worker `worker`, where torch's worker information is hidden from the script."""
+    session = active()
+    if session is not None:
+        session.probes.recorder.set_worker(worker)
+
+
 def counted(name: str, **numbers: int) -> None:
     """Add `numbers` to the counts of `name`: counted("cache.decoded", hits=7, misses=1, bytes=4096).
 

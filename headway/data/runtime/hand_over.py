@@ -26,6 +26,7 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from headway.data.runtime import account
 from headway.data.runtime.examples import encode_plain
 from headway.data.runtime.keyed import set_generators
 from headway.data.runtime.watch import Watch
@@ -102,8 +103,9 @@ class WorkerBegins:
     states: tuple[Any, ...] | None
     """Where the generators of the training process were; None where the worker may draw from its own."""
 
-    def __call__(self, _: int) -> None:
-        """Prepare this process."""
+    def __call__(self, worker: int) -> None:
+        """Prepare this process, which is number `worker`."""
+        account.loads_as(worker)  # torch's own word for it is hidden from here on
         torch_worker._worker_info = None
         if self.states is not None:
             set_generators(self.states)
