@@ -173,8 +173,9 @@ def found_after(share: float, seed: int) -> int:
         def __getitem__(self, k: int) -> float:
             return float(int.from_bytes(os.urandom(4), "little")) if hidden[k] else float(k)
 
-    stored = Stored.empty(1000, 1 << 20)
-    view = CachedExamples(Hidden(), Shelf(stored.arena), stored.scrutiny)
+    dataset = Hidden()
+    stored = Stored.empty(dataset, 1000, 1 << 20)
+    view = CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny)
     for k in range(1000):
         view[k]
     for count in range(1, 10**6):
@@ -187,7 +188,7 @@ def found_after(share: float, seed: int) -> int:
 def costs() -> dict[str, float]:
     """Return CPU us per example read and found, with and without looks at the generators, of 4 kB each."""
     rows = [torch.full((512,), k) for k in range(2000)]
-    stored = Stored.empty(len(rows), 1 << 26)
+    stored = Stored.empty(rows, len(rows), 1 << 26)
     view = CachedExamples(rows, Shelf(stored.arena), stored.scrutiny)
 
     def per_example(read: Callable[[int], Any]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from headway.data import DataLoader as OwnLoader
 from headway.data.caches import scrutiny
 from headway.data.runtime.cache import cache
 from headway.data.runtime.examples import encode
+from headway.data.runtime.workers import workers
 from headway.runtime.remedy import Applied, Refused
 from tests.remedy_context import applied
 
@@ -193,6 +195,25 @@ def test_a_dataset_that_the_script_changes_between_passes_is_read_as_it_is_now(c
     if change != "outside":
         assert isinstance(context.outcomes[-1], Applied), context.outcomes
         assert "it was changed" in str(context.outcomes[-1].facts)
+
+
+@pytest.mark.parametrize("remedies", [(cache,), (cache, workers)])
+@pytest.mark.parametrize("at", [7, 10, 12])
+def test_a_dataset_that_the_script_changes_during_a_pass_is_read_as_it_is_now(remedies, at, rarely):
+    def batches():
+        dataset = Augmented(20)
+        loader, seen = DataLoader(dataset, 4), []
+        for _ in range(4):
+            for batch in loader:
+                seen.append((batch["x"].tolist(), batch["y"].tolist()))
+                dataset.transform.factor += len(seen) == at
+        return seen
+
+    plain = batches()
+    with ExitStack() as stack:
+        for remedy in remedies:
+            stack.enter_context(applied(remedy, {"bytes": 1 << 20} if remedy is cache else {"num_workers": 2}))
+        assert batches() == plain
 
 
 class Together(Counted):

@@ -57,7 +57,8 @@ def test_a_finding_is_every_readers_and_is_said_once():
         def __getitem__(self, index):
             return {"x": next(clock) if frozen else 0}
 
-    dataset, stored = Ticking(), Stored.empty(9, 1 << 16)
+    dataset = Ticking()
+    stored = Stored.empty(dataset, 9, 1 << 16)
     readers = [CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny) for _ in range(2)]
     for index in range(9):
         readers[0][index]

@@ -46,6 +46,7 @@ def test_reading_a_plan_needs_the_standard_library_only() -> None:
     [
         ("{", r"plan.json is not JSON.*Write a plan"),
         ("[]", r'a plan is an object with a list "remedies"'),
+        ('{"schema": "headway.plan-file/1", "remedies": [], "baseline": 7}', r"baseline is 7; write the path"),
         ('{"remedies": []}', r"schema is '', this headway reads 'headway.plan-file/1'. Make the plan again"),
         ('{"schema": "headway.plan-file/2", "remedies": []}', r"schema is 'headway.plan-file/2'"),
         ('{"schema": "headway.plan-file/1", "remedies": [3]}', r'a remedy is 3; write an object with at least "name"'),

@@ -95,6 +95,8 @@ class PlanFile:
             )
         if self.step_s is not None and not (_is_number(self.step_s) and math.isfinite(self.step_s) and self.step_s > 0):
             raise InputError(f"the plan's step_s is {self.step_s!r}; write a finite number > 0, or leave it out.")
+        if self.baseline is not None and not isinstance(self.baseline, str):
+            raise InputError(f"the plan's baseline is {self.baseline!r}; write the path of a run folder, or null.")
         names = [remedy.name for remedy in self.remedies]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -11,6 +11,7 @@ when it differs, or when the script has changed the dataset (`scrutiny`).
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -87,19 +88,25 @@ class CachedExamples:
     """
 
     def __init__(
-        self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None
-    ) -> None:
-        """Begin; `after_first` is called when this reader has read its first example from the dataset."""
+        self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None,
+        is_other: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """Begin; `after_first` is called when this reader has read its first example from the dataset.
+
+        `is_other` tells, before each batch, whether the script has changed the dataset since examples were kept.
+        """
         self._dataset, self._kept, self._scrutiny = dataset, kept, scrutiny
-        self._watch, self._after_first = Watch(dataset), after_first
+        self._watch, self._after_first, self._is_other = Watch(dataset), after_first, is_other
         self._has_read = self._has_found = False
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
+        self._look()
         return self._one(index)[0]
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return many; a dataset that reads many at once is asked once, for those that are missing."""
+        self._look()
         many = getattr(self._dataset, "__getitems__", None)
         if many and (type(indices) is not list or self._scrutiny.over):
             return many(indices)
@@ -108,6 +115,12 @@ class CachedExamples:
             alone = partial(_only, many) if many else self._dataset.__getitem__
             return [alone(index) if old else example for index, (example, old) in zip(indices, pairs, strict=True)]
         return [example for example, _ in pairs]
+
+    def _look(self) -> None:
+        """Take what is kept out of use where the script has changed the dataset, also in the middle of a pass."""
+        if not self._scrutiny.over and self._is_other():
+            self._scrutiny.end(ALTERED)
+            speak(self._dataset, self._scrutiny)
 
     def _one(self, index: Any) -> tuple[Any, bool]:
         """Return an example, and whether it is the cache's word alone."""
@@ -209,13 +222,17 @@ class Stored:
 
     arena: Arena
     scrutiny: Scrutiny
+    unread: object
+    """The dataset's surroundings before any of its examples was read."""
     seen: object = None
-    """The dataset's surroundings when its first example had been read; None before."""
+    """The same when this process had read its first example; None before."""
+    pid: int = field(default_factory=os.getpid)
+    """The process whose dataset the script changes: a worker has a copy, which only its own reading changes."""
 
     @classmethod
-    def empty(cls, num_examples: int, capacity_bytes: int) -> Stored:
+    def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int) -> Stored:
         """Return room for the examples of a dataset."""
-        return cls(Arena(num_examples, capacity_bytes), Scrutiny(num_examples))
+        return cls(Arena(num_examples, capacity_bytes), Scrutiny(num_examples), surroundings(dataset))
 
     def note(self, dataset: Any) -> None:
         """Note what the dataset goes by, the first time."""
@@ -223,8 +240,13 @@ class Stored:
             self.seen = surroundings(dataset)
 
     def is_other(self, dataset: Any) -> bool:
-        """Tell whether the dataset goes by something else than when its first example had been read."""
-        return self.seen is not None and surroundings(dataset) != self.seen
+        """Tell whether the dataset goes by something else than when what is kept was read.
+
+        Where only workers have read, it still is as it was before.
+        """
+        if self.pid != os.getpid() or not self.arena.used_bytes:
+            return False
+        return surroundings(dataset) != (self.unread if self.seen is None else self.seen)
 
 
 @dataclass(slots=True)
@@ -273,7 +295,8 @@ class ExampleCaches:
             stored = self.stored.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
             if stored is not None:
                 shelf = Shelf(stored.arena)
-                fetcher.dataset = CachedExamples(dataset, shelf, stored.scrutiny, partial(stored.note, dataset))
+                looks = partial(stored.note, dataset), partial(stored.is_other, dataset)
+                fetcher.dataset = CachedExamples(dataset, shelf, stored.scrutiny, *looks)
 
         return __init__
 
@@ -296,7 +319,7 @@ class ExampleCaches:
         needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
         self.budget_bytes -= min(needed_bytes, capacity_bytes)
-        stored = self.stored[id(dataset)] = Stored.empty(size, capacity_bytes)
+        stored = self.stored[id(dataset)] = Stored.empty(dataset, size, capacity_bytes)
         if loader.num_workers:  # else the first example read may open a file: no change that matters
             stored.note(dataset)
         self.report({**facts, "bytes": capacity_bytes, "examples": size})

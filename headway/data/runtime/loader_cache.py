@@ -117,7 +117,8 @@ class ExampleCache:
         elif stored.is_other(dataset):
             stored.scrutiny.end(ALTERED)
         speak(dataset, stored.scrutiny)
-        return CachedExamples(dataset, self, stored.scrutiny, partial(stored.note, dataset))
+        looks = partial(stored.note, dataset), partial(stored.is_other, dataset)
+        return CachedExamples(dataset, self, stored.scrutiny, *looks)
 
     def get(self, index: int) -> memoryview | None:
         """Return the encoding of example `index`, None when it is not here; counts."""
@@ -164,7 +165,7 @@ class ExampleCache:
                 f"cache_bytes is {self.budget_bytes}, of which {wanted} would be used; this host has {free} bytes of "
                 "memory left. Pass less."
             )
-        return Stored.empty(size, self.budget_bytes + size * FRAMING_BYTES)
+        return Stored.empty(loader.dataset, size, self.budget_bytes + size * FRAMING_BYTES)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         hits, misses, kept, refused = _COUNTS.unpack_from(self._counts)
