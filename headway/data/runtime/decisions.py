@@ -84,6 +84,10 @@ class Decisions:
         """Return why a loader would get other batches, None when it would not: `tried` where that is not known."""
         return self._of(("result", facts_of(loader)), tried)
 
+    def keeping(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
+        """Return why workers may not be kept for another pass, None when they may."""
+        return self._of(("keeping", facts_of(loader)), tried)
+
     def speed(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
         """Return why the remedy would not pay; settings of the dataset, such as a probability, do not count."""
         return self._of(("speed", facts_of(loader, settings=False)), tried)

@@ -17,8 +17,9 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.data.runtime import account
 from headway.data.runtime.examples import encode_plain
+from headway.data.runtime.files_read import FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
 from headway.data.runtime.watch import Watch
 
@@ -36,6 +38,10 @@ SMALL_BYTES = 1 << 16
 
 OPEN_FRACTION = 0.25
 """Where more than this fraction of the files that may be open are, batches are copied out of shared memory."""
+
+
+FILE = "the script writes {} while examples are read from it"
+"""Why a batch that was read ahead is not the one that the loop would get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Ready:
     """A batch in pinned memory."""
 
     value: Any
+    files: Mapping[str, Noted] = field(default_factory=dict)
 
     def batch(self) -> Any:
         """Return it."""
@@ -63,6 +70,8 @@ class Packed:
     payload: bytes
     shared: bool
     """Whether its tensors are in shared memory."""
+    files: Mapping[str, Noted] = field(default_factory=dict)
+    """What it was read from, as that was."""
 
     def batch(self) -> Any:
         """Return the batch: once."""
@@ -71,7 +80,13 @@ class Packed:
 
     def pin_memory(self) -> Ready:
         """Return it in pinned memory; torch's thread for that asks."""
-        return Ready(pin_memory(pickle.loads(self.payload)))  # type: ignore[no-untyped-call]  # torch has no types for it
+        return Ready(pin_memory(pickle.loads(self.payload)), self.files)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def outdated(batch: Packed | Ready) -> str | None:
+    """Say which file the script has written since a batch was read from it, None when none was."""
+    path = changed(batch.files)
+    return path and FILE.format(path)
 
 
 def packed(batch: Any) -> Packed:
@@ -102,6 +117,8 @@ class WorkerBegins:
 
     states: tuple[Any, ...] | None
     """Where the generators of the training process were; None where the worker may draw from its own."""
+    began_ns: int = field(default_factory=time.time_ns)
+    """When the workers were started: no file that they read may be newer."""
 
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is number `worker`."""
@@ -110,27 +127,35 @@ class WorkerBegins:
         if self.states is not None:
             set_generators(self.states)
             os.dup2(os.memfd_create("headway-output"), 1)  # what is printed ahead of the loop is for nobody to see
-        _MapDatasetFetcher.fetch = _packing(_MapDatasetFetcher.fetch, may_draw=self.states is None)  # type: ignore[method-assign]  # one of torch's own, in this process only
+        _MapDatasetFetcher.fetch = _packing(_MapDatasetFetcher.fetch, self)  # type: ignore[method-assign]  # one of torch's own, in this process only
 
 
-def _packing(fetch: Callable[[Any, Any], Any], *, may_draw: bool) -> Callable[[Any, Any], Packed | Unmade]:
+def _packing(fetch: Callable[[Any, Any], Any], begins: WorkerBegins) -> Callable[[Any, Any], Packed | Unmade]:
     """Wrap the function of a worker that makes batches: it returns one packed, or why there is none."""
     watch: Watch | None = None
+    files = FilesRead(looks=True)
+
+    def made(fetcher: Any, index: Any) -> Packed | Unmade:
+        nonlocal watch
+        if begins.states is None:
+            return packed(fetch(fetcher, index))
+        watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
+        printed = os.fstat(1).st_size
+        reading = watch.around(lambda: fetch(fetcher, index), alone=True)
+        sys.stdout.flush()
+        if os.fstat(1).st_size != printed:
+            return Unmade("reading a batch prints")
+        if reading.drew is not False:
+            return Unmade("a batch draws random numbers")
+        return packed(reading.value)
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:
-        nonlocal watch
         try:
-            if may_draw:
-                return packed(fetch(fetcher, index))
-            watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
-            printed = os.fstat(1).st_size
-            reading = watch.around(lambda: fetch(fetcher, index), alone=True)
-            sys.stdout.flush()
-            if os.fstat(1).st_size != printed:
-                return Unmade("reading a batch prints")
-            if reading.drew is not False:
-                return Unmade("a batch draws random numbers")
-            return packed(reading.value)
+            with files.noting() as noted:
+                batch = made(fetcher, index)
+            if (path := written_since(noted, begins.began_ns)) is not None:
+                return Unmade(FILE.format(path))
+            return replace(batch, files=noted) if isinstance(batch, Packed) else batch
         except BaseException as failure:  # whatever it is, the training process meets it where the script would
             return Unmade(f"a batch raised {type(failure).__name__}")
 

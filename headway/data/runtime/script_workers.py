@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
 from headway.data.runtime.circumstances import outside
-from headway.data.runtime.hand_over import Packed, Ready, Unmade, WorkerBegins
+from headway.data.runtime.hand_over import Packed, Ready, Unmade, WorkerBegins, outdated
 from headway.data.runtime.keyed import generator_states
 from headway.data.runtime.read_ahead import CHANGED, Bounded, PassDraws
 from headway.data.runtime.verification import FOLLOWED
@@ -234,6 +234,8 @@ def _check_made(data: Any) -> None:
         raise UnmadeError("a worker failed")
     if isinstance(data, Unmade):
         raise UnmadeError(data.reason)
+    if isinstance(data, (Packed, Ready)) and (reason := outdated(data)) is not None:
+        raise UnmadeError(reason)
 
 
 def _end(workers: list[Any], pid: int) -> None:

@@ -14,6 +14,7 @@ False
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,11 @@ PLAIN = (*LEAVES, list, tuple, dict, set, np.ndarray, torch.Tensor)
 """What may be set from outside; other objects that code names (modules, loggers) are looked through, not at."""
 
 
-def surroundings(dataset: Any) -> object:
-    """Return a picture of `dataset` and of the values that its code names; 0.1 to 0.6 ms."""
-    outside = [value for value, by_code in reached(dataset) if by_code and isinstance(value, PLAIN)]
+def surroundings(dataset: Any, found: Sequence[tuple[Any, bool]] | None = None) -> object:
+    """Return a picture of `dataset` and of the values that its code names; 0.1 to 0.6 ms.
+
+    `found` is what `reached` yields for it, where the caller has that already.
+    """
+    walk = reached(dataset) if found is None else found
+    outside = [value for value, by_code in walk if by_code and isinstance(value, PLAIN)]
     return picture(dataset), tuple(picture(value) for value in outside)

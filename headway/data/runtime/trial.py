@@ -23,10 +23,12 @@ import torch
 from torch.utils.data._utils import worker as _worker
 
 from headway.data.child import said
+from headway.data.runtime.contents import file_of
 from headway.data.runtime.examples import decode, encode, equal
+from headway.data.runtime.files_read import FilesRead
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.purity import impurity
-from headway.data.runtime.surroundings import surroundings
+from headway.data.runtime.surroundings import PLAIN, surroundings
 from headway.runtime.reach import reached
 from headway.runtime.run_delay import read_delay
 from headway.runtime.samplers import order_generators
@@ -40,6 +42,12 @@ ENDS = {-signal.SIGSEGV: "reading it writes to memory that processes share, or c
 EXAMPLES = 2
 """Examples in the batch that is tried, at most."""
 
+
+WRITABLE = ("r+", "w+")
+"""Modes of a memory-mapped array through which a script changes the file."""
+
+CONNECTED = ("begin", "commit", "cursor", "fileno", "recv")
+"""Methods by which a connection, a database or a socket is known: one that cannot be pickled is this process's own."""
 
 waited_ns = [0]
 """[1] How long the children of `in_child` have waited for a core so far: other load on the host, or a low priority."""
@@ -79,11 +87,13 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     if finding is not None:
         return finding, 0
     parent, states = os.getpid(), generator_states()  # where both children begin: equal draws
+    num_threads = torch.get_num_threads()
 
     def as_this_process() -> tuple[str | None, Any]:
         os.getpid = lambda: parent
+        setattr(torch, "get_num_threads", lambda: num_threads)  # noqa: B010 - an assignment would not be its type
         before = positions()
-        finding = impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
+        finding = _keeps_a_file(loader, batches) or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
         finding = finding or handle(loader.dataset) or _moved(before) or _remembers(loader, batches)
         set_generators(states)
         return finding, b"" if finding else encode(batches[0])
@@ -104,17 +114,67 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     return (None if same else "in a worker, it reads something else"), len(here)
 
 
+def _keeps_a_file(loader: Any, batches: TriedBatch) -> str | None:
+    """Say that only the first reading opens a file, and that the dataset keeps what was in it; None if not.
+
+    Each worker, and this process where it goes on without them, would open it at a moment of its own.
+    """
+    files, read, states = FilesRead(), (loader.dataset, loader.collate_fn), generator_states()
+    before = surroundings(read)
+    with files.noting() as first:
+        batches[0]
+    set_generators(states)
+    if not first or surroundings(read) == before:
+        return None
+    with files.noting() as second:
+        batches[0]
+    set_generators(states)
+    once = first.keys() - second.keys()
+    if not once:
+        return None
+    return handle(loader.dataset) or f"it keeps what it read first in {min(once)}: workers would read that later"
+
+
+def keeps(loader: Any) -> str | None:
+    """Say that reading leaves something behind in a worker, which another pass would find there; None if not."""
+
+    def left() -> tuple[str | None, int]:
+        read, batches = (loader.dataset, loader.collate_fn), TriedBatch(loader)
+        before = surroundings(read), _cached(read)
+        batches[0]
+        same = before == (surroundings(read), _cached(read))
+        return (None if same else "its workers keep what they read: each pass starts others"), 0
+
+    return in_child(left)[0]
+
+
+def _cached(read: Any) -> list[object]:
+    """Return how full the caches of functions are that `read` gets at."""
+    return [value.cache_info() for value, _ in reached(read) if hasattr(value, "cache_info")]
+
+
 def _remembers(loader: Any, batches: TriedBatch) -> str | None:
     """Say that reading sets a variable or an attribute of a class, or moves an iterator or a file on; None if not."""
     read = loader.dataset, loader.collate_fn
-    for value, _ in reached(*read):
+    for value, by_code in reached(*read):
+        if isinstance(value, np.ndarray) and (file := file_of(value)) is not None and file.mode in WRITABLE:
+            return f"it reads {file.filename}, mapped for writing too: give numpy.memmap mode='r'"
         if isinstance(value, IOBase):
             if _is_open_file(value):
                 return "it gets at an open file, whose position processes share"
         elif isinstance(value, Iterator):
             return f"it gets at an iterator ({type(value).__name__}), which each reading may move on"
+        elif by_code and _is_connection(value):
+            return f"it gets at a {type(value).__name__}, which no other process can use"
     before, _ = surroundings(read), batches[0]
     return "reading it changes a variable outside of it" if surroundings(read) != before else None
+
+
+def _is_connection(value: Any) -> bool:
+    """Say whether an object stands for something outside of Python that its copy in another process would not have."""
+    if isinstance(value, (*PLAIN, type, FunctionType, ModuleType, IOBase)):
+        return False
+    return any(hasattr(type(value), name) for name in CONNECTED) and handle(value) is not None
 
 
 def _is_open_file(value: IOBase) -> bool:

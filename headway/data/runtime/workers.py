@@ -24,7 +24,7 @@ from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.outcome import Report, reporter
 from headway.data.runtime.read_ahead import bound_to_the_loop
 from headway.data.runtime.script_workers import ScriptWorkers, Settings, Waited
-from headway.data.runtime.trial import EXAMPLES, unfit
+from headway.data.runtime.trial import EXAMPLES, keeps, unfit
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
 from headway.data.runtime.worker_start import beside_seeding
@@ -102,6 +102,8 @@ class _Tuning:
 
     num_workers: int
     """Workers of the iterators made from now on."""
+    keeps: bool = True
+    """Whether its workers may stay for the next pass."""
     batch_ns: float = 0.0
     """Time per batch of the epoch before, 0 while there was none."""
     settled: bool = False
@@ -237,7 +239,7 @@ class LoaderTuner:
         settings = Settings(
             num_workers=tuning.num_workers,
             prefetch_factor=max(self.prefetch_factor, loader.prefetch_factor or 2),
-            keep=self.persistent_workers or loader.persistent_workers,
+            keep=(self.persistent_workers and tuning.keeps) or loader.persistent_workers,
             pin_memory=loader.pin_memory or self.pin_memory,
             may_draw=self.may_draw,
         )
@@ -249,7 +251,7 @@ class LoaderTuner:
         """Keep the workers of a pass that was read to its end."""
         found = loader()
         tuning = None if found is None else self.tunings.get(found)
-        if tuning is not None and self.persistent_workers and not iterator.is_torchs:
+        if tuning is not None and self.persistent_workers and tuning.keeps and not iterator.is_torchs:
             tuning.kept = iterator
 
     def _left(self, loader: ref[DataLoader[Any]], reason: str) -> None:
@@ -302,7 +304,9 @@ class LoaderTuner:
         # More workers than batches would start, and have nothing to do.
         count = max(loader.num_workers, min(self.num_workers, len(loader)))
         torchs = loader.num_workers > 0 and loader.persistent_workers
-        self.tunings[loader] = _Tuning(count, settled=torchs or self.max_workers <= count)
+        fresh = loader.num_workers > 0 and not torchs  # the script's own workers begin each pass with nothing read
+        left = self.decisions.keeping(loader, lambda: keeps(loader)) if fresh and self.persistent_workers else None
+        self.tunings[loader] = _Tuning(count, left is None, settled=torchs or self.max_workers <= count)
         self.report({**facts, "num_workers": count})
 
     def _retune(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
