@@ -11,6 +11,7 @@ when it differs, or when the script has changed the dataset (`scrutiny`).
 from __future__ import annotations
 
 import atexit
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,19 +21,22 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch.multiprocessing
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from headway.core.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
-from headway.data.runtime.examples import decode, encode, equal
+from headway.data.runtime.circumstances import modes, outside
+from headway.data.runtime.examples import aliased, decode, encode, equal
 from headway.data.runtime.outcome import Report, reporter, speak
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import surroundings
-from headway.data.runtime.trial import in_child
+from headway.data.runtime.trial import in_child, pretend_worker
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.watch import Watch
 from headway.runtime.probe_input import is_own
+from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
 
 
@@ -87,20 +91,27 @@ class CachedExamples:
     """
 
     def __init__(
-        self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None
-    ) -> None:
-        """Begin; `after_first` is called when this reader has read its first example from the dataset."""
+        self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None,
+        is_of_now: Callable[[], bool] = lambda: True,
+    ) -> None:  # fmt: skip
+        """Begin; `after_first` is called when this reader has read its first example from the dataset.
+
+        `is_of_now` is asked before each batch: False leaves the cache out of it.
+        """
         self._dataset, self._kept, self._scrutiny = dataset, kept, scrutiny
+        self._is_of_now = is_of_now
         self._watch, self._after_first = Watch(dataset), after_first
         self._has_read = self._has_found = False
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
-        return self._one(index)[0]
+        return self._one(index)[0] if self._is_of_now() else self._dataset[index]
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return many; a dataset that reads many at once is asked once, for those that are missing."""
         many = getattr(self._dataset, "__getitems__", None)
+        if not self._is_of_now():
+            return many(indices) if many else [self._dataset[index] for index in indices]
         if many and (type(indices) is not list or self._scrutiny.over):
             return many(indices)
         pairs = self._together(many, list(indices)) if many else [self._one(index) for index in indices]
@@ -168,7 +179,7 @@ class CachedExamples:
         return type(index) is int and 0 <= index < self._kept.num_slots and not self._scrutiny.over
 
     def _keep(self, index: Any, example: Any, drew: bool | None) -> None:
-        if self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew):
+        if self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example):
             with suppress(Exception):  # an example that cannot be kept is read anew each time
                 self._kept.keep(index, example)
         speak(self._dataset, self._scrutiny)
@@ -203,14 +214,23 @@ def _only(many: Callable[[list[Any]], list[Any]], index: Any) -> Any:
     return many([index])[0]
 
 
+def _goes_by(dataset: Any) -> tuple[object, object]:
+    """Return the modes that this thread is in, and a picture of all else that what is read from `dataset` rests on."""
+    *inside, around = outside(dataset)
+    assert isinstance(around, tuple), "circumstances begin with the modes"
+    return around[0], (inside, around[1:])
+
+
 @dataclass(slots=True)
 class Stored:
     """What is kept of one dataset."""
 
     arena: Arena
     scrutiny: Scrutiny
-    seen: object = None
-    """The dataset's surroundings when its first example had been read; None before."""
+    seen: tuple[object, object] | None = None
+    """Modes, and all else that the dataset goes by, when its first example had been read; None before."""
+    thread: int = 0
+    """The thread that noted this."""
 
     @classmethod
     def empty(cls, num_examples: int, capacity_bytes: int) -> Stored:
@@ -220,11 +240,34 @@ class Stored:
     def note(self, dataset: Any) -> None:
         """Note what the dataset goes by, the first time."""
         if self.seen is None:
-            self.seen = surroundings(dataset)
+            self.thread = threading.get_ident()
+            self.seen = _goes_by(dataset)
 
     def is_other(self, dataset: Any) -> bool:
         """Tell whether the dataset goes by something else than when its first example had been read."""
-        return self.seen is not None and surroundings(dataset) != self.seen
+        return self.seen is not None and self.seen[1] != _goes_by(dataset)[1]
+
+    def is_of_now(self, dataset: Any) -> bool:
+        """Tell whether the cache may serve a batch now. What the loop has changed since ends its use, also in a pass.
+
+        Under other modes (an evaluation without gradients) the dataset is read directly. Workers do not see what the
+        loop sets, and other threads have settings of their own: they are only asked for the modes.
+        """
+        if self.seen is None:
+            return True
+        if modes() != self.seen[0]:
+            return False
+        at_home = threading.get_ident() == self.thread and get_worker_info() is None
+        if at_home and not self.scrutiny.over and self.is_other(dataset):
+            self.scrutiny.end(ALTERED)
+            speak(dataset, self.scrutiny)
+        return True
+
+    def in_front(self, dataset: Any, kept: Kept) -> CachedExamples:
+        """Return a view of the dataset for one reader, with `kept` in front."""
+        return CachedExamples(
+            dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset)
+        )
 
 
 @dataclass(slots=True)
@@ -272,8 +315,7 @@ class ExampleCaches:
             original(fetcher, dataset, *rest)
             stored = self.stored.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
             if stored is not None:
-                shelf = Shelf(stored.arena)
-                fetcher.dataset = CachedExamples(dataset, shelf, stored.scrutiny, partial(stored.note, dataset))
+                fetcher.dataset = stored.in_front(dataset, Shelf(stored.arena))
 
         return __init__
 
@@ -331,6 +373,9 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
         return "its dataset is not map-style: examples have no index to keep them under", 0
     if len(dataset) == 0:
         return "its dataset is empty", 0
+    reason = _out_of_sight(dataset)
+    if reason is not None:
+        return reason, 0
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
     if loader.num_workers and context.get_start_method() != "fork":
         return f"its workers start by {context.get_start_method()}, and would not share the cache", 0
@@ -341,11 +386,35 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
         if finding is None and not _reads_one_by_one(dataset, [0, last]):
             finding = "what it reads depends on what is read with it"
         finding = finding or _unsteady(dataset)
-        return (f"its dataset is not pure: {finding}", 0) if finding else (None, len(encode(dataset[0])))
+        example, num_bytes = dataset[0], 0 if finding else len(encode(dataset[0]))
+        if finding is None and aliased(example):
+            finding = "parts of an example share memory, and parts of a copy would not"
+        finding = finding or _differs_in_workers(loader, [0, last])
+        return (f"its dataset is not pure: {finding}", 0) if finding else (None, num_bytes)
 
     # Never here: a dataset may count its readings, and what it opens at its first one must not be there already when
     # the script's own workers are forked.
     return in_child(probe, lose_writes=True)
+
+
+def _out_of_sight(dataset: Any) -> str | None:
+    """Say what the dataset reads that may be changed without being seen, None where there is nothing."""
+    for value, _ in reached(dataset):
+        if isinstance(value, np.memmap) and value.flags.writeable:
+            return "its dataset reads a file mapped for writing: a change of it shows nowhere. Map it with mode='r'"
+        if isinstance(value, sqlite3.Connection):
+            return "its dataset asks a database, of which a change shows nowhere"
+    return None
+
+
+def _differs_in_workers(loader: Any, indices: list[int]) -> str | None:
+    """Say that examples depend on which worker reads them, or on whether one does; for a child that ends with this."""
+    here = [loader.dataset[index] for index in indices]
+    for number in range(2):
+        pretend_worker(loader, number)
+        if not equal([loader.dataset[index] for index in indices], here):
+            return "an example depends on the worker that reads it"
+    return None
 
 
 def _unsteady(dataset: Any) -> str | None:

@@ -50,7 +50,7 @@ def circumstances() -> tuple[object, ...]:
     except OSError:  # it was removed
         folder = ""
     context = [(id(variable), id(value)) for variable, value in copy_context().items()]
-    defaults = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    defaults = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     return modes(), defaults, folder, dict(os.environ), context
 
 
