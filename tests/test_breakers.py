@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import sys
 import time
 
@@ -114,6 +115,7 @@ def test_a_handler_is_called_later_only_if_nobody_can_tell(tmp_path):
     for handler, reason in [
         (Counting(), "changes count"), (Raising(), "raises"), (Ending(), "uses sys"), (Keeping(), "keeps lines"),
         (logging.StreamHandler(sys.stdout), "a stream that it shares"),
+        (logging.handlers.MemoryHandler(7), "hands records"), (logging.handlers.QueueHandler([]), "hands records"),
     ]:  # fmt: skip
         assert reason in later(handler)
     plain.addFilter(lambda record: print(record) is None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from contextlib import ExitStack
 
 import pytest
@@ -84,6 +85,59 @@ def test_batches_are_equal_and_each_example_is_read_once(dataset, num_workers, r
     assert cached == plain
     checked = 2 * max(1, num_workers) + 1  # each reader of the later passes compares its first, and one size differs
     assert 30 <= sum(READS[:30]) <= 30 + checked
+    assert isinstance(context.outcomes[-1], Applied)
+
+
+class Scaled(Counted):
+    """Examples go by the class, by the environment and by torch's default type."""
+
+    factor = 1.0
+
+    def __getitem__(self, index):
+        scale = self.factor * float(os.environ.get("FACTOR", "1"))
+        return {"x": scale * torch.full((3,), index / 3, dtype=torch.get_default_dtype()), "y": index}
+
+
+@pytest.mark.parametrize("change", ["class", "environment", "default type"])
+def test_what_the_loop_changes_within_a_pass_is_read_at_once(change, rarely, monkeypatch):
+    def made():
+        seen = []
+        monkeypatch.setattr(Scaled, "factor", 1.0)
+        monkeypatch.delenv("FACTOR", raising=False)
+        loader = DataLoader(Scaled(), 4)
+        try:
+            for epoch in range(3):
+                for step, batch in enumerate(loader):
+                    seen.append((batch["x"].dtype, batch["x"].tolist()))
+                    if (epoch, step) == (1, 2) and change == "class":
+                        Scaled.factor = 2.0
+                    elif (epoch, step) == (1, 2) and change == "environment":
+                        os.environ["FACTOR"] = "3"
+                    elif (epoch, step) == (1, 2):
+                        torch.set_default_dtype(torch.float64)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return seen
+
+    plain = made()
+    with applied(cache, {"bytes": 1 << 20}) as context, pytest.warns(RuntimeWarning, match="what it goes by was"):
+        cached = made()
+
+    assert cached == plain
+    assert "what it goes by" in context.outcomes[-1].facts["loaders"][-1]["reason_not_applied"]
+
+
+def test_under_other_modes_the_dataset_itself_is_read_and_the_cache_stays(rarely):
+    with applied(cache, {"bytes": 1 << 20}) as context:
+        loader = DataLoader(Counted(), 4)
+        read(loader, num_epochs=1)
+        with torch.no_grad():
+            read(loader, num_epochs=1)
+            without = sum(READS[:30])
+        read(loader, num_epochs=1)
+
+    assert without == 30
+    assert sum(READS[:30]) <= 3
     assert isinstance(context.outcomes[-1], Applied)
 
 

@@ -11,6 +11,7 @@ import threading
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from headway.checkpoint.runtime.switch import Later, behind
 from headway.core.errors import BackgroundError
@@ -46,16 +47,47 @@ def test_without_leave_it_is_refused():
     assert isinstance(behind({}, TestContext()), Refused)
 
 
+class Full:
+    """Can be copied and stored by the training thread, and not by the one that writes."""
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError(20, "Not a directory")
+        return str, ("full",)
+
+
 def test_what_goes_wrong_is_raised_at_the_next_call_and_the_one_after_saves(tmp_path):
-    (tmp_path / "file").write_text("")
     with applied(behind, {}, ALLOW) as context:
-        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "file" / "step-1")
-        with pytest.raises(BackgroundError, match=r"file/step-1 was not written.*Remove the cause"):
+        dcp.save({"w": Full()}, checkpoint_id=tmp_path / "step-1")
+        with pytest.raises(BackgroundError, match=r"step-1 was not written.*Remove the cause"):
             dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-2")
         assert dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-2").state_dict_metadata
 
     assert (tmp_path / "step-2" / "commit.json").exists()
     assert any("failed" in outcome.facts for outcome in context.outcomes)
+
+
+@pytest.mark.parametrize("place", ["file/step-1", "step-2"])
+def test_what_can_be_known_to_fail_fails_in_the_call_itself_as_it_does_in_torch(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    state = {"w": torch.ones(2)} if place == "file/step-1" else {"function": lambda: None}
+    with applied(behind, {}, ALLOW), pytest.raises(CheckpointException):
+        dcp.save(state, checkpoint_id=tmp_path / place)
+
+
+def test_a_relative_folder_is_that_of_the_call_wherever_the_script_goes_meanwhile(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with applied(behind, {}, ALLOW):
+        dcp.save({"w": torch.ones(1 << 16)}, checkpoint_id="step-1")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        last = dcp.save({"w": torch.ones(2)}, checkpoint_id="step-2")
+        assert last.state_dict_metadata  # this waits
+
+    assert verify(tmp_path / "step-1").status == verify(tmp_path / "elsewhere" / "step-2").status == "good"
 
 
 def test_calls_of_another_kind_are_left_to_torch_and_said_so(tmp_path):
@@ -78,23 +110,23 @@ def test_calls_of_another_kind_are_left_to_torch_and_said_so(tmp_path):
 
 LAST_FAILS = """
 import os, sys, torch
+from tests.test_checkpoint_switch import Full
 import torch.distributed.checkpoint as dcp
 if "HEADWAY_RUN" not in os.environ:
     from headway.checkpoint.runtime.switch import behind
     from tests.remedy_context import TestContext
     behind({}, TestContext("result-equivalent"))
 for place in sys.argv[2:]:
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=place)
+    dcp.save({"w": torch.ones(2) if place != sys.argv[-1] else Full()}, checkpoint_id=place)
 print("over", flush=True)
 exec(sys.argv[1])
 """
 
 
 def last_fails(folder, end, *before):
-    """Run a script whose last save goes below a file, and that ends with `end`; returns what became of it."""
-    (folder / "file").write_text("")
+    """Run a script whose last save cannot be written, and that ends with `end`; returns what became of it."""
     (folder / "train.py").write_text(LAST_FAILS)
-    places = [str(folder / "step-1"), str(folder / "file" / "step-2")]
+    places = [str(folder / "step-1"), str(folder / "step-2")]
     return subprocess.run(
         [sys.executable, *before, str(folder / "train.py"), end, *places], env=environment(None, PYTHONPATH=str(ROOT)),
         capture_output=True, text=True, timeout=60, cwd=folder,
@@ -107,7 +139,7 @@ def test_a_script_that_fails_itself_keeps_the_only_traceback_and_the_lost_save_i
 
     assert (done.returncode, done.stderr.count(HEADER)) == (1, 1)
     assert raised == "ValueError: its own"
-    assert re.match(r"headway: the checkpoint .*/file/step-2 was not written: \[Errno 20\]", line)
+    assert re.match(r"headway: the checkpoint .*/step-2 was not written: \[Errno 20\]", line)
 
 
 def test_a_last_save_that_fails_ends_the_job_as_the_raising_call_would_have(tmp_path):
@@ -119,7 +151,7 @@ def test_a_last_save_that_fails_ends_the_job_as_the_raising_call_would_have(tmp_
 
     assert done.stdout == "over\n"
     assert (done.returncode, told["code"], told["class"], told["first_rank"]) == (1, 1, "user", 0)
-    assert "file/step-2 was not written: [Errno 20]" in told["traceback"]
+    assert "step-2 was not written: [Errno 20]" in told["traceback"]
     assert verify(tmp_path / "step-1").status == "good"
 
 

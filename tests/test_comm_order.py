@@ -129,6 +129,21 @@ def own_order(model: Any) -> list[str]:
     return losses + losses_of(model, 1)
 
 
+def edited_within_forwards(model: Any) -> list[str]:
+    """Change the parameters of a layer, from the third forward on, while the layer before it runs."""
+    import torch
+
+    losses = losses_of(model, 2)
+
+    def edit(module: Any, args: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.layers[2].parameters():
+                parameter.mul_(0.5)
+
+    model.layers[1].register_forward_pre_hook(edit)
+    return losses + losses_of(model, 2)
+
+
 def recomputed(model: Any) -> list[str]:
     """Compute each layer again in backward."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -153,6 +168,7 @@ def test_modules_are_gathered_ahead_and_losses_stay_the_same(ahead: int) -> None
         (out_of_order, "its modules ran in another order later"),
         (an_exception, "its modules ran in another order later"),
         (twice, "ran 2 times in one forward: the modules are no chain"),
+        (edited_within_forwards, "the script changes parameters while a forward runs"),
         (own_order, "the script sets its own order of prefetching"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

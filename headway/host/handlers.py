@@ -63,6 +63,9 @@ def later(handler: logging.Handler) -> str | None:
     name = kind.__name__
     if isinstance(handler, STREAMS) and not isinstance(handler, KNOWN):
         return f"{name} writes to a stream that it shares with the script"
+    base = next(kind for kind in type(handler).__mro__ if _is_of_logging(kind))
+    if base is not logging.Handler and not issubclass(base, KNOWN):
+        return f"{name} hands records to code or memory of the script"
     parts = [handler, *handler.filters, *([handler.formatter] if handler.formatter else [])]
     for part in parts:
         reason = _tells(part)
@@ -83,7 +86,7 @@ def files(handler: logging.Handler) -> Iterator[str]:
 
 def _tells(part: Any) -> str | None:
     """Say how somebody could tell when this handler, formatter or filter is called; None when it shows nowhere."""
-    kinds = [kind for kind in type(part).__mro__ if kind.__module__.split(".")[0] != "logging" and kind is not object]
+    kinds = [kind for kind in type(part).__mro__ if not _is_of_logging(kind) and kind is not object]
     if not kinds:
         return None
     for name, value in vars(part).items():
@@ -96,6 +99,11 @@ def _tells(part: Any) -> str | None:
             if reason is not None:
                 return f"{reason} in {name}"
     return None
+
+
+def _is_of_logging(kind: type) -> bool:
+    """Whether the standard library's logging defines this class."""
+    return kind.__module__.split(".")[0] == "logging"
 
 
 def _from_logging(part: Any, name: str) -> bool:

@@ -89,8 +89,7 @@ def async_save(
         raise InputError(f"a group of {backend} cannot save behind the training. Leave process_group out.")
     writer = HeadwayWriter(checkpoint_id, redundancy=redundancy, overwrite=overwrite)
     with state_account.inside("checkpoint.snapshot"):
-        state = {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in state_dict.items()}
-        staged = [stager.stage(state)]
+        staged = [stager.stage(without_stateful(state_dict))]
     result, number, num_bytes = Save(), next(_NUMBERS), stager.num_bytes
 
     def write() -> None:
@@ -111,6 +110,11 @@ def async_save(
     stager.watch(result)
     state_account.snapshotted(begun_ns, time.perf_counter_ns(), bytes=num_bytes, step=number)
     return result
+
+
+def without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in which the states of objects replace them, as DCP does before it saves."""
+    return {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in state_dict.items()}
 
 
 def _saved(

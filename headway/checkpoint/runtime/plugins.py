@@ -102,7 +102,8 @@ class HeadwayWriter(StorageWriter):
         self._redundancy, self._overwrite = redundancy, overwrite
         self._draft: Draft | None = None
         self.checkpoint_id: Place | None = None
-        """The folder of the checkpoint."""
+        """The folder of the checkpoint, as it was given."""
+        self._folder: Path | None = None
         self.reset(path)
 
     def reset(self, checkpoint_id: Place | None = None) -> None:
@@ -111,7 +112,8 @@ class HeadwayWriter(StorageWriter):
         if checkpoint_id is not None:
             if not self.validate_checkpoint_id(checkpoint_id):
                 raise InputError(f"{checkpoint_id} is no folder. Save to one that all ranks share, then upload it.")
-            self.checkpoint_id = checkpoint_id
+            # Absolute from here on: the script may change its working directory while a thread writes.
+            self.checkpoint_id, self._folder = checkpoint_id, Path(os.path.abspath(checkpoint_id))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Place) -> bool:
@@ -183,8 +185,8 @@ class HeadwayWriter(StorageWriter):
             self._draft = None
 
     def _target(self) -> Path:
-        assert self.checkpoint_id is not None, "set_up_storage_writer looks for it"
-        return Path(os.path.abspath(self.checkpoint_id))
+        assert self._folder is not None, "set_up_storage_writer looks for it"
+        return self._folder
 
 
 def check_target(target: Path, *, overwrite: bool = True) -> None:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import reductions
 
-from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, plan
+from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, pickled, plan
 from headway.checkpoint.runtime.shards import FlatShard
 from headway.checkpoint.runtime.snapshot import Snapshot
 from headway.core.errors import BackgroundError, InputError
@@ -40,6 +40,9 @@ _REDUCTIONS: Any = reductions
 
 _DTENSOR: Any = DTensor
 """Nor its constructor."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+"""Values that can always be stored."""
 
 IMAGES = 3
 """At most so many copies exist: one that is written, one that a planner still holds, one that is made."""
@@ -195,6 +198,23 @@ def _tensors(value: Any) -> dict[Place, torch.Tensor]:
         local = _local(value)
         return {} if local is None else {_place(local): local}
     return {place: tensor for each in inner for place, tensor in _tensors(each).items()}
+
+
+def unstorable(value: Any) -> str | None:
+    """Say what of a state cannot be stored, None when all can: the call that saves it is to fail, and not a thread.
+
+    >>> unstorable({"step": 7, "rate": [0.1]}), unstorable({"rate": [lambda step: 0.1]}) is None
+    (None, False)
+    """
+    if isinstance(value, (Mapping, list, tuple)):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return next((reason for reason in map(unstorable, inner) if reason is not None), None)
+    try:
+        if not isinstance(value, _PLAIN) and _local(value) is None:
+            pickled(copy.deepcopy(value))
+    except Exception as cause:  # whatever its own methods raise
+        return f"{type(value).__name__} cannot be stored: {cause}"
+    return None
 
 
 def _staged(value: Any, copies: dict[Place, torch.Tensor]) -> Any:

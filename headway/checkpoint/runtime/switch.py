@@ -24,6 +24,7 @@ import functools
 import mmap
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,9 +36,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from headway.checkpoint.runtime.calls import async_save, own_group
+from headway.checkpoint.runtime.calls import async_save, own_group, without_stateful
 from headway.checkpoint.runtime.plugins import HeadwayWriter, check_target
-from headway.checkpoint.runtime.stager import HeadwayStager
+from headway.checkpoint.runtime.stager import HeadwayStager, unstorable
 from headway.core.errors import BackgroundError, InputError
 from headway.runtime import state_account
 from headway.runtime.exit_class import FAILED_AT_EXIT
@@ -135,12 +136,18 @@ class Switch:
                 return original(*args, **options)
             begun_ns = time.perf_counter_ns()
             self.settle()
-            reason = self._unfit(args, options)
+            reason = _unfit_call(args, options)
             if reason is None:
-                try:
-                    return self._save(args[0] if args else options["state_dict"], options["checkpoint_id"], begun_ns)
-                except InputError as cause:  # a state that cannot be staged: nothing has begun
-                    reason = str(cause)
+                place = options["checkpoint_id"]
+                # Objects are asked for their states once, whoever saves: they may count.
+                state = without_stateful(args[0] if args else options["state_dict"])
+                args, options = (state,), {"checkpoint_id": place}
+                reason = _unfit(state, place)
+                if reason is None:
+                    try:
+                        return self._save(state, place, begun_ns)
+                    except InputError as cause:  # nothing has begun
+                        reason = str(cause)
             self._leave(reason)
             self._inside = True
             try:
@@ -203,25 +210,6 @@ class Switch:
                 raise
             warn(str(error))
 
-    def _unfit(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
-        """Return why a call is left to torch; the same on all ranks."""
-        given = {name for name, value in options.items() if value is not None} - {"state_dict", "checkpoint_id"}
-        if len(args) > 1 or given:
-            return f"it is given {', '.join(sorted(given)) or 'more than a state'}"
-        place = options.get("checkpoint_id")
-        if place is None or not HeadwayWriter.validate_checkpoint_id(place):
-            return f"{place} is no folder"
-        group = own_group()
-        told: list[str | None] = [None]
-        if group is None or dist.get_rank() == 0:
-            try:
-                check_target(Path(os.path.abspath(place)))
-            except (InputError, OSError) as cause:
-                told = [str(cause)]
-        if group is not None:
-            dist.broadcast_object_list(told, src=0, group=group)
-        return told[0]
-
     def _save(self, state: dict[str, Any], place: Any, begun_ns: int) -> Later:
         """Copy the state and begin to write it."""
         ready_ns = time.perf_counter_ns()
@@ -249,3 +237,39 @@ class Switch:
             self._context.note(Applied(NAME, self.facts))
         else:
             self._context.note(Refused(NAME, reason))
+
+
+def _unfit_call(args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:
+    """Return why a call is left to torch; its form is the same on all ranks."""
+    given = {name for name, value in options.items() if value is not None} - {"state_dict", "checkpoint_id"}
+    if len(args) > 1 or given:
+        return f"it is given {', '.join(sorted(given)) or 'more than a state'}"
+    place = options.get("checkpoint_id")
+    if place is None or not HeadwayWriter.validate_checkpoint_id(place):
+        return f"{place} is no folder"
+    return None if isinstance(args[0] if args else options.get("state_dict"), dict) else "its state is no dictionary"
+
+
+def _unfit(state: dict[str, Any], place: Any) -> str | None:
+    """Return why a save would fail, as far as can be told before it begins: then torch's fails in the call itself.
+
+    All ranks agree, since either all or none of them may leave it to torch.
+    """
+    group, reason = own_group(), unstorable(state)
+    if reason is None and (group is None or dist.get_rank() == 0):
+        try:
+            _check_place(Path(os.path.abspath(place)))
+        except (InputError, OSError) as cause:
+            reason = str(cause)
+    reasons = [reason]
+    if group is not None:
+        reasons = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reasons, reason, group=group)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _check_place(target: Path) -> None:
+    """Raise `InputError` or `OSError` unless a checkpoint can be written at `target`: a folder beside it is tried."""
+    check_target(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.rmdir(tempfile.mkdtemp(dir=target.parent, prefix=".headway-"))

@@ -8,8 +8,10 @@ and in backward, by FSDP2's own `set_modules_to_forward_prefetch` and
 only sooner: results stay the same bit for bit.
 
 That needs modules that run one after the other, each once, always alike: any
-other order is refused. A later forward that leaves the order gives back what
-was gathered in vain, before anybody could use it, and ends the prefetching.
+other order is refused. So is a script that changes parameters of a module within a
+forward, before that module runs. A later forward that leaves the order gives
+back what was gathered in vain, before anybody could use it, and ends the
+prefetching.
 
 >>> order({"ahead": 0}, context=None)
 Traceback (most recent call last):
@@ -74,6 +76,10 @@ class _Watch:
         self._running: list[int] = []
         self._begun: list[int] = []
         self._ended: list[int] = []
+        self._versions: dict[int, list[int]] = {}
+        """Module -> how often its parameters had been written when the forward began."""
+        self._ahead_now = False
+        """Whether modules of the forward that runs are gathered ahead."""
         self._own = False
         """Whether a setter is called from here, not by the script."""
 
@@ -143,7 +149,9 @@ class _Watch:
         def begins(module: Any, args: Any) -> None:
             if not compiling() and id(module) in self._modules and not _in_backward():
                 if not self._running:
-                    self._begun, self._ended = [], []
+                    self._forward_begins()
+                elif self._versions.get(id(module)) != _versions(module):
+                    self._edited(module)
                 self._running.append(id(module))
                 self._begun.append(id(module))
 
@@ -156,6 +164,22 @@ class _Watch:
 
         self._handles.append(module.register_forward_pre_hook(begins))
         self._handles.append(module.register_forward_hook(ends, always_call=True))
+
+    def _forward_begins(self) -> None:
+        """Note how the parameters are before any of them is gathered."""
+        self._begun, self._ended = [], []
+        alive = {key: module for key, ref in self._modules.items() if (module := ref()) is not None}
+        self._versions = {key: _versions(module) for key, module in alive.items()}
+        self._ahead_now = any(chain is not None for chain in self.chains.values())
+
+    def _edited(self, module: Any) -> None:
+        """Gather the parameters of a module anew that the script has changed since this forward began, and end."""
+        if self._ahead_now:
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                group._to_sharded()
+            module.unshard()
+        if not self._never:
+            self._end("the script changes parameters while a forward runs: gathered ahead they would be old")
 
     def _forward_ended(self, outermost: Any) -> None:
         """Look at a whole forward: learn the order from the first one, hold later ones against it."""
@@ -248,6 +272,14 @@ class _Chain:
     def ahead_of(self) -> dict[int, Sequence[int]]:
         """Return module -> those that its forward gathers ahead."""
         return self.follows(self.forward)
+
+
+def _versions(module: Any) -> list[int]:
+    """Return how often each parameter that a sharded module gathers has been written on this rank."""
+    groups = module._get_fsdp_state()._fsdp_param_groups
+    sharded = [param.sharded_param for group in groups for param in group.fsdp_params]
+    # A write through the DTensor shows in its own version alone, one of its local part in that one's.
+    return [version for param in sharded for version in (param._version, param.to_local()._version)]
 
 
 def _why_no_chain(inside: Sequence[int], begun: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,19 +22,22 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch.multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway.core.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
-from headway.data.runtime.examples import decode, encode, equal
+from headway.data.runtime.circumstances import modes, outside
+from headway.data.runtime.examples import aliased, decode, encode, equal
 from headway.data.runtime.outcome import Report, reporter, speak
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import surroundings
-from headway.data.runtime.trial import in_child
+from headway.data.runtime.trial import in_child, pretend_worker
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.watch import Watch
 from headway.runtime.probe_input import is_own
+from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
 
 
@@ -89,25 +93,26 @@ class CachedExamples:
 
     def __init__(
         self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None,
-        is_other: Callable[[], bool] = lambda: False,
+        is_of_now: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         """Begin; `after_first` is called when this reader has read its first example from the dataset.
 
-        `is_other` tells, before each batch, whether the script has changed the dataset since examples were kept.
+        `is_of_now` is asked before each batch: False leaves the cache out of it.
         """
         self._dataset, self._kept, self._scrutiny = dataset, kept, scrutiny
-        self._watch, self._after_first, self._is_other = Watch(dataset), after_first, is_other
+        self._is_of_now = is_of_now
+        self._watch, self._after_first = Watch(dataset), after_first
         self._has_read = self._has_found = False
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
-        self._look()
-        return self._one(index)[0]
+        return self._one(index)[0] if self._is_of_now() else self._dataset[index]
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return many; a dataset that reads many at once is asked once, for those that are missing."""
-        self._look()
         many = getattr(self._dataset, "__getitems__", None)
+        if not self._is_of_now():
+            return many(indices) if many else [self._dataset[index] for index in indices]
         if many and (type(indices) is not list or self._scrutiny.over):
             return many(indices)
         pairs = self._together(many, list(indices)) if many else [self._one(index) for index in indices]
@@ -115,12 +120,6 @@ class CachedExamples:
             alone = partial(_only, many) if many else self._dataset.__getitem__
             return [alone(index) if old else example for index, (example, old) in zip(indices, pairs, strict=True)]
         return [example for example, _ in pairs]
-
-    def _look(self) -> None:
-        """Take what is kept out of use where the script has changed the dataset, also in the middle of a pass."""
-        if not self._scrutiny.over and self._is_other():
-            self._scrutiny.end(ALTERED)
-            speak(self._dataset, self._scrutiny)
 
     def _one(self, index: Any) -> tuple[Any, bool]:
         """Return an example, and whether it is the cache's word alone."""
@@ -181,7 +180,7 @@ class CachedExamples:
         return type(index) is int and 0 <= index < self._kept.num_slots and not self._scrutiny.over
 
     def _keep(self, index: Any, example: Any, drew: bool | None) -> None:
-        if self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew):
+        if self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example):
             with suppress(Exception):  # an example that cannot be kept is read anew each time
                 self._kept.keep(index, example)
         speak(self._dataset, self._scrutiny)
@@ -216,28 +215,38 @@ def _only(many: Callable[[list[Any]], list[Any]], index: Any) -> Any:
     return many([index])[0]
 
 
+def _goes_by(dataset: Any) -> tuple[object, object]:
+    """Return the modes that this thread is in, and a picture of all else that what is read from `dataset` rests on."""
+    *inside, around = outside(dataset)
+    assert isinstance(around, tuple), "circumstances begin with the modes"
+    return around[0], (inside, around[1:])
+
+
 @dataclass(slots=True)
 class Stored:
     """What is kept of one dataset."""
 
     arena: Arena
     scrutiny: Scrutiny
-    unread: object
-    """The dataset's surroundings before any of its examples was read."""
-    seen: object = None
+    unread: tuple[object, object]
+    """Modes, and all else that the dataset goes by, before any of its examples was read."""
+    seen: tuple[object, object] | None = None
     """The same when this process had read its first example; None before."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that noted this."""
     pid: int = field(default_factory=os.getpid)
     """The process whose dataset the script changes: a worker has a copy, which only its own reading changes."""
 
     @classmethod
     def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int) -> Stored:
         """Return room for the examples of a dataset."""
-        return cls(Arena(num_examples, capacity_bytes), Scrutiny(num_examples), surroundings(dataset))
+        return cls(Arena(num_examples, capacity_bytes), Scrutiny(num_examples), _goes_by(dataset))
 
     def note(self, dataset: Any) -> None:
         """Note what the dataset goes by, the first time."""
         if self.seen is None:
-            self.seen = surroundings(dataset)
+            self.thread = threading.get_ident()
+            self.seen = _goes_by(dataset)
 
     def is_other(self, dataset: Any) -> bool:
         """Tell whether the dataset goes by something else than when what is kept was read.
@@ -246,7 +255,26 @@ class Stored:
         """
         if self.pid != os.getpid() or not self.arena.used_bytes:
             return False
-        return surroundings(dataset) != (self.unread if self.seen is None else self.seen)
+        return (self.seen or self.unread)[1] != _goes_by(dataset)[1]
+
+    def is_of_now(self, dataset: Any) -> bool:
+        """Tell whether the cache may serve a batch now. What the loop has changed since ends its use, also in a pass.
+
+        Under other modes (an evaluation without gradients) the dataset is read directly. Workers do not see what the
+        loop sets, and other threads have settings of their own: they are only asked for the modes.
+        """
+        if self.seen is not None and modes() != self.seen[0]:
+            return False
+        if threading.get_ident() == self.thread and not self.scrutiny.over and self.is_other(dataset):
+            self.scrutiny.end(ALTERED)
+            speak(dataset, self.scrutiny)
+        return True
+
+    def in_front(self, dataset: Any, kept: Kept) -> CachedExamples:
+        """Return a view of the dataset for one reader, with `kept` in front."""
+        return CachedExamples(
+            dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset)
+        )
 
 
 @dataclass(slots=True)
@@ -294,9 +322,7 @@ class ExampleCaches:
             original(fetcher, dataset, *rest)
             stored = self.stored.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
             if stored is not None:
-                shelf = Shelf(stored.arena)
-                looks = partial(stored.note, dataset), partial(stored.is_other, dataset)
-                fetcher.dataset = CachedExamples(dataset, shelf, stored.scrutiny, *looks)
+                fetcher.dataset = stored.in_front(dataset, Shelf(stored.arena))
 
         return __init__
 
@@ -354,6 +380,9 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
         return "its dataset is not map-style: examples have no index to keep them under", 0
     if len(dataset) == 0:
         return "its dataset is empty", 0
+    reason = _out_of_sight(dataset)
+    if reason is not None:
+        return reason, 0
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
     if loader.num_workers and context.get_start_method() != "fork":
         return f"its workers start by {context.get_start_method()}, and would not share the cache", 0
@@ -364,11 +393,35 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
         if finding is None and not _reads_one_by_one(dataset, [0, last]):
             finding = "what it reads depends on what is read with it"
         finding = finding or _unsteady(dataset)
-        return (f"its dataset is not pure: {finding}", 0) if finding else (None, len(encode(dataset[0])))
+        example, num_bytes = dataset[0], 0 if finding else len(encode(dataset[0]))
+        if finding is None and aliased(example):
+            finding = "parts of an example share memory, and parts of a copy would not"
+        finding = finding or _differs_in_workers(loader, [0, last])
+        return (f"its dataset is not pure: {finding}", 0) if finding else (None, num_bytes)
 
     # Never here: a dataset may count its readings, and what it opens at its first one must not be there already when
     # the script's own workers are forked.
     return in_child(probe, lose_writes=True)
+
+
+def _out_of_sight(dataset: Any) -> str | None:
+    """Say what the dataset reads that may be changed without being seen, None where there is nothing."""
+    for value, _ in reached(dataset):
+        if isinstance(value, np.memmap) and value.flags.writeable:
+            return "its dataset reads a file mapped for writing: a change of it shows nowhere. Map it with mode='r'"
+        if isinstance(value, sqlite3.Connection):
+            return "its dataset asks a database, of which a change shows nowhere"
+    return None
+
+
+def _differs_in_workers(loader: Any, indices: list[int]) -> str | None:
+    """Say that examples depend on which worker reads them, or on whether one does; for a child that ends with this."""
+    here = [loader.dataset[index] for index in indices]
+    for number in range(2):
+        pretend_worker(loader, number)
+        if not equal([loader.dataset[index] for index in indices], here):
+            return "an example depends on the worker that reads it"
+    return None
 
 
 def _unsteady(dataset: Any) -> str | None:

@@ -113,19 +113,36 @@ def equal(left: object, right: object) -> bool:
 
 def memory(value: object) -> set[int]:
     """Return the addresses of the tensors and arrays in a batch: two batches with one in common share memory."""
+    return {address for _, address in _places(value)}
+
+
+def aliased(value: object) -> bool:
+    """Tell whether two tensors or arrays of an example share memory, which their copies would not.
+
+    >>> row = torch.zeros(2)
+    >>> aliased([row, row[:1]]), aliased([row, row])
+    (True, False)
+    """
+    found = _places(value)
+    return len({address for _, address in found}) < len(found)
+
+
+def _places(value: object) -> set[tuple[int, int]]:
+    """Return of each tensor and array its identity and its address."""
     if isinstance(value, torch.Tensor):
-        found = {value.untyped_storage().data_ptr()} if value.device.type == "cpu" and value.numel() else set()
+        own = value.device.type == "cpu" and value.layout is torch.strided and value.numel()
+        found = {(id(value), value.untyped_storage().data_ptr())} if own else set()
     elif isinstance(value, np.ndarray):
         base = value
         while isinstance(base.base, np.ndarray):
             base = base.base
-        found = {base.__array_interface__["data"][0]} if value.size else set()
+        found = {(id(value), base.__array_interface__["data"][0])} if value.size else set()
     elif isinstance(value, Mapping):
-        found = memory(list(value.values()))
+        found = _places(list(value.values()))
     elif isinstance(value, (list, tuple)):
-        found = {address for part in value for address in memory(part)}
+        found = {place for part in value for place in _places(part)}
     else:
-        found = {address for part in getattr(value, "__dict__", {}).values() for address in memory(part)}
+        found = {place for part in getattr(value, "__dict__", {}).values() for place in _places(part)}
     return found
 
 

@@ -30,7 +30,6 @@ import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,8 +116,7 @@ class ExampleCache:
         elif stored.is_other(dataset):
             stored.scrutiny.end(ALTERED)
         speak(dataset, stored.scrutiny)
-        looks = partial(stored.note, dataset), partial(stored.is_other, dataset)
-        return CachedExamples(dataset, self, stored.scrutiny, *looks)
+        return stored.in_front(dataset, self)
 
     def get(self, index: int) -> memoryview | None:
         """Return the encoding of example `index`, None when it is not here; counts."""

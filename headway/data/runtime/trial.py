@@ -185,9 +185,9 @@ def _is_open_file(value: IOBase) -> bool:
         return False
 
 
-def pretend_worker(loader: Any) -> None:
-    """Have `torch.utils.data.get_worker_info` say what it says in the first of two workers."""
-    be_worker(_worker.WorkerInfo(id=0, num_workers=2, seed=0, dataset=loader.dataset))
+def pretend_worker(loader: Any, number: int = 0) -> None:
+    """Have `torch.utils.data.get_worker_info` say what it says in the first of two workers, or in the second."""
+    be_worker(_worker.WorkerInfo(id=number, num_workers=2, seed=0, dataset=loader.dataset))
 
 
 def be_worker(information: _worker.WorkerInfo) -> None:
