@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime import account
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
+from headway.data.runtime.cache import out_of_sight
 from headway.data.runtime.circumstances import modes, modes_of_threads, outside
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
@@ -209,6 +210,8 @@ def different(loader: DataLoader[Any]) -> str | None:
 
     Threads share the dataset of the training process for all passes; worker processes begin each with a fresh copy.
     """
+    if reason := out_of_sight(loader.dataset):
+        return reason
     finding = unfit(loader)[0] or names_draws((loader.dataset, loader.collate_fn))
     if finding:
         return f"its dataset is not pure: {finding}"
