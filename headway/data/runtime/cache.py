@@ -380,7 +380,7 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
         return "its dataset is not map-style: examples have no index to keep them under", 0
     if len(dataset) == 0:
         return "its dataset is empty", 0
-    reason = _out_of_sight(dataset)
+    reason = out_of_sight(dataset)
     if reason is not None:
         return reason, 0
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
@@ -404,7 +404,7 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
     return in_child(probe, lose_writes=True)
 
 
-def _out_of_sight(dataset: Any) -> str | None:
+def out_of_sight(dataset: Any) -> str | None:
     """Say what the dataset reads that may be changed without being seen, None where there is nothing."""
     for value, _ in reached(dataset):
         if isinstance(value, np.memmap) and value.flags.writeable:

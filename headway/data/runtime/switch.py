@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime import account
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
+from headway.data.runtime.cache import out_of_sight
 from headway.data.runtime.circumstances import modes, modes_of_threads, outside
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
@@ -205,12 +206,19 @@ def barred(loader: DataLoader[Any]) -> str | None:
 
 
 def different(loader: DataLoader[Any]) -> str | None:
-    """Say why batches that threads make would be others, or None: found by making a small one."""
+    """Say why batches that threads make would be others, or None: found by making a small one.
+
+    Threads share the dataset of the training process for all passes; worker processes begin each with a fresh copy.
+    """
+    if reason := out_of_sight(loader.dataset):
+        return reason
     finding = unfit(loader)[0] or names_draws((loader.dataset, loader.collate_fn))
     if finding:
         return f"its dataset is not pure: {finding}"
 
     def tried() -> tuple[str | None, int]:
+        read = loader.dataset, loader.collate_fn
+        before = surroundings(read)
         batches, work, keys = _tried(loader)
         pool, task = Pool(EXAMPLES), Task(work, keys)
         pool.help(task)
@@ -218,6 +226,8 @@ def different(loader: DataLoader[Any]) -> str | None:
         made = task.result()
         pool.close()
         same = equal(made, batches[0])
+        if loader.num_workers and surroundings(read) != before:
+            return "reading it sets what its own workers, made anew for each pass, would forget", 0
         return (None if same else "threads make another batch of its examples than torch does"), 0
 
     return in_child(tried)[0]
