@@ -83,14 +83,15 @@ def main() -> int:
             rows[name]["date"] = datetime.now(tz=UTC).date().isoformat()
             finished_row(options.cache, name).write_text(json.dumps(rows[name], indent=1) + "\n")
             print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
-    good = sum(row["met"] for row in rows.values())
+    good = {name for name, row in rows.items() if row["met"]}
+    met = good.issuperset(options.rows or ROWS)  # a row left out is not one that was seen to be right
     print(json.dumps({
-        "bench": "world", "rows": rows, "rows_run": len(rows), "rows_met": good,
+        "bench": "world", "rows": rows, "rows_run": len(rows), "rows_met": len(good),
         "left_out": [name for name in ROWS if name not in rows],
         "peer": "a clock of its own in a run without headway", "claim": "steps, losses, seconds by name: all rows",
-        "met": good == len(rows) > 0,
+        "met": met,
     }))  # fmt: skip
-    return 0 if good == len(rows) > 0 else 3
+    return 0 if met else 3
 
 
 if __name__ == "__main__":
