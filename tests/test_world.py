@@ -94,6 +94,19 @@ def test_the_pages_of_results_are_current():
     assert (ROOT / "docs" / "results.md").read_text() == results_page()
 
 
+def test_finished_rows_are_the_caches_or_the_kept_ones_and_nothing_runs(tmp_path):
+    kept = json.loads((BENCHMARKS / "results" / "world.json").read_text())
+    name, other = list(kept["rows"])[:2]
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / f"{name.replace('/', '-')}.json").write_text(json.dumps(row(met=False, date="2000-01-01")))
+
+    result = bench("world", "--finished", "--cache", tmp_path)
+
+    assert (result["met"], result["rows"].keys()) == (False, kept["rows"].keys())
+    assert result["rows"][name] == row(met=False, date="2000-01-01")
+    assert result["rows"][other] == {"date": kept["date"], **kept["rows"][other]}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not CASES.is_dir(), reason="the cases of known truth are not beside this checkout")
 @pytest.mark.parametrize("number", ["03", "04", "06"])
