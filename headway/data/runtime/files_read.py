@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from headway.runtime.bootstrap import active
+
 Noted = tuple[int, int, int, int, int] | None
 """Device, inode, size, times of the last changes in ns; None for a file that is not there."""
 
@@ -57,7 +59,8 @@ class FilesRead:
     def __init__(self, *, looks: bool = False) -> None:
         """Begin to listen; with `looks` also to what only asks whether a file is there, for good in this process."""
         self._noted: dict[str, Noted] | None = None
-        run = os.environ.get("HEADWAY_RUN")  # the recording of this process: no data of the script's
+        session = active()  # the recording of this process is no data of the script's
+        run = os.environ.get("HEADWAY_RUN") if session is None else session.probes.run
         self._elsewhere = (*ELSEWHERE, f"{os.path.abspath(run)}{os.sep}") if run else ELSEWHERE
         sys.addaudithook(self._heard)
         for name in LOOKS if looks else ():
