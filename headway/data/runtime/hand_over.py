@@ -135,27 +135,28 @@ def _packing(fetch: Callable[[Any, Any], Any], begins: WorkerBegins) -> Callable
     watch: Watch | None = None
     files = FilesRead(looks=True)
 
-    def made(fetcher: Any, index: Any) -> Packed | Unmade:
+    def read(fetcher: Any, index: Any) -> Any:
+        """Return a batch, or why it may not be handed over."""
         nonlocal watch
         if begins.states is None:
-            return packed(fetch(fetcher, index))
+            return fetch(fetcher, index)
         watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
         printed = os.fstat(1).st_size
         reading = watch.around(lambda: fetch(fetcher, index), alone=True)
         sys.stdout.flush()
         if os.fstat(1).st_size != printed:
             return Unmade("reading a batch prints")
-        if reading.drew is not False:
-            return Unmade("a batch draws random numbers")
-        return packed(reading.value)
+        return reading.value if reading.drew is False else Unmade("a batch draws random numbers")
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:
         try:
-            with files.noting() as noted:
-                batch = made(fetcher, index)
+            with files.noting() as noted:  # not around packing: there torch opens files of its own
+                batch = read(fetcher, index)
+            if isinstance(batch, Unmade):
+                return batch
             if (path := written_since(noted, begins.began_ns)) is not None:
                 return Unmade(FILE.format(path))
-            return replace(batch, files=noted) if isinstance(batch, Packed) else batch
+            return replace(packed(batch), files=noted)
         except BaseException as failure:  # whatever it is, the training process meets it where the script would
             return Unmade(f"a batch raised {type(failure).__name__}")
 
