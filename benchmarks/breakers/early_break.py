@@ -1,6 +1,8 @@
 """The loop breaks off and starts the next epoch, with dropout from the same generator.
 
-Remedies: data.workers data.threads data.cache data.server
+Not under data.server: what is granted there is another order, whose first batches hold other rows.
+
+Remedies: data.workers data.threads data.cache
 """
 
 from _training import Rows, Training
