@@ -82,7 +82,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     """
     batches, generators = TriedBatch(loader), order_generators(loader)
     if loader.num_workers:
-        return in_child(lambda: (impurity(batches, [0], generators, may_draw=may_draw), len(encode(batches[0]))))
+        return _unfit_for_others(loader, batches, generators, may_draw=may_draw)
     finding = handle(loader.dataset) or handle(loader.collate_fn)
     if finding is not None:
         return finding, 0
@@ -112,6 +112,37 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         return f"in a worker, {finding}", 0
     same = equal(decode(there), decode(here))
     return (None if same else "in a worker, it reads something else"), len(here)
+
+
+def _unfit_for_others(
+    loader: Any, batches: TriedBatch, generators: list[Any], *, may_draw: bool
+) -> tuple[str | None, int]:
+    """Say why the batches of the script's own workers may not be made by other ones, or None; and their bytes.
+
+    One child is the first of the workers that there are, another one the last of one worker more.
+    """
+    states, read = generator_states(), (loader.dataset, loader.collate_fn)
+
+    def as_worker(number: int, num_workers: int) -> tuple[str | None, Any]:
+        be_worker(_worker.WorkerInfo(id=number, num_workers=num_workers, seed=0, dataset=loader.dataset))
+        if loader.worker_init_fn is not None:
+            loader.worker_init_fn(number)
+        set_generators(states)  # what an example draws is another question: that of `may_draw`
+        finding = impurity(batches, [0], generators, may_draw=may_draw)
+        before, _ = surroundings(read), batches[0]
+        if finding is None and surroundings(read) != before:
+            finding = "reading it changes a variable, and each worker has its own"
+        set_generators(states)
+        return finding, b"" if finding else encode(batches[0])
+
+    finding, first = in_child(lambda: as_worker(0, loader.num_workers))
+    if finding is not None:
+        return finding, 0
+    finding, last = in_child(lambda: as_worker(loader.num_workers, loader.num_workers + 1))
+    if finding is not None:
+        return finding, 0
+    same = equal(decode(last), decode(first))
+    return (None if same else "what is read depends on the worker that reads it"), len(first)
 
 
 def _keeps_a_file(loader: Any, batches: TriedBatch) -> str | None:
