@@ -54,7 +54,6 @@ JOBS = {
     "many epochs": "--sleep-ms 1.5 --epochs 5 --examples 240",
     "logging": "--log-ms 6 --accelerator-ms 8 --examples 880",
     "logging and storage": "--log-ms 4 --sleep-ms 1 --examples 560",
-    "collections": "--garbage 300000 --gc-every 2 --accelerator-ms 8 --examples 720",
     "two ranks, storage": "--sleep-ms 1.5 --accelerator-ms 12 --examples 480",
     "two ranks, decoding": "--work-ms 1 --accelerator-ms 12 --examples 480",
 }

@@ -45,16 +45,32 @@ class Examples(Dataset):
     def __len__(self):
         return self.size
 
-    def __getitem__(self, index):
+    def wait(self):
         if self.sleep_s:
-            with Timed("input_sleep_s"):
-                time.sleep(self.sleep_s)
+            time.sleep(self.sleep_s)
+
+    def work(self):
         if self.work_s:
-            with Timed("input_work_s"):
-                end = time.thread_time() + self.work_s
-                while time.thread_time() < end:
-                    sum(range(200))
+            end = time.thread_time() + self.work_s
+            while time.thread_time() < end:
+                sum(range(200))
+
+    def __getitem__(self, index):
+        self.wait()
+        self.work()
         return torch.full((self.width,), index % 7 / 7.0), torch.tensor([index % 2 / 1.0])
+
+
+class TimedExamples(Examples):
+    """The same, timed. Reading them changes `SPENT`, so nothing that reads ahead may be applied to them."""
+
+    def wait(self):
+        with Timed("input_sleep_s"):
+            super().wait()
+
+    def work(self):
+        with Timed("input_work_s"):
+            super().work()
 
 
 class SlowFile:
@@ -123,8 +139,9 @@ def main():
     log.setLevel(logging.INFO)
     if args.log_ms:
         log.addHandler(SlowHandler(args.log_ms / 1e3))
+    examples = TimedExamples if args.truth else Examples
     loader = DataLoader(
-        Examples(args.examples, args.width, args.sleep_ms / 1e3, args.work_ms / 1e3),
+        examples(args.examples, args.width, args.sleep_ms / 1e3, args.work_ms / 1e3),
         args.batch_size,
         shuffle=True,
         num_workers=args.workers,
