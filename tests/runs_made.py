@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from headway.trace.trace import COLUMNS, Trace, concat
-from headway.trace.vocabulary import KIND, SPANS
+from headway.trace.vocabulary import GC_CALLED, KIND, SPANS
 
 Cost = int | Callable[[int, int], int]
 """Nanoseconds, or a function of (rank, step) that returns them."""
@@ -142,6 +142,8 @@ class RunMaker:
     rename_ns: Cost = 0
     logging_ns: Cost = 0
     gc_ns: Cost = 0
+    gc_called: bool = False
+    """Whether the script calls `gc.collect` for these."""
     script_ns: Cost = 0
     """Code of the script between the update before and the batch."""
     evaluation_ns: Cost = 0
@@ -239,7 +241,7 @@ class RunMaker:
         self._spend(state, "host.compile", self.compile_ns, step, "startup.compile")
         compute_ns = self._cost(self.compute_ns, state, step)
         state.now_ns += compute_ns // 2
-        self._spend(state, "host.gc", self.gc_ns, step, "host.gc", corr=2, seq=100)
+        self._spend(state, "host.gc", self.gc_ns, step, "host.gc", corr=2 + GC_CALLED * self.gc_called, seq=100)
         state.now_ns += compute_ns - compute_ns // 2
         self._book("useful.compute", compute_ns)
         state.arrival_ns = state.now_ns

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from headway.host.advise import COLLECT_EVERY, propose
+from headway.ledger.causes import find_causes
+from headway.ledger.ledger import Ledger
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.program import Program
@@ -55,6 +57,17 @@ def test_collections_are_no_rarer_than_they_need_to_be() -> None:
 
     assert isinstance(row, Proposal)
     assert row.parameters["every_steps"] in COLLECT_EVERY[:2]
+
+
+def test_collections_that_the_script_calls_for_are_not_put_off() -> None:
+    costs = {"gc_ns": lambda rank, step: 8 * MS if step % 4 == 0 else 0, "gc_called": True, "ranks": 1}
+    made = RunMaker(**{"steps": 60, "cores": 8, **costs}).make()
+    program = Program.from_trace(made.trace, made.meta)
+
+    assert "calls gc.collect() itself" in advice(**costs)["host.gc"].reason
+    assert program.predict(["gc=frozen:50"]).speedup <= 1
+    assert program.predict(["host.gc=none"]).speedup > 1.2
+    assert "less often" in next(cause for cause in find_causes(Ledger.of(made)) if cause.cause == "host.gc").fix
 
 
 def test_one_rank_has_no_straggler() -> None:

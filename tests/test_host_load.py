@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.core.apart import DETACHED
 from headway.core.host_load import HostLoad, LoadSampler, Reading, host_load, load_beside
 
 CPU = min(os.sched_getaffinity(0))
@@ -52,7 +53,8 @@ def proc(root: Path, busy: int, processes: dict[int, tuple[int, str, int, int]],
     for pid, (parent, state, ticks, reaped) in processes.items():
         (root / f"proc/{pid}").mkdir(exist_ok=True)
         fields = [state, str(parent), "0", str(pid), *["0"] * 7, str(ticks), "0", str(reaped), "0", "20", "0", "1", "0"]
-        (root / f"proc/{pid}/stat").write_text(f"{pid} (a (b) c) {' '.join(fields)}\n")
+        name = DETACHED if pid >= 20 else "a (b) c"
+        (root / f"proc/{pid}/stat").write_text(f"{pid} ({name}) {' '.join(fields)}\n")
 
 
 def test_a_child_that_ended_still_counts_as_the_jobs_own(tmp_path, monkeypatch):
@@ -61,14 +63,15 @@ def test_a_child_that_ended_still_counts_as_the_jobs_own(tmp_path, monkeypatch):
     clock = [100.0]
     monkeypatch.setattr("headway.core.host_load.time.perf_counter", lambda: clock[0])
     sampler = LoadSampler(10, root=tmp_path)
-    # In each second: the rank (11) computes 20 ticks, its worker (12) 30 until it is reaped, a stranger (13) 40.
+    # In each second: the rank (11) computes 20 ticks, its worker (12) 30 until it is reaped, a stranger (13) 40, and
+    # what the rank has detached (20, 21) 10 each until it ends.
     tree = [
-        {10: (1, "S", 0, 0), 11: (10, "R", 20, 0), 12: (11, "S", 30, 0), 13: (1, "R", 40, 0)},
-        {10: (1, "S", 0, 0), 11: (10, "R", 40, 60), 13: (1, "R", 80, 0)},
+        {10: (1, "S", 0, 0), 11: (10, "R", 20, 0), 12: (11, "S", 30, 0), 13: (1, "R", 40, 0), 20: (1, "R", 10, 0)},
+        {10: (1, "S", 0, 0), 11: (10, "R", 40, 60), 13: (1, "R", 80, 0), 20: (1, "R", 20, 0), 21: (20, "R", 10, 0)},
         {10: (1, "S", 0, 0), 11: (10, "S", 60, 60), 13: (1, "R", 120, 0)},
     ]
     for second, processes in enumerate(tree):
-        busy = (20 + 40) * (second + 1) + 30 * min(second + 1, 2)
+        busy = (20 + 40) * (second + 1) + 30 * min(second + 1, 2) + (10, 30, 30)[second]
         proc(tmp_path, busy * TICKS // 100, processes, sum(row[1] == "R" for row in processes.values()))
         clock[0] += 1.0
         sampler.look()
@@ -77,7 +80,7 @@ def test_a_child_that_ended_still_counts_as_the_jobs_own(tmp_path, monkeypatch):
     assert load.readings == 3
     assert load.other_cores == pytest.approx(0.4)
     assert load.other_sessions == pytest.approx(1.0)
-    assert load.own_cores == pytest.approx((50 + 20) / 2 / 100)
+    assert load.own_cores == pytest.approx((50 + 20 + 20) / 2 / 100)
     assert load.other_runnable == pytest.approx(1.0)
 
 

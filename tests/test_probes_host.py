@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import time
 
 import torch
 
+from headway.trace.vocabulary import GC_CALLED
 from tests.recorded import recording, rows
 
 MS = 1_000_000
 
 
-def test_every_collection_is_recorded_with_its_generation(tmp_path):
+def test_every_collection_is_recorded_with_its_generation_and_whether_it_was_called_for(tmp_path):
     with recording(tmp_path) as session:
         gc.disable()
         try:
             before = session.probes.gc_ns[0]
             gc.collect(0)
             gc.collect(2)
+            inspect.unwrap(gc.collect)(1)  # as the interpreter does by itself
             spent = session.probes.gc_ns[0] - before
         finally:
             gc.enable()
-        mine = rows(tmp_path)["host.gc"][-2:]
+        mine = rows(tmp_path)["host.gc"][-3:]
 
-    assert [row["a"] for row in mine] == [0, 2]
+    assert [row["a"] for row in mine] == [GC_CALLED, 2 + GC_CALLED, 1]
     assert sum(row["duration_ns"] for row in mine) == spent
 
 

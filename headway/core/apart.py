@@ -58,6 +58,12 @@ MAP_FIXED = 0x10
 PARENT_DEATH_SIGNAL = 1
 """Option of prctl(2) that sets the signal which a process gets when its parent is gone."""
 
+DETACHED = "headway-apart"
+"""Name of the processes that a job has detached from its tree: they read its data again while it is recorded."""
+
+SET_NAME = 15
+"""Option of prctl(2) that names a thread; a process is named by its first one."""
+
 NO_NEW_PRIVILEGES = 38
 """Option of prctl(2) that Landlock wants set."""
 
@@ -83,6 +89,11 @@ def step_apart(shared: str, keep: Iterable[int] = (), *, forks: bool = False) ->
     _deny_changes_of_files()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     sys.addaudithook(_refuse_but_forks if forks else _refuse)
+
+
+def name_process(name: str) -> None:
+    """Give this process, and what it forks from now on, a name of at most 15 letters, as `ps` shows it."""
+    ctypes.CDLL(None).prctl(SET_NAME, name.encode())
 
 
 def die_with_parent() -> None:

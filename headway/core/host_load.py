@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from headway.core.apart import DETACHED
 from headway.core.cgroups import cpu_quota, first_line, lines_of, sharing, throttled_s
 from headway.core.host import ROOT, affinity_cores, available_cores
 
@@ -158,6 +159,7 @@ class LoadSampler:
         self._spent: dict[int, float] = {}
         self._own_s = self._runnable_s = self._sessions_s = 0.0
         self._tree: set[int] = set()
+        self._detached: dict[int, list[int]] = {}
         self._kernel: set[int] = set()
         self._next_s = 0.0
         self.readings: list[Reading] = []
@@ -187,16 +189,22 @@ class LoadSampler:
         processes = _processes(self._root, self._kernel)
         tree = set(_tree(self._pid, processes))
         before, self._spent = self._spent, {pid: process.cpu_s for pid, process in processes.items()}
-        others = _running(self._root) - sum(_runnable(self._root, pid, processes[pid]) for pid in tree)
+        detached = {pid: _tree(pid, processes) for pid in _detached(processes) if pid not in tree}
+        own = tree.union(*detached.values())
+        others = _running(self._root) - sum(_runnable(self._root, pid, processes[pid]) for pid in own)
         if self.readings:
             # Of a process that ended, its parent has the time once it was waited for. It never runs backwards.
             had_s = sum(before[pid] for pid in self._tree)
             self._own_s += max(0.0, sum(self._spent[pid] for pid in tree) - had_s)
+            # Nobody of the job waits for these: what one used since the last reading before its end is not known.
+            for pid, them in detached.items():
+                had_s = sum(before.get(each, 0.0) for each in self._detached.get(pid, ()))
+                self._own_s += max(0.0, sum(self._spent[each] for each in them) - had_s)
             passed_s = now_s - self.readings[-1].at_s
             self._runnable_s += max(0, others) * passed_s
-            used = {pid: self._spent[pid] - before.get(pid, 0.0) for pid in processes if pid not in tree}
+            used = {pid: self._spent[pid] - before.get(pid, 0.0) for pid in processes if pid not in own}
             self._sessions_s += passed_s * _effective(_by_session(used, processes))
-        self._tree = tree
+        self._tree, self._detached = tree, detached
         return Reading(
             at_s=now_s,
             busy_s=_busy_s(self._root, self._cpus),
@@ -258,6 +266,7 @@ class _Process:
     """User and system time, of children that were waited for too."""
     threads: int
     session: int
+    name: str = ""
 
 
 def _processes(root: Path, kernel: set[int]) -> dict[int, _Process]:
@@ -279,7 +288,9 @@ def _processes(root: Path, kernel: set[int]) -> dict[int, _Process]:
 def _process(text: str) -> _Process:
     """Read a line of stat: the name, in brackets, may hold blanks and brackets."""
     fields = text[text.rindex(")") + 2 :].split()
-    return _Process(int(fields[1]), fields[0], sum(map(int, fields[11:15])) * TICK_S, int(fields[17]), int(fields[3]))
+    cpu_s = sum(map(int, fields[11:15])) * TICK_S
+    name = text[text.index("(") + 1 : text.rindex(")")]
+    return _Process(int(fields[1]), fields[0], cpu_s, int(fields[17]), int(fields[3]), name)
 
 
 def _tree(pid: int, processes: Mapping[int, _Process]) -> list[int]:
@@ -291,6 +302,15 @@ def _tree(pid: int, processes: Mapping[int, _Process]) -> list[int]:
     for parent in tree:
         tree += children.get(parent, [])
     return tree
+
+
+def _detached(processes: Mapping[int, _Process]) -> list[int]:
+    """Return the processes that jobs of headway have detached, without their children."""
+    return [
+        pid
+        for pid, process in processes.items()
+        if process.name == DETACHED and (process.parent not in processes or processes[process.parent].name != DETACHED)
+    ]
 
 
 def _by_session(used_s: Mapping[int, float], processes: Mapping[int, _Process]) -> dict[int, float]:

@@ -53,9 +53,13 @@ def logging(program: Program) -> Proposal | Refusal:
 
 def collection(program: Program) -> Proposal | Refusal:
     """Propose to freeze what is old and to collect on all ranks at the same step."""
-    bound = program.predict(["host.gc=none"])
+    bound = program.predict(["op:host.gc=none"])
     if bound.speedup < MIN_SPEEDUP:
-        return _too_little("host.gc", "garbage collection", bound)
+        called = program.predict(["op:host.collect=none"])
+        if called.speedup < MIN_SPEEDUP:
+            return _too_little("host.gc", "garbage collection", bound)
+        reason = "the script calls gc.collect() itself, and what it calls for is not put off: call it less often"
+        return Refusal("host.gc", "host", reason)
     tried = {every: program.predict([f"gc=frozen:{every}"], interval=False).step_s for every in COLLECT_EVERY}
     every = next(every for every in COLLECT_EVERY if tried[every] <= CLOSE * min(tried.values()))
     prediction = program.predict([f"gc=frozen:{every}"])

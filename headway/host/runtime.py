@@ -27,6 +27,7 @@ import contextlib
 import contextvars
 import functools
 import gc
+import inspect
 import logging
 import os
 import sys
@@ -104,7 +105,8 @@ class Collector:
         self._began = 0
         self._look = max(1, every // 8)
         self._thresholds = gc.get_threshold()
-        self._collect, self._get_threshold, self._set_threshold = gc.collect, gc.get_threshold, gc.set_threshold
+        self._get_threshold, self._set_threshold = gc.get_threshold, gc.set_threshold
+        self._collect = inspect.unwrap(gc.collect)  # what the remedy collects, the script has not called for
 
     def step(self, _: int) -> int:
         """Act at an optimizer step; returns the steps until the next one."""

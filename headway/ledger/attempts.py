@@ -27,7 +27,7 @@ from headway.ledger.timeline import book_rank, trained_until
 from headway.trace.parts import Parts
 from headway.trace.sweep import Ints
 from headway.trace.trace import Trace
-from headway.trace.vocabulary import IN_BACKGROUND
+from headway.trace.vocabulary import GC_CALLED, IN_BACKGROUND
 
 _BEHIND = [NAME_ID[name] for name in IN_BACKGROUND]
 
@@ -175,15 +175,19 @@ def _wall(
 
 
 def _add_spans(spans: dict[str, SpanFacts], rows: Rows, life: Life) -> None:
-    """Add the totals of one rank's names on its training thread, and of what was done for it in the background."""
+    """Add the totals of one rank's names on its training thread, and of what was done for it in the background.
+
+    'host.collect' is the part of 'host.gc' that the script called for.
+    """
     main = ((rows.worker == -1) | np.isin(rows.name, _BEHIND)) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
     main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, life))
-    for code in np.unique(rows.name[main]).tolist():
-        picked = main & (rows.name == code)
+    picks = {NAMES[code]: main & (rows.name == code) for code in np.unique(rows.name[main]).tolist()}
+    called = main & (rows.name == NAME_ID["host.gc"]) & (rows.columns["corr"] >= GC_CALLED)
+    for name, picked in {**picks, **({"host.collect": called} if called.any() else {})}.items():
         duration = (rows.end_ns - rows.start_ns)[picked]
         size = int(rows.columns["bytes"][picked].sum())
         own = SpanFacts(len(duration), int(duration.sum()), int(duration.max()), size)
-        spans[NAMES[code]] = own + spans[NAMES[code]] if NAMES[code] in spans else own
+        spans[name] = own + spans[name] if name in spans else own
 
 
 def _book_attempt(

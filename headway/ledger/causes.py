@@ -269,6 +269,10 @@ def _host_gc(ledger: Ledger) -> list[Cause]:
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.gc"))
     evidence = f"{span.count:,} collections stopped training, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
     fix = "freeze what set-up made and collect on all ranks at once: remedy host.gc; try --set gc=frozen:100"
+    called = span_of(ledger, "host.collect")
+    if called.total_ns > span.total_ns / 2:  # no remedy puts these off: the script may wait for what they do
+        evidence += f"; the script called gc.collect() for {called.count:,} of them"
+        fix = "call gc.collect() less often"
     return [Cause("host.gc", "training thread", own + waited, evidence + also_waited(waited), fix)]
 
 

@@ -141,6 +141,7 @@ PATCHES: dict[str, Patch] = {
     "os.rename": Patch("os:rename", probe_state.rename),
     # The host.
     "gc": Patch("gc:callbacks", register=probe_host.join_gc),
+    "gc.collect": Patch("gc:collect", probe_host.collect),
     "logging": Patch("logging:Logger.callHandlers", probe_host.call_handlers),
     "torch.compile.start": Patch(_DYNAMO + "run_start_callbacks", probe_host.compile_start, optional=True),
     "torch.compile": Patch(_DYNAMO + "run_end_callbacks", probe_host.compile_end, optional=True),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.vocabulary import GC_CALLED, SPANS
 
 GC = SPANS["host.gc"].code
 LOGGING = SPANS["host.logging"].code
@@ -16,7 +16,7 @@ COMPILE = SPANS["host.compile"].code
 
 def join_gc(callbacks: list[Any], probes: Probes) -> Callable[[], None]:
     """Join `gc.callbacks`; keeps the running total of `probes.gc_ns`. Returns the undo."""
-    emit, total, recorder = probes.emit, probes.gc_ns, probes.recorder
+    emit, total, recorder, called = probes.emit, probes.gc_ns, probes.recorder, probes.gc_called
     started = 0
 
     def collected(phase: str, info: dict[str, int]) -> None:
@@ -30,12 +30,28 @@ def join_gc(callbacks: list[Any], probes: Probes) -> Callable[[], None]:
         if not recorder.path:
             return  # a forked child that has recorded nothing else: it gets no ring for its collections
         try:
-            emit(GC, started, duration, info["generation"], info["collected"])
+            emit(GC, started, duration, info["generation"] + (GC_CALLED if called[0] else 0), info["collected"])
         except Exception as cause:
             probes.failed("gc", cause)
 
     callbacks.append(collected)
     return functools.partial(leave, callbacks, collected)
+
+
+def collect(original: Callable[..., int], probes: Probes) -> Callable[..., int]:
+    """Wrap `gc.collect`: a collection that the script calls for is one that no remedy may put off."""
+    called = probes.gc_called
+
+    @functools.wraps(original)
+    def collect(*args: Any, **kwargs: Any) -> int:
+        """Collect."""
+        called[0] += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            called[0] -= 1
+
+    return collect
 
 
 def leave(callbacks: list[Any], callback: object) -> None:

@@ -65,6 +65,9 @@ class Probes:
     gc_ns: list[int] = field(default_factory=lambda: [0])
     """[1] Nanoseconds of garbage collection so far."""
 
+    gc_called: list[int] = field(default_factory=lambda: [0])
+    """[1] Calls of `gc.collect` by the script that are under way."""
+
     fetching: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the main process is inside a dataset: what it loads there is input, not a checkpoint."""
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from headway.core.apart import step_apart
+from headway.core.apart import DETACHED, name_process, step_apart
 from headway.runtime.draws import own_generators, restorer
 from headway.runtime.probes import NEVER, Probes
 
@@ -96,6 +96,7 @@ def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = Fal
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
                 signal.alarm(TIMEOUT_S)
                 os.nice(10 if forks else 5)  # one that forks takes half a second, beside steps that are recorded
+                name_process(DETACHED)
                 step_apart("end at writes", keep=(writing,), forks=forks)
                 answer = work()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)

@@ -319,7 +319,7 @@ EDITS: dict[str, EditRule] = {
     "comm": EditRule(_factor, _scales("comm.*"), "collectives after the last rank has arrived"),
     "checkpoint": EditRule(_factor, _scales("checkpoint.*"), "saves, copies, fsync, renames, loads, waits"),
     "host": EditRule(_factor, _scales("host.*"), "garbage collection, logging, compilation, the script's own code"),
-    "host.gc": EditRule(_factor, _scales("host.gc"), "garbage collection"),
+    "host.gc": EditRule(_factor, _scales("host.gc", "host.collect"), "garbage collection, called for or not"),
     "host.logging": EditRule(_factor, _scales("host.logging"), "handlers of the logging module"),
     "script": EditRule(_factor, _scales("host.script"), "the script's own code between an update and a forward"),
     "op:GLOB": EditRule(_factor, _scales(), "operations whose recorded name matches, for example op:optimizer.*=0.5x"),

@@ -13,7 +13,7 @@ import numpy as np
 from headway.sim.edits import Edit
 from headway.sim.greedy import greedy
 from headway.sim.program import Program
-from headway.sim.recording import LABELS
+from headway.sim.recording import LABEL, LABELS
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND, SPANS
 
@@ -39,6 +39,7 @@ def replayed_trace(program: Program, edits: Iterable[Edit | str] = LOSSLESS) -> 
         columns["duration_ns"].append((end - start)[kept])
     kinds = np.array([KIND[SPANS[label].kind if label in SPANS else "COMPUTE"] for label in LABELS])
     rows = {name: np.concatenate(parts) for name, parts in columns.items()}
+    rows["name"] = np.where(rows["name"] == LABEL["host.collect"], LABEL["host.gc"], rows["name"])
     return Trace.from_columns(
         {**rows, "kind": kinds[rows["name"]]}, names=LABELS, meta={"source": "replay", "device_type": "cpu"}
     )

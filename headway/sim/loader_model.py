@@ -68,8 +68,14 @@ class Costs:
     thread_trial_ns: int = 400 * NS_PER_MS
     """The same for threads, and how long two of them wait for the interpreter's lock."""
 
-    hit_ns: int = 15 * NS_PER_US
+    cache_trial_ns: int = 200 * NS_PER_MS
+    """Trying in forked children whether a loader's examples may be kept."""
+
+    hit_ns: int = 20 * NS_PER_US
     """Serving one example from the cache."""
+
+    look_ns: int = 500 * NS_PER_US
+    """Looking, before each batch, whether the script has changed the dataset that examples are kept of."""
 
     hit_per_byte_ns: float = 0.25
     """More of it for each byte: the copy that is handed out."""
@@ -86,6 +92,7 @@ class Costs:
         names = (
             "handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
             "thread_handoff_ns", "thread_receive_ns", "thread_ns", "trial_ns",
+            "cache_trial_ns", "look_ns",
         )  # fmt: skip
         return replace(self, **{name: round(getattr(self, name) * factor) for name in names})
 
@@ -165,6 +172,9 @@ class LoaderModel:
     thread_trial_ns: NDArray[np.float64]
     """[i] The same of threads."""
 
+    cache_trial_ns: NDArray[np.float64]
+    """[i] The same of a cache; 0 for a loader of headway's own, which is asked for one."""
+
     cacheable: NDArray[np.bool_]
     """[i] Whether its examples have an index that a cache can go by."""
 
@@ -215,6 +225,9 @@ class LoaderModel:
             tried=_first_of_each([(fact.dataset, fact.batch_size, fact.sampler) for fact in told]),
             trial_ns=_seconds([fact.rehearsal.processes_s for fact in told], costs.trial_ns),
             thread_trial_ns=_seconds([fact.rehearsal.threads_s for fact in told], costs.thread_trial_ns),
+            cache_trial_ns=_seconds(
+                [0.0 if fact.own else fact.rehearsal.cache_s for fact in told], costs.cache_trial_ns
+            ),
             cacheable=np.array([not uncacheable(fact) for fact in told], dtype=bool),
             batch_size=np.array([fact.batch_size or 1 for fact in told], dtype=np.int64),
             take_ns=take,
@@ -284,7 +297,8 @@ class LoaderModel:
             # What misses and has a place is copied too: into the cache.
             copied = np.maximum(hits, kept * size)
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
-            fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns
+            look_ns = self.costs.look_ns * (kept > 0)
+            fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns + look_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
         prep = prep * scenario.factor("input.prep") + collate * scenario.factor("input.collate")
         return fetch, prep * scenario.prep
@@ -316,6 +330,7 @@ class LoaderModel:
         first, stop = np.where(threaded, 0.0, first), np.where(threaded, bare, stop)
         trial = np.where(threaded, self.thread_trial_ns, self.trial_ns)
         made = made + np.where(self.tried & tuned & (workers != had), trial, 0)
+        made = made + np.where(self.tried & self.cacheable & (scenario.cache_fraction > 0), self.cache_trial_ns, 0)
         return made.astype(np.float64), first, stop.astype(np.float64)
 
 

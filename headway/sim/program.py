@@ -474,7 +474,7 @@ class Program:
         return notes
 
 
-KNOWN_GLOBS = ("comm.*", "checkpoint.*", "host.*", "host.gc", "host.logging")
+KNOWN_GLOBS = ("comm.*", "checkpoint.*", "host.*", "host.gc", "host.collect", "host.logging")
 """Globs that edits write themselves: they need not match anything."""
 
 PARTS = ("input.fetch", "input.prep", "input.collate", "input.iter")

@@ -24,6 +24,7 @@ from headway.trace.nesting import enclosing
 from headway.trace.parts import Parts
 from headway.trace.sweep import sweep
 from headway.trace.trace import Trace
+from headway.trace.vocabulary import GC_CALLED
 
 PRIORITY: dict[str, int] = {
     "compute": 0,
@@ -35,9 +36,12 @@ PRIORITY: dict[str, int] = {
     "host.logging": 6,
     "checkpoint.load": 7, "checkpoint.save": 7, "checkpoint.sync": 7, "checkpoint.rename": 7,
     "checkpoint.snapshot": 7, "checkpoint.wait": 7, "checkpoint.restore": 7,
-    "host.gc": 8,
+    "host.gc": 8, "host.collect": 8,
 }  # fmt: skip
-"""Names of what the training thread does -> who owns an instant that several cover; the largest wins."""
+"""Names of what the training thread does -> who owns an instant that several cover; the largest wins.
+
+'host.collect' are the collections among 'host.gc' that the script called for: no edit of the collector puts them off.
+"""
 
 LABELS: tuple[str, ...] = tuple(PRIORITY)
 """Values of `Lane.label`, by index."""
@@ -51,7 +55,7 @@ COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
 ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script"])
 """[LABELS] What the training thread runs itself; one share of it, for compute and script alike, is on a core."""
 
-GARBAGE = np.isin(LABELS, ["host.gc"])
+GARBAGE = np.isin(LABELS, ["host.gc", "host.collect"])
 """[LABELS] Collections, which are CPU time of the training thread."""
 
 Events = Mapping[str, NDArray[Any]]
@@ -258,6 +262,8 @@ def _codes(rows: Trace) -> NDArray[np.int64]:
     """Return [n] the label of each row, -1 for rows that do not occupy the training thread."""
     table = np.array([LABEL.get(name, -1) for name in rows.names] + [-1])
     code = table[rows.events["name"]]
+    called = (code == LABEL["host.gc"]) & (rows.events["corr"] >= GC_CALLED)
+    code = np.where(called, LABEL["host.collect"], code)
     main = [index for index, lane in enumerate(rows.lanes) if lane == "main"]
     return np.where(np.isin(rows.events["lane"], main), code, -1)
 

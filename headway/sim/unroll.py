@@ -8,7 +8,7 @@ else wants the cores (`contention`) has operations of its own. Times are ns; the
 Dag is for `greedy`.
 
 >>> [LABELS[code] for code in np.flatnonzero(ON_CORE)]
-['input.next', 'host.gc']
+['input.next', 'host.gc', 'host.collect']
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HOST_LANES = 3
 COMM = np.array([label.startswith("comm.") for label in LABELS])
 """[LABELS] Communication."""
 
-ON_CORE = np.isin(LABELS, ["host.gc", "input.next"])
+ON_CORE = np.isin(LABELS, ["host.gc", "host.collect", "input.next"])
 """[LABELS] What surely occupies a core of the host, compute aside."""
 
 

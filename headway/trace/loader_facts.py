@@ -52,6 +52,9 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     threads_s: float | None = None
     """Seconds that asking for threads took."""
 
+    cache_s: float | None = None
+    """Seconds that asking for a cache took."""
+
 
 class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One loader of a run, as `headway.runtime.probe_input.loader_facts` saw it. Sizes are bytes."""

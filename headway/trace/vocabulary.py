@@ -36,6 +36,9 @@ class Span:
     """One line for the documentation of the run folder."""
 
 
+GC_CALLED = 4
+"""What a garbage collection's generation is raised by where the script called `gc.collect`."""
+
 SPANS: dict[str, Span] = {
     # Bookkeeping.
     "process": Span(1, "MARK", (), "life of the rank's process: fork or exec to exit"),
@@ -124,7 +127,9 @@ SPANS: dict[str, Span] = {
     "checkpoint.scrub": Span(71, "CKPT", ("bytes", "seq"), "stored bytes are checked against their checksums"),
     "checkpoint.repair": Span(72, "CKPT", ("bytes", "seq"), "damaged bytes are rebuilt; bytes = rebuilt"),
     # The host.
-    "host.gc": Span(80, "HOST", ("corr", "seq"), "garbage collection; corr = generation, seq = objects collected"),
+    "host.gc": Span(80, "HOST", ("corr", "seq"),
+                    f"garbage collection; corr = generation, {GC_CALLED} more where the script called gc.collect, "
+                    "seq = objects collected"),
     "host.logging": Span(81, "HOST", ("corr",), "handlers of the logging module; corr = level"),
     "host.compile": Span(82, "HOST", (), "torch.compile at work"),
     "host.import": Span(83, "HOST", (), "import of torch"),

@@ -23,10 +23,10 @@ def rehearse(loader: DataLoader[Any]) -> dict[str, str | float]:
     """Return the fields of `headway.trace.loader_facts.Rehearsal`; takes 0.1 to 0.5 s, in forked children mostly."""
     processes, processes_s = _timed(lambda: untunable(loader, may_draw=True))
     threads, threads_s = _timed(lambda: barred(loader) or different(loader))
-    cache, _ = uncacheable(loader)
+    cache, cache_s = _timed(lambda: uncacheable(loader)[0])
     return {
         "processes": processes or "", "processes_s": processes_s, "threads": threads or "", "threads_s": threads_s,
-        "cache": cache or "",
+        "cache": cache or "", "cache_s": cache_s,
     }  # fmt: skip
 
 
