@@ -97,8 +97,9 @@ class Pair:
         """Standard deviation of the error on the side where it fell, with another model's part than the stored one."""
         bound = self.high if self.error > 0 else self.low
         total = abs(math.log(bound / self.predicted)) / Z_NOMINAL
-        sampling = math.sqrt(max(0.0, total**2 - MODEL_ERROR.deviation(self.predicted) ** 2))
-        return max(math.hypot(sampling, model.deviation(self.predicted)), 1e-6)
+        contended = self.load != "none"
+        sampling = math.sqrt(max(0.0, total**2 - MODEL_ERROR.deviation(self.predicted, contended=contended) ** 2))
+        return max(math.hypot(sampling, model.deviation(self.predicted, contended=contended)), 1e-6)
 
 
 @contextmanager
@@ -173,7 +174,8 @@ def fit(pairs: Sequence[Pair]) -> ModelError:
 
     Errors are heavy-tailed: the share of pairs inside is a better target than a likelihood.
     """
-    grid = [ModelError(floor / 1000, slope / 100) for floor, slope in product(range(0, 84, 4), range(0, 62, 2))]
+    steps = product(range(0, 24, 4), range(0, 32, 2), range(0, 32, 2))
+    grid = [ModelError(floor / 1000, slope / 100, contended / 100) for floor, slope, contended in steps]
     wide_enough = [model for model in grid if coverage([(pair, model) for pair in pairs]) >= NOMINAL]
     return min(wide_enough or grid[-1:], key=lambda model: sum(pair.deviation(model) for pair in pairs))
 

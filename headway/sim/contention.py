@@ -56,6 +56,11 @@ class Contention:
     """Mean threads of others that queue for the cores as the job's own do."""
 
     @property
+    def taken_fraction(self) -> float:
+        """Return the share of the cores that the job cannot have, from 0 to 1."""
+        return 1 - min(self.limit, max(self.cores - self.rivals, 0.0)) / self.cores
+
+    @property
     def bound(self) -> bool:
         """Say whether the job may use fewer cores' worth of time than there are cores."""
         return self.limit < self.cores - NEGLIGIBLE

@@ -3,12 +3,14 @@
 In logarithms the error of a prediction is the sum of two independent parts:
 
     log(measured / predicted) = sampling + model
-    sd(model)^2 = floor^2 + (slope * log(predicted))^2
+    sd(model)^2 = floor^2 + (slope * l)^2 + (contended * min(1, |l| / LARGE))^2,  l = log(predicted)
 
-Sampling noise comes from resampled blocks of steps. The two constants of the
+Sampling noise comes from resampled blocks of steps. The constants of the
 model's part are learned from pairs of predicted and measured gains
 (`headway bench calibration`): a prediction of nothing misses little, one of a
-large change misses in proportion.
+large change misses in proportion. The last part is there where a quota or other
+processes take a part of the cores: what moves work among cores gets what is
+left of them at the time.
 
 >>> import numpy as np
 >>> low, high = speedup_interval(np.full(50, 2.0), np.full(50, 1.0))
@@ -45,17 +47,29 @@ class ModelError:
     slope: float
     """More of it per unit of log(speedup)."""
 
-    def deviation(self, speedup: float) -> float:
+    contended: float = 0.0
+    """More of it for a large change where the job does not have all cores of its host to itself."""
+
+    def deviation(self, speedup: float, *, contended: bool = False) -> float:
         """Return the standard deviation for a predicted speedup.
 
         >>> ModelError(0.0, 0.1).deviation(1.0), round(ModelError(0.03, 0.4).deviation(math.exp(0.1)), 3)
         (0.0, 0.05)
         """
-        return math.hypot(self.floor, self.slope * math.log(max(speedup, 1e-9)))
+        change = abs(math.log(max(speedup, 1e-9)))
+        beside_others = self.contended * min(1.0, change / LARGE) if contended else 0.0
+        return math.hypot(self.floor, self.slope * change, beside_others)
 
 
-MODEL_ERROR = ModelError(floor=0.004, slope=0.05)
-"""From the pairs of `headway bench predicted_gain` (docs/results.md); `headway bench calibration` fits it anew."""
+LARGE = 0.3
+"""log(speedup) from which on the loss to others is as large as it gets."""
+
+MODEL_ERROR = ModelError(floor=0.004, slope=0.05, contended=0.14)
+"""`floor` and `slope` are from the pairs of `headway bench predicted_gain` on a quiet host (docs/results.md),
+`contended` is from 34 pairs beside other load; `headway bench calibration` fits all three."""
+
+CONTENDED_FRACTION = 0.05
+"""Share of a host's cores that others take from which on it counts as contended."""
 
 
 def speedup_interval(
@@ -65,12 +79,14 @@ def speedup_interval(
     shifts: Sequence[float] = (),
     discrepancy: float = 0.0,
     seed: int = 0,
+    contended: bool = False,
     model: ModelError = MODEL_ERROR,
 ) -> tuple[float, float]:
     """Return the range of mean(base) / mean(after), [k] step times each, that 90 % of outcomes should lie in.
 
     Steps that follow each other are alike, so whole blocks of them are resampled. `shifts` are factors on the speedup
-    under other assumed costs; `discrepancy` is the fraction by which the replay without edits misses the run.
+    under other assumed costs; `discrepancy` is the fraction by which the replay without edits misses the run;
+    `contended` says that others take a part of the cores.
     """
     rng = np.random.default_rng(seed)
     length = max(1, round(base.size**0.5))
@@ -82,7 +98,7 @@ def speedup_interval(
     lowest, highest = min([1.0, *shifts]), max([1.0, *shifts])
     gap = discrepancy * min(1.0, abs(point - 1))
     low, high = min(point, low * lowest * (1 - gap)), max(point, high * highest * (1 + gap))
-    own = Z_NOMINAL * model.deviation(point)
+    own = Z_NOMINAL * model.deviation(point, contended=contended)
     return (
         point * math.exp(-math.hypot(math.log(point / max(low, 1e-9)), own)),
         point * math.exp(math.hypot(math.log(high / point), own)),

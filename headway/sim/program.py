@@ -30,7 +30,7 @@ from headway.core.units import NS_PER_S, format_fraction
 from headway.sim.contention import Contention
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
-from headway.sim.intervals import speedup_interval
+from headway.sim.intervals import CONTENDED_FRACTION, speedup_interval
 from headway.sim.loader_model import Costs, LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.recording import COMPUTE, LABEL, LABELS, Recording
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
@@ -436,7 +436,10 @@ class Program:
             for factor in (0.5, 2.0):
                 models = tuple(model.with_handoff(factor) for model in self.models)
                 shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
-        return speedup_interval(base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed)
+        return speedup_interval(
+            base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed,
+            contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,
+        )  # fmt: skip
 
     def _assumes_handoff(self, scenario: Scenario) -> bool:
         """Say whether the edits bring workers to a run that had none."""
