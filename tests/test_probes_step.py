@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -53,6 +55,15 @@ def test_headways_own_work_behind_a_step_is_recorded_where_it_takes_long(tmp_pat
     found = [(row["start_ns"], row["duration_ns"]) for row in rows(tmp_path)["host.recording"]]
 
     assert found == [(1_000 + probes.OWN_NS - 1, probes.OWN_NS), (1_000 + 2 * probes.OWN_NS - 1, 9 * probes.OWN_NS)]
+
+
+def test_that_work_is_recorded_from_the_end_of_the_step(tmp_path):
+    with recording(tmp_path) as session:
+        session.probes.listeners.append(lambda _: time.sleep(2 * probes.OWN_NS / 1e9) or 1)
+        train(*model_and(torch.optim.SGD), 3)
+    ends = [row["start_ns"] + row["duration_ns"] for row in rows(tmp_path)["optimizer.step"]]
+
+    assert [row["start_ns"] for row in rows(tmp_path)["host.recording"]] == ends
 
 
 def test_two_optimizers_alternate_by_number(tmp_path):

@@ -155,12 +155,14 @@ class Probes:
         self.tables["patches"][name] = reason
         warn(f"{name} is not recorded: {reason}")
 
-    def wake(self, optimizer: int) -> None:
+    def wake(self, optimizer: int, ended_ns: int = 0) -> None:
         """Call the listeners whose step has come: an optimizer step that one of them waits for has ended.
 
-        What takes long here is recorded: it would pass for the script's own time between its steps.
+        What takes long here is recorded: it would pass for the script's own time between its steps. `ended_ns` is when
+        the step ended, where the caller knows; what it has done since counts as well.
         """
-        start = self.mark_cpu()
+        moment = self.mark_cpu()
+        start = ended_ns or moment
         steps, due = self.steps[0], NEVER
         for listener in tuple(self.listeners):
             try:
