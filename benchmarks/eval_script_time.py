@@ -4,6 +4,10 @@ Claim: in every mix `eval`, `host.script`, `input` and the three lines of a step
 `useful.optimizer`: a closure's passes are not the optimizer's) are within 2 points of device wall of what the loop's
 own clock says, and the steps are the true ones. Peer: that clock, in the same run. Three mixes by default, 20 with
 --full; seeds as arguments choose others.
+
+Headway opens and closes its deep windows in its wrapper of `optimizer.step()`, behind the update, so the loop's clock
+of the optimizer runs on meanwhile. The ledger's own line for that time, `host.recording`, is taken out of what this
+clock says, and of nothing else: were it wrong, the optimizer's line and another one would be off by as much.
 """
 
 import json
@@ -16,6 +20,7 @@ from _command import ROOT, headway
 
 JOB = ROOT / "benchmarks" / "jobs" / "mixes.py"
 BAR_POINTS = 2.0
+RECORDER = "host.recording"
 LINES = ("eval", "host.script", "input", "useful.forward", "useful.backward", "useful.optimizer")
 
 
@@ -27,16 +32,17 @@ def one(seed: int, folder: Path) -> dict:
     truth = json.loads(truth_file.read_text())
     assert sum(why["ledger_ns"].values()) == why["devices"] * why["wall_ns"], "the ledger does not add up"
     booked = {**why["sub"], **why["ledger"]}
+    true_s = {line: truth["seconds"].get(line, 0.0) for line in LINES}
+    true_s["useful.optimizer"] -= booked.get(RECORDER, 0.0)
     return {
         "seed": seed,
         "steps": [why["steps"], truth["steps"]],
         "wall_s": round(why["wall_s"], 2),
-        "true_s": {line: round(truth["seconds"].get(line, 0.0), 3) for line in LINES},
+        "true_s": {line: round(seconds, 3) for line, seconds in true_s.items()},
         "points_off": {
-            line: round(100 * (booked.get(line, 0.0) - truth["seconds"].get(line, 0.0)) / why["wall_s"], 2)
-            for line in LINES
+            line: round(100 * (booked.get(line, 0.0) - seconds) / why["wall_s"], 2) for line, seconds in true_s.items()
         },
-        "first_update": round(truth["first_update_s"] / why["wall_s"], 4),
+        "recorder_s": round(booked.get(RECORDER, 0.0), 3),
         "unknown": round(why["ledger"]["unknown"] / why["wall_s"], 4),
     }
 

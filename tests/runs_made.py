@@ -146,6 +146,8 @@ class RunMaker:
     """Whether the script calls `gc.collect` for these."""
     script_ns: Cost = 0
     """Code of the script between the update before and the batch."""
+    recording_ns: Cost = 0
+    """Headway's own work behind the update before."""
     evaluation_ns: Cost = 0
     """An evaluation at the start of the step, half of it forwards."""
     compile_ns: Cost = 0
@@ -228,6 +230,7 @@ class RunMaker:
     def _to_arrival(self, state: _Rank, step: int) -> None:
         """Play one step up to the point where this rank's own gradients are done."""
         state.step_bounds.append((state.now_ns, 0))
+        self._spend(state, "host.recording", self.recording_ns, step, "host.recording")
         self._spend(state, "checkpoint.save", self.save_ns, step, "checkpoint.save", bytes=10**6, seq=step)
         self._spend(state, "checkpoint.sync", self.sync_ns, step, "checkpoint.persist")
         self._spend(state, "checkpoint.rename", self.rename_ns, step, "checkpoint.commit")

@@ -10,8 +10,9 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.ledger.cause import Cause, ranked
-from headway.ledger.causes import EDIT_OF_CAUSE, MOST_RANKS, RULES, Fix, find_causes
+from headway.ledger.causes import EDIT_OF_CAUSE, LEAST_FRACTION, MOST_RANKS, RULES, Fix, find_causes
 from headway.ledger.ledger import Ledger
+from headway.ledger.script_causes import LARGE
 from headway.trace.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 
@@ -28,6 +29,7 @@ FAULTS: dict[str, RunMaker] = {
     "checkpoint.stall": RunMaker(**QUIET, save_ns=lambda rank, step: 60 * MS * (rank == 0 and step % 10 == 9)),
     "startup.compile": RunMaker(**QUIET, compile_ns=lambda rank, step: 900 * MS * (step == 0)),
     "host.script": RunMaker(**QUIET, script_ns=9 * MS),
+    "host.recording": RunMaker(**QUIET, recording_ns=lambda rank, step: 90 * MS * (step % 20 == 9)),
     "eval": RunMaker(**QUIET, evaluation_ns=lambda rank, step: 120 * MS * (step % 10 == 9)),
 }
 """Cause -> a job that has it and nothing else worth naming."""
@@ -76,6 +78,7 @@ def test_the_seconds_lost_are_those_of_the_truth(name):
         "checkpoint.stall": truth.get("checkpoint", 0) + truth.get("straggler", 0),
         "startup.compile": sub.get("startup.compile", 0),
         "host.script": sub.get("host.script", 0),
+        "host.recording": sub.get("host.recording", 0) + truth.get("straggler", 0),
         "eval": truth.get("eval", 0) + truth.get("straggler", 0),
     }[name]
 
@@ -122,6 +125,17 @@ def test_a_save_that_others_wait_for_is_a_checkpoint_stall_not_a_straggler():
 
     assert "straggler.rank" not in {cause.cause for cause in causes}
     assert "other ranks waited" in causes[0].evidence
+
+
+def test_headways_own_work_within_its_budget_is_no_cause_and_beyond_it_windows_can_be_left_out():
+    ledger = Ledger.of(RunMaker(**QUIET, recording_ns=lambda rank, step: 10 * MS * (step == 9)).make())
+    large = Ledger.of(FAULTS["host.recording"].make())
+    window = {"window": replace(large.spans["host.recording"], count=2)}
+    fixes = [find_causes(replace(large, spans={**large.spans, **more}))[0].fix for more in ({}, window)]
+
+    assert LEAST_FRACTION < ledger.fraction("host.recording") < LARGE
+    assert find_causes(ledger) == []
+    assert ["--windows 0" in fix for fix in fixes] == [False, True]
 
 
 def test_a_run_without_losses_has_no_causes():

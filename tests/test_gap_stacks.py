@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from headway.runtime import probes
+from headway.runtime import gap_stacks, probes
 from headway.runtime.gap_stacks import GapStacks
 from headway.runtime.loop_depth import loop_depth, loops_of
 from headway.runtime.script_lines import calling_line, feeds
@@ -72,6 +73,43 @@ def test_no_sample_is_taken_outside_of_the_gap_or_inside_a_probe():
     gap._sample(1_000)
 
     assert gap.report() == []
+
+
+def test_no_sample_is_taken_in_headways_own_work(tmp_path):
+    seen = []
+
+    def listener(_):
+        gap = session.probes.gap
+        sampler = threading.Thread(target=gap._sample, args=(1_000,))
+        sampler.start()
+        sampler.join()
+        seen.append((gap.open[0], {entry["function"] for entry in gap.report()}))
+        return 1
+
+    with recording(tmp_path) as session:
+        session.probes.listeners.append(listener)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            session.probes.gap.asks[0] = True
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    assert [is_open for is_open, _ in seen] == [True] * 3
+    assert not {"step", "listener"} & set().union(*(functions for _, functions in seen))
+
+
+def test_the_time_of_headways_own_work_does_not_count_for_the_line_that_is_seen_next(monkeypatch):
+    gap, moments, ends = GapStacks(), iter([0, 15_000_000]), iter([False, True])
+    gap._trainer[0] = threading.get_ident()
+    update(gap)
+    gap.resumed[0] = 12_000_000
+    monkeypatch.setattr(gap_stacks, "time", SimpleNamespace(perf_counter_ns=lambda: next(moments)))
+    looks = threading.Thread(target=gap._run, args=(SimpleNamespace(wait=lambda _: next(ends)),))
+    looks.start()
+    looks.join()
+
+    assert [entry["ns"] for entry in gap.report()] == [3_000_000]
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,16 @@ def test_a_suspended_launcher_or_ranks_suspended_alike_raise_no_alarm(tmp_path, 
             os.kill(process.pid, signal.SIGCONT)
 
 
+def test_headways_own_work_does_not_say_what_a_rank_is_doing(tmp_path, sleepers):
+    job, now = trained(tmp_path, sleepers)
+    for rank, name in ((0, "input.next"), (1, "input.next"), (0, "optimizer.step"), (1, "optimizer.step")):
+        job.record(rank, name, now)
+    job.record(0, "host.recording", now)
+    job.wait_until(now + 3 * SECOND, now)
+
+    assert "ranks 0, 1 are in input" in job.lines[0]
+
+
 def test_a_record_of_another_thread_is_no_progress(tmp_path, sleepers):
     job, now = trained(tmp_path, sleepers)
     for second in range(1, 5):

@@ -117,11 +117,12 @@ def test_evaluation_and_the_scripts_own_time_are_booked_while_the_job_runs():
     learns, quiet = {"a": 0, "b": 3, "c": -1}, {"a": 0, "b": 0, "c": -1}
     step = [
         record("forward", 20, 10, **learns), record("segment.backward", 35, 10, c=1), record("optimizer.step", 50, 50),
-        record("mode", 110, 0, a=0, b=0), record("input.next", 115, 15), record("forward", 130, 20, **quiet),
-        record("host.gc", 150, 5), record("mode", 170, 0, a=0, b=1),
+        record("host.recording", 100, 6), record("mode", 110, 0, a=0, b=0), record("input.next", 115, 15),
+        record("forward", 130, 20, **quiet), record("host.gc", 150, 5), record("host.recording", 158, 4),
+        record("mode", 170, 0, a=0, b=1),
         record("forward", 180, 5, **learns), record("segment.backward", 186, 4, c=1), record("optimizer.step", 190, 10),
     ]  # fmt: skip
     ((_, _, step_ns),) = book_windows([window(0, [100, 200], step)])
 
     assert named(step_ns[0]) == {"useful": 80, "host": 20}
-    assert named(step_ns[1]) == {"useful": 20, "eval": 60 - 5, "host": 5 + 20}
+    assert named(step_ns[1]) == {"useful": 20, "eval": 60 - 5 - 4, "host": 5 + 4 + 20}

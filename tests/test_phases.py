@@ -35,6 +35,15 @@ def test_a_step_is_cut_into_script_forward_loss_backward_clipping_and_update():
     }  # fmt: skip
 
 
+def test_what_headway_does_behind_an_update_is_not_the_scripts():
+    ledger = ledger_of(
+        PROCESS, ("step", 100, 50), ("host.script", 100, 20), ("host.recording", 101, 9), ("host.gc", 104, 2),
+        ("forward", 120, 10), ("optimizer.step", 140, 10),
+    )  # fmt: skip
+
+    assert (ledger.sub_ns["host.script"], ledger.sub_ns["host.recording"], ledger.sub_ns["host.gc"]) == (11, 7, 2)
+
+
 def test_forward_and_backward_in_a_closure_are_not_the_optimizers():
     ledger = ledger_of(
         PROCESS, ("step", 100, 50), ("optimizer.step", 100, 50), ("optimizer.closure", 105, 40), ("forward", 106, 20),
@@ -93,9 +102,8 @@ def test_each_loader_has_an_account_of_its_own():
 @st.composite
 def busy_steps(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     """Return rows of three steps of 30 ns: evaluations and segments anywhere, nested or not."""
-    names = st.sampled_from(
-        ["eval", "forward", "segment.backward", "optimizer.step", "host.script", "host.gc", "input.next"]
-    )
+    host = ["host.script", "host.recording", "host.gc"]
+    names = st.sampled_from(["eval", "forward", "segment.backward", "optimizer.step", *host, "input.next"])
     rows = draw(st.lists(st.tuples(names, st.integers(10, 99), st.integers(1, 12)), max_size=12))
     return [PROCESS, *(("step", 10 + 30 * step, 30) for step in range(3)), *rows]
 
@@ -107,7 +115,7 @@ def owner_of(moment: int, rows: list[tuple[str, int, int]]) -> str:
     # The strongest row owns; of equally strong ones the one that began last, then the shorter one.
     best = max(booked, key=lambda row: (BUCKET_OF[row[0]].precedence, row[1], -row[2]), default=None)
     inside = any(row[0] == "eval" for row in over)
-    if best is not None and best[0] == "host.gc":
+    if best is not None and best[0] in ("host.gc", "host.recording"):
         return "host"
     if inside:
         return "eval"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
+from headway.runtime import probes
 from tests.recorded import recording, rows
 
 
@@ -40,6 +43,27 @@ def test_every_optimizer_is_seen_and_computes_the_same(name, options, tmp_path):
     assert recorded == plain
     assert [(row["a"], row["b"]) for row in seen] == [(0, 0)] * 5
     assert all(row["duration_ns"] > 0 for row in seen)
+
+
+def test_headways_own_work_behind_a_step_is_recorded_where_it_takes_long(tmp_path, monkeypatch):
+    clock = [1_000]
+    with recording(tmp_path) as session, monkeypatch.context() as patch:
+        patch.setattr(probes, "now", lambda: clock[0])
+        for spent in (probes.OWN_NS - 1, probes.OWN_NS, 9 * probes.OWN_NS):
+            session.probes.listeners[:] = [lambda _, spent=spent: clock.append(clock.pop() + spent) or 1]
+            session.probes.wake(0)
+    found = [(row["start_ns"], row["duration_ns"]) for row in rows(tmp_path)["host.recording"]]
+
+    assert found == [(1_000 + probes.OWN_NS - 1, probes.OWN_NS), (1_000 + 2 * probes.OWN_NS - 1, 9 * probes.OWN_NS)]
+
+
+def test_that_work_is_recorded_from_the_end_of_the_step(tmp_path):
+    with recording(tmp_path) as session:
+        session.probes.listeners.append(lambda _: time.sleep(2 * probes.OWN_NS / 1e9) or 1)
+        train(*model_and(torch.optim.SGD), 3)
+    ends = [row["start_ns"] + row["duration_ns"] for row in rows(tmp_path)["optimizer.step"]]
+
+    assert [row["start_ns"] for row in rows(tmp_path)["host.recording"]] == ends
 
 
 def test_two_optimizers_alternate_by_number(tmp_path):

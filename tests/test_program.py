@@ -96,6 +96,15 @@ def test_the_interval_holds_the_prediction() -> None:
 # Oracles: the same job made anew with the change, and a scheduler with time slices
 
 
+@pytest.mark.parametrize("edit", ["script=none", "op:host.recording=none"])
+def test_headways_own_work_is_no_time_of_the_scripts(edit: str) -> None:
+    costs: dict[str, Any] = {"script_ns": 4 * MS, "recording_ns": lambda rank, step: 30 * MS * (step % 10 == 9)}
+    predicted = program_of(job(**costs).make()).predict([edit])
+
+    costs["script_ns" if edit == "script=none" else "recording_ns"] = 0
+    assert predicted.step_s == pytest.approx(program_of(job(**costs).make()).measured_s, rel=0.02)
+
+
 @pytest.mark.parametrize("recorded", [0, 1, 3])
 @pytest.mark.parametrize(
     ("edits", "changes"),

@@ -70,6 +70,9 @@ def test_a_window_holds_three_steps_and_joins_the_clock_of_the_recording(optimiz
         if row["start_ns"] <= step["start_ns"] and step["start_ns"] < row["start_ns"] + row["duration_ns"]
     ]
     assert [step["a"] for step in inside] == list(range(optimizers)) * STEPS
+    for moment in (row["start_ns"], row["start_ns"] + row["duration_ns"]):  # opening and closing have a name
+        spans = [(own["start_ns"], own["duration_ns"]) for own in rows(tmp_path / "run")["host.recording"]]
+        assert any(0 <= moment - start <= duration for start, duration in spans)
     spans = [event for event in kineto["traceEvents"] if event.get("name", "").startswith("Optimizer.step#")]
     assert len(spans) == STEPS * optimizers
     offset_ns = facts["clock_ns"] - facts["realtime_ns"]

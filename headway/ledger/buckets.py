@@ -53,7 +53,7 @@ SUB_LINES: dict[str, str] = {
     "straggler.input": "waiting for a rank whose input took longer",
     "straggler.eval": "waiting for a rank that evaluated",
     "straggler.checkpoint": "waiting for a rank that saved or loaded state",
-    "straggler.host": "waiting for a rank that collected garbage, logged or ran code of the script",
+    "straggler.host": "waiting for a rank that collected garbage, logged, recorded or ran code of the script",
     "straggler.startup": "waiting for a rank that compiled or had not started",
     "straggler.device": "a collective kernel waiting for the last rank's kernel",
     "checkpoint.save": "inside torch.save or a DCP save",
@@ -81,6 +81,7 @@ SUB_LINES: dict[str, str] = {
     "host.logging": "logging handlers",
     "host.script": "code of the script between a backward or update and the next forward: batches made by hand, "
     "environments, writers",
+    "host.recording": "headway's own work on the training thread: deep windows, forks that read data again",
     "host.launch": "device idle inside a step: the host had not launched the next kernel",
     "host.copy": "device busy only with copies back to the host",
     "idle.teardown": "last step to the end of the process, its last collections included",
@@ -122,7 +123,7 @@ class Booking:
 
 
 BUCKET_OF: dict[str, Booking] = {
-    # gc > checkpoint > logging > input > comm > startup > the rest of the step; a child stands above its parent.
+    # gc > checkpoint > logging > input > comm > startup > recording > the rest of a step; a child is above its parent.
     "host.gc": Booking("host.gc", 90),
     "checkpoint.restore": Booking("checkpoint.load", 86),
     "checkpoint.snapshot": Booking("checkpoint.snapshot", 85),
@@ -143,6 +144,7 @@ BUCKET_OF: dict[str, Booking] = {
     "comm.init": Booking("startup.init", 42),
     "host.compile": Booking("startup.compile", 41),
     "host.import": Booking("startup.import", 40),
+    "host.recording": Booking("host.recording", 30),
     "dropped": Booking("unknown.dropped", 20),
     # These nest in every way: forward and backward in a closure in an update, an update in a hook of backward.
     "segment.backward": Booking("useful.backward", 10),

@@ -24,7 +24,7 @@ from headway.ledger.cause import Cause, ranked
 from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.input_causes import input_fetch, input_prep, input_transfer
 from headway.ledger.ledger import Ledger
-from headway.ledger.script_causes import bubble, evaluation, host_script
+from headway.ledger.script_causes import bubble, evaluation, host_recording, host_script
 
 LEAST_FRACTION = 0.005
 """A cause that lost less of the device time than this is not listed."""
@@ -44,6 +44,7 @@ EDIT_OF_CAUSE: dict[str, str] = {
     "host.script": "script=none",
     "host.gc": "host.gc=none",
     "host.logging": "host.logging=none",
+    "host.recording": "op:host.recording=none",
     "checkpoint.stall": "checkpoint=none",
 }
 """Cause -> the what-if edit that takes it away; causes left out cannot be replayed away."""
@@ -53,7 +54,7 @@ DOING: dict[str, str] = {
     "input": "waited longer for input",
     "eval": "evaluated longer",
     "checkpoint": "saved or loaded state",
-    "host": "collected garbage, logged, or ran code of the script",
+    "host": "collected garbage, logged, recorded, or ran code of the script",
     "startup": "compiled or started later",
 }
 """Bucket of a rank's largest excess -> what the rank was doing, in words."""
@@ -346,6 +347,7 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "straggler.rank": _straggler_rank,
     "host.gc": _host_gc,
     "host.logging": _host_logging,
+    "host.recording": host_recording,
     "host.launch": _host_launch,
     "checkpoint.stall": _checkpoint_stall,
     "startup.compile": _startup_compile,

@@ -5,7 +5,8 @@
     host.    useful.     useful.  useful.      useful.    useful.
     script   forward     forward  backward     optimizer  optimizer
 
-Recorded rows are in brackets (`host.script` is one as well). Times are int64 ns.
+Recorded rows are in brackets (`host.script` is one as well). Where headway worked for itself behind an update, a row
+`host.recording` takes that out of the script's time. Times are int64 ns.
 """
 
 from __future__ import annotations

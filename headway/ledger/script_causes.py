@@ -1,4 +1,7 @@
-"""Causes that lie in the script's own loop: code between the steps, and evaluation. Seconds are device-seconds."""
+"""Causes that lie in the script's own loop: code between the steps, headway's work there, and evaluation.
+
+Seconds are device-seconds.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,9 @@ from headway.trace.loader_facts import loaders_in
 
 LEAST_SAMPLES = 8
 """Samples below which no line is named: the next one could turn the shares over."""
+
+LARGE = 0.02
+"""Share of the device time from which headway's own work is a cause: twice what deep windows may cost by default."""
 
 MOST_LINES = 3
 """Lines of the script that are named in one piece of evidence."""
@@ -42,6 +48,20 @@ def host_script(ledger: Ledger) -> list[Cause]:
     else:
         fix = "move it to a thread or another process, or do it less often"
     return [Cause("host.script", where, own + waited, evidence + also_waited(waited), f"{fix}{TRY}script=none")]
+
+
+def host_recording(ledger: Ledger) -> list[Cause]:
+    """Headway's own work on the training thread, where it is much: a short run pays for its windows in full."""
+    own, span = booked_s(ledger, "host.recording"), span_of(ledger, "host.recording")
+    if ledger.fraction("host.recording") < LARGE:
+        return []
+    waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.recording"))
+    windows = span_of(ledger, "window").count
+    evidence = f"headway stopped training {plural(span.count, 'time')} for itself, {mean_of(own, span.count)}"
+    evidence += f"; {plural(windows, 'deep window')} opened and closed" if windows else ""
+    fix = "record without deep windows (--windows 0), or for longer" if windows else "record for longer"
+    fix += f": most of it is done once, or bounded by a share of the time{TRY}op:host.recording=none"
+    return [Cause("host.recording", "headway's recorder", own + waited, evidence + also_waited(waited), fix)]
 
 
 def evaluation(ledger: Ledger) -> list[Cause]:

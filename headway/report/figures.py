@@ -322,6 +322,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "host.gc": "garbage collection",
     "host.script": "the script's own code between steps",
     "host.logging": "logging",
+    "host.recording": "headway's own work",
     "host.launch": "launch gaps",
     "startup.compile": "start-up and compilation",
 }

@@ -3,8 +3,8 @@
 A daemon thread looks a hundred times a second at most whether the training thread is in that gap (one flag, set and
 cleared on the way), and only then takes its stack. The loop is the deepest frame that the stack shares with that of
 an update; its line, and the function called there, own the sample. Where a probe owns the time already (a wait in
-next(loader), a save), the sample goes. While gaps are short, and once much was seen, it looks ten times a second;
-each sample counts for the time since the look before, so that the estimates stay unbiased.
+next(loader), a save), or headway works for itself, the sample goes. While gaps are short, and once much was seen, it
+looks ten times a second; each sample counts for the time since the look before, so that the estimates stay unbiased.
 
 >>> gap = GapStacks()
 >>> gap.report()
@@ -57,6 +57,12 @@ class GapStacks:
 
     asks_forward: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the next forward is to note the line of the loop that it is called from."""
+
+    resumed: list[int] = field(default_factory=lambda: [0])
+    """[1] When headway's own work on the training thread ended last: no sample counts for the time before.
+
+    That work may hold the interpreter, so that nobody looks while it goes on.
+    """
 
     write: Callable[[], None] | None = None
     """Writes the tables; called on the training thread when much has come."""
@@ -121,7 +127,8 @@ class GapStacks:
             moment = time.perf_counter_ns()
             if self.open[0]:
                 hits += 1
-                self._sample(min(moment - last, int(2e9 * period)))
+                since = max(moment - max(last, self.resumed[0]), 0)
+                self._sample(min(since, int(2e9 * period)))
             last = moment
             looks += 1
             if looks == LOOKS:

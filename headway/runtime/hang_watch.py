@@ -63,9 +63,8 @@ PHASES = ("setup", "input", "forward", "backward", "update", "checkpoint")
 
 _STEP, _NEXT, _BACKWARD = (SPANS[name].code for name in ("optimizer.step", "input.next", "segment.backward"))
 _SAVES = [SPANS[f"checkpoint.{name}"].code for name in ("save", "snapshot", "wait")]
-_MARKS = [
-    SPANS[name].code for name in ("host.gc", "host.logging", "host.cpu", "region", "eval.mark", "epoch", *IN_BACKGROUND)
-]
+_BESIDE = ("host.gc", "host.logging", "host.cpu", "host.recording", "region", "eval.mark", "epoch", *IN_BACKGROUND)
+_MARKS = [SPANS[name].code for name in _BESIDE]
 
 
 def limit_s(section: str, durations_s: Sequence[float], floors_s: Mapping[str, float] = FLOORS_S) -> float:

@@ -98,7 +98,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             if gap_asks[0]:
                 gap.note_loop()
             if count >= due[0]:
-                wake(index)
+                wake(index, start + duration)
         except Exception as cause:
             probes.failed("optimizer.step", cause)
         return result

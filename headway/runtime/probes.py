@@ -34,7 +34,10 @@ now = time.perf_counter_ns
 
 NEVER = 1 << 62
 
-CPU = SPANS["host.cpu"].code
+CPU, RECORDING = SPANS["host.cpu"].code, SPANS["host.recording"].code
+
+OWN_NS = 200_000
+"""Work of headway's own behind a step that took less has no record: it would cost more than it tells."""
 
 
 @dataclass(slots=True)
@@ -155,9 +158,14 @@ class Probes:
         self.tables["patches"][name] = reason
         warn(f"{name} is not recorded: {reason}")
 
-    def wake(self, optimizer: int) -> None:
-        """Call the listeners whose step has come: an optimizer step that one of them waits for has ended."""
-        self.mark_cpu()
+    def wake(self, optimizer: int, ended_ns: int = 0) -> None:
+        """Call the listeners whose step has come: an optimizer step that one of them waits for has ended.
+
+        What takes long here is recorded: it would pass for the script's own time between its steps. `ended_ns` is when
+        the step ended, where the caller knows; what it has done since counts as well.
+        """
+        moment = self.mark_cpu()
+        start = ended_ns or moment
         steps, due = self.steps[0], NEVER
         for listener in tuple(self.listeners):
             try:
@@ -174,6 +182,10 @@ class Probes:
             if self.gradients.watched[0]:
                 self.gap.follow(self.trainer, self.write_tables_beside)
         self.due[0] = due
+        spent = now() - start
+        if spent >= OWN_NS:
+            self.emit(RECORDING, start, spent)
+            self.gap.resumed[0] = start + spent
 
     def advance(self, index: int) -> None:
         """Count a step that no optimizer's wrapper counts itself; `index` as for `wake`."""
@@ -183,12 +195,14 @@ class Probes:
         if count >= self.due[0]:
             self.wake(index)
 
-    def mark_cpu(self) -> None:
-        """Note the CPU time of the calling thread, its wait for a core, and the CPU time of all threads.
+    def mark_cpu(self) -> int:
+        """Note the CPU time of the calling thread, its wait for a core, and the CPU time of all threads; return when.
 
         They tell a replay how many cores of the host compute occupies, and how much of it was waiting for one.
         """
-        self.emit(CPU, now(), 0, time.thread_time_ns(), read_delay(open_schedstat()), time.process_time_ns())
+        moment = now()
+        self.emit(CPU, moment, 0, time.thread_time_ns(), read_delay(open_schedstat()), time.process_time_ns())
+        return moment
 
     def index_of(self, optimizer: Any) -> int:
         """Return a small number for an optimizer, in order of first step; a dead one's `id` is not mistaken for it."""

@@ -318,7 +318,7 @@ EDITS: dict[str, EditRule] = {
     "input.transfer": EditRule(_factor, _multiplies("transfer"), "hand-off from the worker, copy to the device"),
     "comm": EditRule(_factor, _scales("comm.*"), "collectives after the last rank has arrived"),
     "checkpoint": EditRule(_factor, _scales("checkpoint.*"), "saves, copies, fsync, renames, loads, waits"),
-    "host": EditRule(_factor, _scales("host.*"), "garbage collection, logging, compilation, the script's own code"),
+    "host": EditRule(_factor, _scales("host.*"), "collections, logging, compilation, the script's code, headway's"),
     "host.gc": EditRule(_factor, _scales("host.gc", "host.collect"), "garbage collection, called for or not"),
     "host.logging": EditRule(_factor, _scales("host.logging"), "handlers of the logging module"),
     "script": EditRule(_factor, _scales("host.script"), "the script's own code between an update and a forward"),

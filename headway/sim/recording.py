@@ -2,8 +2,9 @@
 
 Use it below `program`: it turns rows (names of `SPANS`) into arrays that can
 be replayed. Where spans overlap on the training thread, the innermost cause
-owns the time: gc > checkpoint > logging > input > comm > compile > optimizer
-> code of the script between steps > the rest, which is compute. All times are int64 ns on the clock of the host.
+owns the time: gc > checkpoint > logging > input > comm > compile > headway's
+own work > optimizer > code of the script between steps > the rest, which is
+compute. All times are int64 ns on the clock of the host.
 
 >>> LABELS[LABEL["compute"]], PRIORITY["host.gc"] > PRIORITY["checkpoint.save"] > PRIORITY["input.next"]
 ('compute', True)
@@ -30,13 +31,14 @@ PRIORITY: dict[str, int] = {
     "compute": 0,
     "host.script": 1,
     "optimizer.step": 2,
-    "host.import": 3, "host.compile": 3,
-    "comm.init": 4, "comm.wait": 4, "comm.collective": 4, "comm.send": 4, "comm.recv": 4,
-    "input.transfer": 5, "input.iter": 5, "input.next": 5,
-    "host.logging": 6,
-    "checkpoint.load": 7, "checkpoint.save": 7, "checkpoint.sync": 7, "checkpoint.rename": 7,
-    "checkpoint.snapshot": 7, "checkpoint.wait": 7, "checkpoint.restore": 7,
-    "host.gc": 8, "host.collect": 8,
+    "host.recording": 3,
+    "host.import": 4, "host.compile": 4,
+    "comm.init": 5, "comm.wait": 5, "comm.collective": 5, "comm.send": 5, "comm.recv": 5,
+    "input.transfer": 6, "input.iter": 6, "input.next": 6,
+    "host.logging": 7,
+    "checkpoint.load": 8, "checkpoint.save": 8, "checkpoint.sync": 8, "checkpoint.rename": 8,
+    "checkpoint.snapshot": 8, "checkpoint.wait": 8, "checkpoint.restore": 8,
+    "host.gc": 9, "host.collect": 9,
 }  # fmt: skip
 """Names of what the training thread does -> who owns an instant that several cover; the largest wins.
 
@@ -52,8 +54,11 @@ LABEL: dict[str, int] = {name: index for index, name in enumerate(LABELS)}
 COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
 """[LABELS] What the accelerator does."""
 
-ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script"])
-"""[LABELS] What the training thread runs itself; one share of it, for compute and script alike, is on a core."""
+ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script", "host.recording"])
+"""[LABELS] What the training thread runs itself; one share of it, for compute and script alike, is on a core.
+
+Headway's own work keeps its recorded duration in a replay: the run that is predicted is recorded as well.
+"""
 
 GARBAGE = np.isin(LABELS, ["host.gc", "host.collect"])
 """[LABELS] Collections, which are CPU time of the training thread."""

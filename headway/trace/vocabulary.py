@@ -139,6 +139,9 @@ SPANS: dict[str, Span] = {
     "host.script": Span(85, "HOST", ("corr",),
                         "derived when the run is finalised: from the end of a step to the first forward of the next "
                         "one, evaluation left out; what has a name inside keeps its own time; corr = -1"),
+    "host.recording": Span(86, "HOST", (),
+                           "headway's own work on the training thread behind a step (deep windows opened and closed, "
+                           "forks that read data again, what a remedy does there), where it took 0.2 ms or more"),
     # What a script, or a callback of its trainer, says of itself.
     "eval.mark": Span(90, "MARK", ("corr",), "the script (or a callback) marks evaluation; corr = n-th of its mark"),
     "epoch": Span(91, "MARK", ("corr",), "instant: the script (or a callback) begins an epoch; corr = its index"),
