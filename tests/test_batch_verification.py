@@ -91,7 +91,7 @@ def test_a_changed_batch_is_replaced_and_all_later_ones_are_the_script_s_own(nam
     assert equal(found[2:], expected[2:])
     assert torch.equal(drawn, after)
     assert facts_of(context)["verification"] == {"compared": 2, "equal": 1, "unequal": 1}
-    assert [row["dataset"] for row in facts_of(context)["withdrawn"]] == ["Mixed"]
+    assert [(row["dataset"], row["about"]) for row in facts_of(context)["withdrawn"]] == [("Mixed", "dataset")]
     assert f"--verify: data.{name} changed batch 2 of Mixed" in capfd.readouterr().err
 
 

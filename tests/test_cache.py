@@ -124,7 +124,9 @@ def test_what_the_loop_changes_within_a_pass_is_read_at_once(change, rarely, mon
         cached = made()
 
     assert cached == plain
-    assert "what it goes by" in context.outcomes[-1].facts["loaders"][-1]["reason_not_applied"]
+    last = context.outcomes[-1].facts["loaders"][-1]
+    assert "what it goes by" in last["reason_not_applied"]
+    assert last["about"] == "dataset"
 
 
 def test_under_other_modes_the_dataset_itself_is_read_and_the_cache_stays(rarely):

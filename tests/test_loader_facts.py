@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headway.trace.in_force import given_up, in_force
 from headway.trace.loader_facts import LoaderFacts, Rehearsal, loaders_in, unkept, unmovable, unshared, unthreadable
 
 RULES = {"processes": unmovable, "threads": unthreadable, "cache": unkept, "server": unshared}
@@ -50,3 +51,37 @@ def test_a_row_of_an_older_run_has_defaults_and_a_newer_one_may_say_more() -> No
     assert facts == LoaderFacts(dataset="D")
     assert facts.rehearsal == Rehearsal()
     assert loaders_in({}) == loaders_in({"loaders": None}) == {}
+
+
+def found(about: str | None, *, later: bool = False) -> list[dict[str, Any]]:
+    """Return `applied` of a run in which data.workers left dataset D alone: at once, or `later`."""
+    reason = {"dataset": "D", **({} if about is None else {"about": about})}
+    left = {"withdrawn": [{**reason, "reason": "why"}]} if later else {}
+    left["loaders"] = [{"dataset": "D", "num_workers": 2} if later else {**reason, "reason_not_applied": "why"}]
+    return [{"name": "data.workers", "facts": left, "reason_not_applied": None if later else "why"}]
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    ("about", "expected"), [(None, set()), ("reading", {*RULES} - {"cache"}), ("dataset", {*RULES})]
+)
+def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(
+    about: str | None, expected: set[str], later: bool
+) -> None:
+    loaders = {group: {"dataset": name, "sampler": "RandomSampler"} for group, name in (("0", "D"), ("1", "E"))}
+    ours, other = loaders_in({"loaders": loaders, "applied": found(about, later=later)}).values()
+
+    assert {name for name, rule in RULES.items() if rule(ours)} == expected
+    assert all(
+        rule(ours) == "why (data.workers found it in this run)" for name, rule in RULES.items() if name in expected
+    )
+    assert not any(rule(other) for rule in RULES.values())
+
+
+def test_a_remedy_that_the_last_loader_left_is_not_in_force() -> None:
+    had, left = {"dataset": "D", "num_workers": 2}, {"dataset": "D", "reason_not_applied": "it forks"}
+    rows = {"had": [had], "left": [had, left], "came back": [left, had], "elsewhere": [had, {**left, "dataset": "E"}]}
+    meta = {"applied": [{"name": name, "facts": {"loaders": row}} for name, row in rows.items()]}
+
+    assert {*in_force(meta)} == {"had", "came back", "elsewhere"}
+    assert {name: row.reason for name, row in given_up(meta).items()} == {"left": "it forks"}

@@ -18,10 +18,11 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.planfile import read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import IN_FORCE, KINDS, unless_in_force
+from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.report.terminal import render_plan
 from headway.sim.program import Program
+from headway.trace.in_force import GivenUp
 from tests.runs_made import MS, RunMaker
 
 JOB: dict[str, Any] = {
@@ -300,3 +301,42 @@ def test_the_same_parameters_are_refused_whatever_they_are_predicted_to_win(
     assert (found == row) == again
     assert unless_in_force(row, None) == row
     assert again or found.reason.startswith(f"{IN_FORCE} (every_steps={given})")
+
+
+@pytest.mark.parametrize(("given", "again"), [(8, False), (4, True)])
+def test_a_remedy_that_was_refused_or_withdrawn_is_proposed_with_other_parameters_only(given: int, again: bool) -> None:
+    row = proposal("data.workers", parameters={"num_workers": 8}, loaders=(3,))
+
+    found = unless_given_up(row, GivenUp({"num_workers": given, "more": 1}, "slower than recorded"))
+
+    assert (found == row) == again
+    assert unless_given_up(row, None) == row
+    assert again or (found.reason, found.left_alone) == (
+        f"{GIVEN_UP} (num_workers=8): slower than recorded",
+        {3: found.reason},
+    )
+
+
+def test_a_plan_of_a_run_in_which_a_dataset_proved_unfit_says_who_found_it() -> None:
+    made = RunMaker(**JOB).make()
+    loaders = {"0": {**made.meta["loaders"]["0"], "dataset": "D"}}
+    left = {"dataset": "D", "reason_not_applied": "it draws", "about": "dataset"}
+    applied = [
+        {
+            "name": "data.cache",
+            "parameters": {"bytes": 1},
+            "facts": {"loaders": [left]},
+            "reason_not_applied": "it draws",
+        }
+    ]
+    plain, unfit = (
+        Plan.of(None, Program.from_trace(made.trace, meta), Setup.from_facts(meta, memory_bytes=10**9), ADVISERS)
+        for meta in ({**made.meta, "loaders": loaders}, {**made.meta, "loaders": loaders, "applied": applied})
+    )
+
+    assert any(row.name.startswith("data.") for row in plain.proposals)
+    assert not any(row.name.startswith("data.") for row in unfit.proposals)
+    refused = {row.name: row for row in unfit.refused}
+    for name in ("data.workers", "data.threads", "data.cache", "data.server"):
+        assert "it draws (data.cache found it in this run)" in refused[name].reason
+        assert refused[name].unsafe

@@ -23,9 +23,9 @@ from headway.ledger.causes import Fix, find_causes
 from headway.ledger.ledger import Ledger
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
-from headway.plan.reasons import IN_FORCE
+from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.report.figures import verdict
-from headway.report.screens import render_compare
+from headway.report.screens import render_compare, render_plan
 from headway.report.timeline import timeline
 from headway.runtime.exit_class import HEADER, RankEnd
 from headway.runtime.launch import _failure_text
@@ -36,10 +36,10 @@ from headway.trace.trace import Trace
 from headway.verbs.compare import unfinished
 from headway.verbs.explain import explain, fixes_of, refuted
 from headway.verbs.report import heat_maps, known_steps, step_durations, timelines, window_of
-from headway.verbs.script_terms import OF_REMEDY
+from headway.verbs.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.source import newest_run
 from headway.verbs.trace import interval
-from headway.verbs.verdict import applied_rows, verdict_line
+from headway.verbs.verdict import applied_rows, summarise, verdict_line
 from headway.verbs.why import next_command
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
@@ -200,6 +200,9 @@ def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     given = Refusal("data.workers", "data", f"{IN_FORCE} (num_workers=2)")
     told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), refused=(given,)))
     assert (told.fix, told.predicted_speedup) == ("none that pays is known (data.workers is in force already)", None)
+    lost = Refusal("data.workers", "data", f"{GIVEN_UP} (num_workers=2): slower")
+    told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), refused=(lost,)))
+    assert told.fix == "none that pays is known (data.workers was refused or withdrawn in this run)"
 
 
 def test_what_headway_cannot_apply_lends_its_prediction_to_the_rules_advice():
@@ -247,6 +250,39 @@ def test_a_fix_for_a_run_without_a_launcher_is_in_the_scripts_own_terms():
     assert alone.text == "DataLoader(num_workers=8, prefetch_factor=2, persistent_workers=True)"
     assert alone.predicted_speedup == launched.predicted_speedup
     assert {*OF_REMEDY} >= {name for name in REMEDIES if CAUSES_OF_REMEDY.get(name)} - {"comm.order"}
+
+
+def test_a_plan_of_a_run_without_a_launcher_ends_with_what_the_script_can_say():
+    given = {"num_workers": 8, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False}
+    rows = [replace(proposed("data.workers", 2.0), parameters=given), proposed("comm.order", 1.2)]
+    plan = {"proposals": [row.to_json() for row in rows], "chosen": [row.name for row in rows]}
+    launched, alone = (
+        render_plan({**plan, "in_script": terms}, plan_path="plan.json", width=120)
+        for terms in (None, chosen_terms(rows, plan["chosen"]))
+    )
+
+    assert "headway run --apply plan.json" in launched
+    assert "Next, in the script  DataLoader(num_workers=8, prefetch_factor=2, persistent_workers=True)" in alone
+    assert "--apply" not in alone
+
+
+def test_the_verdict_of_a_run_advises_no_remedy_that_the_run_found_unfit(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(BEFORE, run)
+    plan = PlanFile(remedies=(Remedy("data.workers", {"num_workers": 2}, 2.0),), predicted_speedup=2.0)
+    left = {"dataset": "TextBlocks", "reason_not_applied": "it changes", "about": "dataset"}
+    outcome = {"name": "data.workers", "facts": {"loaders": [left]}, "reason_not_applied": "it changes"}
+    (run / "applied").mkdir()
+    (run / "applied" / "r0.json").write_text(json.dumps({"rank": 0, "remedies": [outcome]}))
+
+    facts, explained = summarise(run, plan, None)
+    later = explain([run])
+
+    assert any(row.name.startswith("data.") for row in explain([Path(BEFORE)]).plan.proposals)
+    for found in (explained, later):
+        assert not any(row.name.startswith("data.") for row in found.plan.proposals)
+        assert not any(cause.fix.startswith("data.") for cause in found.causes)
+    assert facts["applied"][0]["parameters"] == {"num_workers": 2}
 
 
 def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path):

@@ -23,7 +23,9 @@ from headway.ledger.rows import NAME_ID
 from headway.ledger.saved import Saves
 from headway.ledger.sheet import Sheet
 from headway.ledger.timeline import OpenWaits, RankBook
+from headway.trace.intervals import merged
 from headway.trace.nesting import number_alike
+from headway.trace.pauses import elapsed
 from headway.trace.sweep import Ints
 
 BLAME_BUCKETS = tuple(BLAME)
@@ -152,7 +154,7 @@ class Booked:
     seen: bool
     """Whether somebody saw its process end."""
     step_wall_ns: Ints
-    """[k] Wall of each complete step."""
+    """[k] Wall of each complete step, without pauses."""
     saves: Saves
     """What it saved."""
     sheet: Sheet
@@ -177,7 +179,10 @@ class Booked:
         )
         few = OpenWaits(narrowed(place[waits.row]), waits.start_ns, waits.end_ns, narrowed(waits.column))
         book.sheet.pack()
-        walls, saves = narrowed(life.step_end - life.step_start), Saves.of(rows, life)
+        away = rows.of("pause")
+        pauses = merged(rows.start_ns[away], rows.end_ns[away])
+        walls = narrowed(elapsed(life.step_end, pauses) - elapsed(life.step_start, pauses))
+        saves = Saves.of(rows, life)
         return cls(rows.rank, life.first_ns, life.last_ns, life.seen, walls, saves, book.sheet, few, calls)
 
 

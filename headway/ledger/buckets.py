@@ -88,6 +88,7 @@ SUB_LINES: dict[str, str] = {
     "idle.exit": "end of the process to the end of the launcher",
     "idle.absent": "allocated, but no rank ran there in this attempt",
     "idle.device": "device idle outside steps",
+    "idle.cells": "between two cells of a notebook: none of its code ran",
     "unknown.dropped": "records were overwritten before they were drained",
     "unknown.cut_short": "after the last record of a process that failed, or whose end nobody saw",
     "unknown.missing": "a rank that left no records",
@@ -152,11 +153,13 @@ BUCKET_OF: dict[str, Booking] = {
     "optimizer.step": Booking("useful.optimizer", 10),
     "optimizer.closure": Booking("useful.forward", 10),
     "forward": Booking("useful.forward", 10),
+    "pause": Booking("idle.cells", 2),
     "host.script": Booking("host.script", 1),
 }
 """Recorded name -> its booking: the only place that maps. Names left out own no time by themselves."""
 
 STARTUP_OF: dict[str, Booking] = {
+    "pause": Booking("idle.cells", 6),
     "host.compile": Booking("startup.compile", 5),
     "checkpoint.restore": Booking("startup.load", 4),
     "checkpoint.load": Booking("startup.load", 3),

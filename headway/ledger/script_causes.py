@@ -76,7 +76,7 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     waits = {loader: amounts.get("eval.input", 0) for loader, amounts in ledger.loader_ns.items()}
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
     facts = known.get(str(slowest)) if slowest is not None and waits[slowest] else None
-    if facts is not None and seconds["waiting for its loader"] > own / 2:
+    if facts is not None and seconds["waiting for its loader"] > own / 2 and not facts.unfit_ahead:
         where, fix = where_of(facts), "give the loader of the evaluation workers, and keep them between evaluations"
     else:
         where, fix = (

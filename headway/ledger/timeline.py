@@ -121,6 +121,7 @@ def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> Ope
     owner = owner_of[pieces.row]
     name = np.where(owner >= 0, rows.name[owner], -1)
     column, place = _place(rows, pieces, life)
+    column = np.where(name == NAME_ID["pause"], len(life.step_start) + 1, column)  # a pause is no time of any step
     # Collections with nothing else behind them are the interpreter going down: part of what follows the steps.
     over = (name == NAME_ID["host.gc"]) & (pieces.start_ns >= trained_until(rows, life))
     # Forwards and the like outside steps are no part of one.
@@ -169,7 +170,7 @@ def checkpoint_gaps(rows: Rows) -> tuple[Ints, Ints]:
     begins inside it.
     """
     names = ("checkpoint.save", "checkpoint.sync", "checkpoint.rename")
-    training = ("input.next", "input.iter", "optimizer.step", "comm.wait", "comm.collective", "step")
+    training = ("input.next", "input.iter", "optimizer.step", "comm.wait", "comm.collective", "step", "pause")
     other = (*training, "checkpoint.snapshot", "checkpoint.wait", "checkpoint.restore")
     picked = rows.of(*names, *other)
     state = np.isin(rows.name[picked], [NAME_ID[name] for name in names])

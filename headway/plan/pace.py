@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from headway.core.units import NS_PER_S
+from headway.trace.pauses import without_pauses
 from headway.trace.trace import Trace
 
 CHUNK = 10
@@ -18,7 +19,7 @@ CHUNK = 10
 
 def step_seconds(ranks: Iterable[Trace]) -> float | None:
     """Return the pace of the first of `ranks`, a trace each, that has enough steps; None when none has. Seconds."""
-    return next((pace for trace in ranks if (pace := _pace(trace)) is not None), None)
+    return next((pace for trace in ranks if (pace := _pace(without_pauses(trace))) is not None), None)
 
 
 def _pace(trace: Trace) -> float | None:

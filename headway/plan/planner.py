@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import LeftOut, excludes, reason_of, unless_in_force
+from headway.plan.reasons import LeftOut, excludes, reason_of, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.sim.edits import Edit
 from headway.sim.program import Prediction, Program
@@ -84,6 +84,7 @@ class Plan:
         base = program.predict()
         advice = [row for adviser in advisers.values() for row in resolve(adviser)(ledger, program, setup)]
         found = [unless_in_force(row, setup.in_force.get(row.name)) for row in advice]
+        found = [unless_given_up(row, setup.given_up.get(row.name)) for row in found]
         proposals = [row for row in found if isinstance(row, Proposal)]
         return compose(proposals, program, setup, base=base, refused=[row for row in found if isinstance(row, Refusal)])
 

@@ -14,6 +14,7 @@ from typing import Any
 from headway.core.units import format_bytes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.sim.edits import parse_edit
+from headway.trace.in_force import GivenUp
 
 KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")
 """Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;
@@ -22,6 +23,9 @@ it changes random draws and was not granted; a remedy in the plan excludes it; i
 
 IN_FORCE = "it is in force already"
 """How the reason begins for which a remedy that the run had applied is not proposed again."""
+
+GIVEN_UP = "it was refused or withdrawn in this run"
+"""How the reason begins for which a remedy that the run refused or withdrew is not proposed as it was given there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,4 +81,15 @@ def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) ->
         new = ", ".join(f"{key}={value}" for key, value in changed.items())
         low, high = row.interval
         reason += f"; {new} is predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}): not clear of the noise"
+    return Refusal(row.name, row.room, reason, left_alone={**row.left_alone, **dict.fromkeys(row.loaders, reason)})
+
+
+def unless_given_up(row: Proposal | Refusal, tried: GivenUp | None) -> Proposal | Refusal:
+    """Refuse a proposal that the run `tried` with the same parameters and was without in the end."""
+    if tried is None or isinstance(row, Refusal):
+        return row
+    if any(tried.parameters.get(key) != value for key, value in row.parameters.items()):
+        return row
+    given = ", ".join(f"{key}={value}" for key, value in row.parameters.items())
+    reason = f"{GIVEN_UP}{f' ({given})' if given else ''}: {tried.reason}"
     return Refusal(row.name, row.room, reason, left_alone={**row.left_alone, **dict.fromkeys(row.loaders, reason)})

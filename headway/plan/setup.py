@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from headway.core.errors import InputError
-from headway.trace.in_force import in_force
+from headway.trace.in_force import GivenUp, given_up, in_force
 from headway.trace.loader_facts import LoaderFacts, loaders_in
 
 MEMORY_FRACTION = 0.8
@@ -78,6 +78,9 @@ class Setup:
     in_force: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Remedy that the run had applied -> its parameters there."""
 
+    given_up: Mapping[str, GivenUp] = field(default_factory=dict)
+    """Remedy that the run refused or withdrew -> its parameters there, and why."""
+
     def __post_init__(self) -> None:
         """Check the counts."""
         for name in ("world_size", "ranks_per_host", "cores"):
@@ -116,4 +119,5 @@ class Setup:
             ),
             loaders=loaders_in(facts),
             in_force=in_force(facts),
+            given_up=given_up(facts),
         )

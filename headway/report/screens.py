@@ -139,8 +139,10 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     """Return the screen of a `headway.plan/1` object: proposals, the chosen ones marked, the command to apply them.
 
     Reads `proposals`, `chosen` (names or objects), `predicted_speedup` and,
-    where given, `interval`, `refused` and `note`. `source` is the run as the
-    user named it, `plan_path` the file that `headway run --apply` takes.
+    where given, `interval`, `refused`, `note`, and `in_script`: what to write
+    in place of the command, for a recording that no launcher began. `source`
+    is the run as the user named it, `plan_path` the file that `headway run
+    --apply` takes.
     """
     width, unicode = screen.get("width", 88), screen.get("unicode", True)
     chosen = {_name_of(c) for c in plan.get("chosen") or ()}
@@ -163,7 +165,10 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
         parts += ["", Text("  Considered, not proposed", style="bold"), *(paragraph(r, style="dim") for r in refused)]
     if plan.get("note"):
         parts += ["", paragraph(clean(plan["note"]), style="dim")]
-    if chosen and plan_path:
+    by_hand = plan.get("in_script")
+    if by_hand:  # recorded without a launcher: there may be no script to run under the plan
+        parts += ["", *(command_line("Next, in the script", clean(terms)) for terms in by_hand)]
+    elif by_hand is None and chosen and plan_path:
         command = f"headway run --apply {shlex.quote(clean(plan_path))} -- <your script and its arguments>"
         parts += ["", command_line("Next", command)]
     return draw(parts, **screen)

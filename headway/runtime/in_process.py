@@ -32,6 +32,7 @@ from typing import Any
 from headway.core.host import host_cores
 from headway.runtime import bootstrap, redact
 from headway.runtime.annotate import Evaluation, Timer, mark_epoch
+from headway.runtime.cells import Cells
 from headway.runtime.exit_class import RankEnd, classify
 from headway.runtime.probes import now, write_json
 from headway.runtime.rank_variables import number
@@ -66,6 +67,7 @@ class Run:
         self._enabled = enabled and os.environ.get("HEADWAY", "").lower() not in ("off", "0")
         self._draw = draw
         self._session: bootstrap.Session | None = None
+        self._cells: Cells | None = None
         self._own = False
         self._environment = contextlib.ExitStack()
         self._started_ns = (now(), time.time_ns())
@@ -91,6 +93,7 @@ class Run:
             self._begin()
             if self._own:
                 _STARTED.append(self)
+            self._follow_cells()
         return self
 
     def stop(self) -> None:
@@ -119,6 +122,24 @@ class Run:
         """Mark the beginning of epoch `index`."""
         mark_epoch(self._session, index)
 
+    def _follow_cells(self) -> None:
+        """Tell the cells of a notebook from the time between them."""
+        try:
+            if self._session is not None:
+                self._cells = Cells(self._session.probes)
+                self._cells.follow()
+        except Exception as cause:
+            warn(f"time between cells is not told from steps: {type(cause).__name__}: {cause}")
+
+    def _leave_cells(self) -> None:
+        """Follow the cells of a notebook no more."""
+        cells, self._cells = self._cells, None
+        try:
+            if cells is not None:
+                cells.leave()
+        except Exception as cause:
+            warn(f"the cells of the notebook are still followed: {type(cause).__name__}: {cause}")
+
     def _begin(self) -> None:
         """Join the recording of this process, or begin one."""
         if not self._enabled:
@@ -143,6 +164,7 @@ class Run:
         session, self._session = self._session, None
         if session is None or self._pid != os.getpid():
             return
+        self._leave_cells()
         if not self._own:
             self._joined = str(session.probes.run)
             return

@@ -49,9 +49,12 @@ class Refused:
     reason: str
     """Why not: value, rule."""
 
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What was found, for the plans that are made from this run."""
+
     def json(self) -> dict[str, Any]:
         """Return the entry of RUN/applied."""
-        return {"name": self.name, "applied": False, "facts": {}, "reason_not_applied": self.reason}
+        return {"name": self.name, "applied": False, "facts": dict(self.facts), "reason_not_applied": self.reason}
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from headway.core.errors import InputError
 from headway.sim.core_use import cores_used
 from headway.trace.nesting import enclosing
 from headway.trace.parts import Parts
+from headway.trace.pauses import without_pauses
 from headway.trace.sweep import sweep
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import GC_CALLED
@@ -215,7 +216,7 @@ class Recording:
         kept = min(recorded, max_steps)
         own, lanes, batches, cut, seen, last, used = [], [], [], [], [], [], []
         for rank in ranks:
-            rows = _in_order(parts.read({"rank": (rank, rank + 1)}))
+            rows = _in_order(without_pauses(parts.read({"rank": (rank, rank + 1)})))
             lanes.append(_lane(rows, rank, kept))
             own.append(_until(rows, lanes[-1].step_end_ns[-1]))
             batches.append(_batches(own[-1], lanes[-1]))

@@ -25,6 +25,7 @@ from headway.trace.devices import by_rank, lead_of
 from headway.trace.intervals import inside
 from headway.trace.loads import load_children, name_workers, place_made
 from headway.trace.nesting import Nesting
+from headway.trace.pauses import trimmed
 from headway.trace.rows import Rows, lane_name, raw_rows
 from headway.trace.spool import Recorded
 from headway.trace.steps import step_of
@@ -65,6 +66,7 @@ def build(
     parts = [thinned(place_made(raw_rows(process, lanes, leads=process is lead), lanes)) for process in processes]
     name_workers(parts, parts[processes.index(lead)])
     columns = Rows.concat([*parts, *(load_children(part) for part in parts)])
+    columns = trimmed(columns, (columns.lane == 0) & (columns.process == lead.header.pid))
     training = np.flatnonzero((columns.lane == 0) & (columns.process == lead.header.pid))
     main = columns.where(training)
     tables = _tables(run, rank, lead)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from headway.trace.basis import Basis, Gradients
 from headway.trace.intervals import LAST, Intervals, inside, merged, without
+from headway.trace.pauses import pauses_of
 from headway.trace.rows import Rows
 from headway.trace.segments import CODE
 from headway.trace.vocabulary import KIND
@@ -54,6 +55,7 @@ def gaps(main: Rows, bounds_ns: Ints, evaluations: Rows, gradients: Gradients, b
     until = np.minimum(np.minimum(first, gradient), _first(basis.update_start_ns, low))[real]
     waits = _waits(forwards, bounds_ns, gradients, basis)
     start, end = without(merged(np.append(low[real], waits[0]), np.append(until, waits[1])), spans)
+    start, end = without((start, end), pauses_of(main))
     rows = Rows.of(SCRIPT, start, end - start, kind=KIND["HOST"])
     return rows.where(rows.duration_ns > 0)
 

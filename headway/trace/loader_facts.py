@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from headway.trace.in_force import in_force
+from headway.trace.in_force import DATASET, in_force, unfit
 
 SAFE_SAMPLERS = (
     "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
@@ -90,6 +90,10 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """How the training loop could change its order."""
     reason_untunable: str | None = None
     rehearsal: Rehearsal = Rehearsal()
+    unfit_ahead: str = ""
+    """Why nobody may read it ahead, as a remedy found while the run went on."""
+    unfit: str = ""
+    """Why nobody may keep its examples either, found likewise."""
     damaged: tuple[str, ...] = ()
     """Keys whose values were of another type."""
 
@@ -114,11 +118,20 @@ def loaders_in(meta: Mapping[str, Any]) -> dict[str, LoaderFacts]:
     """Return group -> facts of the loaders of a run, as they were read there; {} where run.json has none.
 
     A remedy that gave a loader workers is in force: what it had is what they made of it, not what the script asks for.
+    What remedies found of its dataset is among the facts; datasets are told apart by their class.
     """
     rows = meta.get("loaders")
     facts = {str(group): LoaderFacts.of(row) for group, row in rows.items()} if isinstance(rows, Mapping) else {}
     given = in_force(meta).get("data.workers")
-    return facts if given is None else {group: _with_workers(fact, given) for group, fact in facts.items()}
+    if given is not None:
+        facts = {group: _with_workers(fact, given) for group, fact in facts.items()}
+    for found in unfit(meta):
+        reason = f"{found.reason} ({found.remedy} found it in this run)"
+        more = {"unfit_ahead": reason, **({"unfit": reason} if found.about == DATASET else {})}
+        for group, fact in facts.items():
+            if fact.dataset and fact.dataset == found.dataset:
+                facts[group] = msgspec.structs.replace(fact, **more)
+    return facts
 
 
 def _with_workers(facts: LoaderFacts, given: Mapping[str, Any]) -> LoaderFacts:
@@ -154,6 +167,8 @@ def bound(facts: LoaderFacts) -> str:
         return facts.reason_untunable
     if facts.changes:
         return CHANGES.format(facts.changes)
+    if facts.unfit or facts.unfit_ahead:
+        return facts.unfit or facts.unfit_ahead
     if facts.steered:
         return facts.steered
     if facts.sampler is not None and facts.sampler not in SAFE_SAMPLERS:
@@ -203,6 +218,8 @@ def uncacheable(facts: LoaderFacts) -> str:
         return facts.reason_untunable
     if facts.changes:
         return CHANGES.format(facts.changes)
+    if facts.unfit:
+        return facts.unfit
     if facts.draws:
         return f"reading an example draws random numbers ({', '.join(facts.draws)}): it is another one each time"
     return ""

@@ -31,7 +31,7 @@ FORWARD, BACKWARD, REGION = CODE["segment.forward"], CODE["segment.backward"], C
 
 BEFORE_FORWARD = [
     CODE[name] for name in SPANS
-    if name in ("input.next", "input.iter", "optimizer.step", "comm.init", "host.compile", "host.import")
+    if name in ("input.next", "input.iter", "optimizer.step", "comm.init", "host.compile", "host.import", "pause")
     or name.startswith("checkpoint.")
 ]  # fmt: skip
 """Names whose end may be the beginning of a forward."""

@@ -145,6 +145,9 @@ SPANS: dict[str, Span] = {
     # What a script, or a callback of its trainer, says of itself.
     "eval.mark": Span(90, "MARK", ("corr",), "the script (or a callback) marks evaluation; corr = n-th of its mark"),
     "epoch": Span(91, "MARK", ("corr",), "instant: the script (or a callback) begins an epoch; corr = its index"),
+    "pause": Span(93, "MARK", (),
+                  "between two cells of a notebook; when the run is finalised, what the training thread recorded "
+                  "meanwhile (a widget, a task in the background) is cut out of it"),
 }  # fmt: skip
 """Every name the recorder writes -> its code, kind and columns."""
 

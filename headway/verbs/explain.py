@@ -17,7 +17,7 @@ from headway.ledger.evidence import TRY
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
-from headway.plan.reasons import IN_FORCE
+from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
@@ -28,6 +28,9 @@ from headway.trace.runs import Run, is_run, merge
 from headway.trace.trace import Trace
 from headway.verbs.script_terms import script_terms
 from headway.verbs.verified import withdrawn
+
+KNOWN_OF_REFUSED = {IN_FORCE: "is in force already", GIVEN_UP: "was refused or withdrawn in this run"}
+"""How the reason of a refusal begins -> what it says of advice to try the same."""
 
 
 @dataclass(frozen=True)
@@ -186,13 +189,14 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
     """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
     tried = [row for row in plan.proposals if cause.cause in CAUSES_OF_REMEDY.get(row.name, ())]
     given = [
-        row.name
+        f"{row.name} {known}"
         for row in plan.refused
-        if row.reason.startswith(IN_FORCE) and cause.cause in CAUSES_OF_REMEDY.get(row.name, ())
+        for prefix, known in KNOWN_OF_REFUSED.items()
+        if row.reason.startswith(prefix) and cause.cause in CAUSES_OF_REMEDY.get(row.name, ())
     ]
     if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
-    known = [*([f"predicted: {predicted}"] if tried else []), *(f"{name} is in force already" for name in given)]
+    known = [*([f"predicted: {predicted}"] if tried else []), *given]
     fix = f"none that pays is known ({'; '.join(known)})"
     return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False)

@@ -18,7 +18,9 @@ from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.report.terminal import render_plan
 from headway.sim.program import Program
+from headway.verbs.explain import is_launched
 from headway.verbs.output import emit
+from headway.verbs.script_terms import chosen_terms
 from headway.verbs.source import run_at
 
 
@@ -56,7 +58,8 @@ def plan(
     )
     path = out or recorded.path / "plan.json"
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
-    answer = {**made.to_json(), "loaders": loaders, "path": str(path)}
+    by_hand = None if is_launched(recorded.meta) else chosen_terms(made.proposals, made.chosen)
+    answer = {**made.to_json(), "loaders": loaders, "path": str(path), "in_script": by_hand}
     emit(
         answer,
         lambda screen: render_plan(answer, source=str(recorded.path), plan_path=str(path), **screen),

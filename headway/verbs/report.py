@@ -119,7 +119,9 @@ def step_durations(parts: Parts) -> tuple[list[int], Seconds | None, Seconds | N
         if len(steps["step"]):
             waits = part.where(part.named(*WAITS) & (part.events["step"] >= 0)).events
             row = len(ranks)
+            pauses = part.where(part.named("pause") & (part.events["step"] >= 0)).events
             whole[row, steps["step"]] = steps["duration_ns"] / NS_PER_S
+            whole[row] -= np.bincount(pauses["step"], pauses["duration_ns"] / NS_PER_S, size)
             own[row] = whole[row] - np.bincount(waits["step"], waits["duration_ns"] / NS_PER_S, size)
             ranks.append(rank)
     if not ranks:

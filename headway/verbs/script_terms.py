@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from headway.plan.proposal import Proposal
@@ -42,6 +42,12 @@ def script_terms(row: Proposal) -> str:
     """Return what to write for a proposal; '' where the cause's own advice says it already."""
     terms = OF_REMEDY.get(row.name)
     return "" if terms is None else terms(row.parameters)
+
+
+def chosen_terms(proposals: Iterable[Proposal], chosen: Collection[str]) -> list[str]:
+    """Return what to write for each of the `chosen` proposals that has terms of the script's own, in their order."""
+    found = [script_terms(row) for row in proposals if row.name in chosen]
+    return [terms for terms in found if terms]
 
 
 def call(name: str, given: Mapping[str, Any], *keys: str) -> str:

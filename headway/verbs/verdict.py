@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,13 +27,16 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     Writes the outcome of an applied plan into run.json, so that a report of the run shows it later.
     """
     run = Run.open(path)
+    found, taken_away = outcomes(path), withdrawn(path)
+    if plan is not None:  # what this run made of the remedies is known before it is asked what to do next
+        run = replace(run, meta={**run.meta, "applied": applied_rows(plan, found, None, taken_away)})
     explanation = explain_run(run, str(path))
     before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
     rate = steps_per_s(explanation.ledger)
     facts: dict[str, Any] = {"goodput": explanation.ledger.goodput, "steps_per_s": rate}
     if plan is not None:
         measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
-        facts["applied"] = applied_rows(plan, outcomes(path), measured, withdrawn(path))
+        facts["applied"] = applied_rows(plan, found, measured, taken_away)
         facts["verified"] = verified(path)
         meta = json.loads((path / "run.json").read_text())
         write_json(path / "run.json", {**meta, "applied": facts["applied"]})
@@ -52,6 +56,7 @@ def applied_rows(
         reason = "no rank reported on it" if outcome is None else outcome.get("reason_not_applied")
         rows.append({
             "name": remedy.name,
+            "parameters": dict(remedy.parameters),
             "facts": (outcome or {}).get("facts", {}),
             "predicted_speedup": remedy.predicted_speedup,
             "interval": list(remedy.interval) if remedy.interval else None,

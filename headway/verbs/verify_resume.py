@@ -88,8 +88,9 @@ def _loaders(run: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for file in sorted((run / "applied").glob("r*.json"))[:1]:
         for entry in jsonlib.loads(file.read_text())["remedies"]:
-            found += entry["facts"].get("loaders", [])
-            if entry["reason_not_applied"]:
+            loaders = entry["facts"].get("loaders", [])
+            found += loaders
+            if entry["reason_not_applied"] and not loaders:
                 found.append({"dataset": "", "reason_not_applied": entry["reason_not_applied"]})
     if not found:
         raise InputError("the script read nothing through a torch DataLoader before its first optimizer step.")

@@ -27,4 +27,9 @@ class Alone:
 
 
 class UnmadeError(Exception):
-    """A batch that a worker or a thread did not make; the reason is its text. Never seen by a script."""
+    """A batch that a worker or a thread did not make. Never seen by a script."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        """Why not, of the type that says what it is about (`outcome`)."""

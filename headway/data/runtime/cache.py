@@ -30,7 +30,7 @@ from headway.core.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
 from headway.data.runtime.circumstances import modes, outside
 from headway.data.runtime.examples import aliased, decode, encode, equal
-from headway.data.runtime.outcome import Report, reporter, speak
+from headway.data.runtime.outcome import OfDataset, Report, reporter, speak
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.trial import in_child, pretend_worker
@@ -358,14 +358,14 @@ class ExampleCaches:
         if stored.is_other(dataset):
             stored.scrutiny.end(ALTERED)
         if stored.scrutiny.over:
-            self._leave(dataset, stored.scrutiny.finding)
+            self._leave(dataset, OfDataset(stored.scrutiny.finding))
 
     def settle(self) -> None:
         """Report what readers found in the last pass; call it at the end."""
         for dataset in list(self.alive.values()):
             stored = self.stored.get(id(dataset))
             if stored is not None and stored.scrutiny.over:
-                self._leave(dataset, stored.scrutiny.finding)
+                self._leave(dataset, OfDataset(stored.scrutiny.finding))
 
     def _leave(self, dataset: Any, reason: str) -> None:
         """Read `dataset` as if there were no cache, from the next iterator on."""
@@ -397,7 +397,7 @@ def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
         if finding is None and aliased(example):
             finding = "parts of an example share memory, and parts of a copy would not"
         finding = finding or _differs_in_workers(loader, [0, last])
-        return (f"its dataset is not pure: {finding}", 0) if finding else (None, num_bytes)
+        return (type(finding)(f"its dataset is not pure: {finding}"), 0) if finding else (None, num_bytes)
 
     # Never here: a dataset may count its readings, and what it opens at its first one must not be there already when
     # the script's own workers are forked.
@@ -408,9 +408,9 @@ def out_of_sight(dataset: Any) -> str | None:
     """Say what the dataset reads that may be changed without being seen, None where there is nothing."""
     for value, _ in reached(dataset):
         if isinstance(value, np.memmap) and value.flags.writeable:
-            return "its dataset reads a file mapped for writing: a change of it shows nowhere. Map it with mode='r'"
+            return OfDataset("its dataset reads a file mapped for writing: changes show nowhere. Map it with mode='r'")
         if isinstance(value, sqlite3.Connection):
-            return "its dataset asks a database, of which a change shows nowhere"
+            return OfDataset("its dataset asks a database, of which a change shows nowhere")
     return None
 
 
@@ -439,9 +439,9 @@ def _unsteady(dataset: Any) -> str | None:
         if first.drew is not False or second.drew is not False or not _is_encodable(first.value):
             continue
         if not equal(first.value, second.value):
-            return f"reading example {index} twice gave two different results"
+            return OfDataset(f"reading example {index} twice gave two different results")
         if surroundings(dataset) != before:
-            return f"reading example {index} changes what the dataset goes by"
+            return OfDataset(f"reading example {index} changes what the dataset goes by")
     return None
 
 

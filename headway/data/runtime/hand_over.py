@@ -31,6 +31,7 @@ from headway.data.runtime import account
 from headway.data.runtime.examples import encode_plain
 from headway.data.runtime.files_read import FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
+from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.watch import Watch
 
 SMALL_BYTES = 1 << 16
@@ -86,7 +87,7 @@ class Packed:
 def outdated(batch: Packed | Ready) -> str | None:
     """Say which file the script has written since a batch was read from it, None when none was."""
     path = changed(batch.files)
-    return path and FILE.format(path)
+    return path and OfDataset(FILE.format(path))
 
 
 def packed(batch: Any) -> Packed:
@@ -145,8 +146,8 @@ def _packing(fetch: Callable[[Any, Any], Any], begins: WorkerBegins) -> Callable
         reading = watch.around(lambda: fetch(fetcher, index), alone=True)
         sys.stdout.flush()
         if os.fstat(1).st_size != printed:
-            return Unmade("reading a batch prints")
-        return reading.value if reading.drew is False else Unmade("a batch draws random numbers")
+            return Unmade(OfDataset("reading a batch prints"))
+        return reading.value if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:
         try:
@@ -155,7 +156,7 @@ def _packing(fetch: Callable[[Any, Any], Any], begins: WorkerBegins) -> Callable
             if isinstance(batch, Unmade):
                 return batch
             if (path := written_since(noted, begins.began_ns)) is not None:
-                return Unmade(FILE.format(path))
+                return Unmade(OfDataset(FILE.format(path)))
             return replace(packed(batch), files=noted)
         except BaseException as failure:  # whatever it is, the training process meets it where the script would
             return Unmade(f"a batch raised {type(failure).__name__}")

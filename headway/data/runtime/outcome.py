@@ -9,6 +9,40 @@ from typing import Any
 
 from headway.data.caches.scrutiny import Scrutiny
 from headway.runtime.remedy import Applied, Context, Refused
+from headway.trace.in_force import DATASET, READING
+
+
+class OfReading(str):
+    """A reason that lies with a dataset or its loader: nobody may read its batches ahead of training."""
+
+    __slots__ = ()
+
+
+class OfDataset(OfReading):
+    """A reason that lies with a dataset: its examples may neither be read ahead, nor kept, nor shared."""
+
+    __slots__ = ()
+
+
+def impure(finding: str) -> OfReading:
+    """Return the reason that `finding` is, found where a batch was made as another process would make it.
+
+    >>> type(impure("it is an open file")).__name__, type(impure(OfDataset("it draws"))).__name__
+    ('OfReading', 'OfDataset')
+    """
+    kind = type(finding) if isinstance(finding, OfReading) else OfReading
+    return kind(f"its dataset is not pure: {finding}")
+
+
+def about(reason: str) -> dict[str, str]:
+    """Return what is to be noted beside a reason: what it is about, where other remedies have to know.
+
+    >>> about(OfDataset("it draws")), about("there is no memory")
+    ({'about': 'dataset'}, {})
+    """
+    if isinstance(reason, OfDataset):
+        return {"about": DATASET}
+    return {"about": READING} if isinstance(reason, OfReading) else {}
 
 
 class Report:
@@ -27,14 +61,15 @@ class Report:
 
     def __call__(self, facts: Mapping[str, Any]) -> None:
         """Note the facts of one decision; 'reason_not_applied' among them means that a loader was left alone."""
-        if facts in self._decisions:
+        decision = {**facts, **about(facts.get("reason_not_applied", ""))}
+        if decision in self._decisions:
             return  # a loader made anew for each epoch: nothing new to say, and nothing to keep
-        self._decisions.append(dict(facts))
+        self._decisions.append(decision)
         self._write()
 
     def withdrawn(self, dataset: str, reason: str) -> None:
         """Note that the remedy was taken away from a loader that had it."""
-        self._withdrawn.append({"dataset": dataset, "reason": reason})
+        self._withdrawn.append({"dataset": dataset, "reason": reason, **about(reason)})
         self._write()
 
     def restored(self) -> None:
@@ -54,7 +89,7 @@ class Report:
     def _write(self) -> None:
         reasons = [fact["reason_not_applied"] for fact in self._decisions if "reason_not_applied" in fact]
         if len(reasons) == len(self._decisions):
-            self._context.note(Refused(self.name, "; ".join(dict.fromkeys(reasons))))
+            self._context.note(Refused(self.name, "; ".join(dict.fromkeys(reasons)), {"loaders": self._decisions}))
             return
         facts: dict[str, Any] = {**self._parameters, "loaders": self._decisions}
         if self._withdrawn:

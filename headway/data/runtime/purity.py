@@ -20,6 +20,7 @@ import torch
 
 from headway.data.runtime.examples import decode, encode, equal, memory
 from headway.data.runtime.keyed import generator_states, set_generators
+from headway.data.runtime.outcome import OfDataset
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
 
 SEEDED = {"random", "numpy", "torch"}
@@ -50,13 +51,13 @@ def impurity(
             second = _read_as_a_worker_would(dataset, index)
             found = sorted({*found, *drawn(before, fingerprints(own))})
             if found and not (may_draw and {*found} <= SEEDED):
-                return f"reading example {index} draws random numbers"
+                return OfDataset(f"reading example {index} draws random numbers")
             if not equal(first, second):
-                return f"reading example {index} twice gave two different results"
+                return OfDataset(f"reading example {index} twice gave two different results")
             if fresh and memory(first) & memory(second):
                 return f"reading example {index} returns memory that the dataset keeps, or uses again"
             if picture(dataset) != attributes:
-                return f"reading example {index} changes attributes of the dataset"
+                return OfDataset(f"reading example {index} changes attributes of the dataset")
             if not equal(decode(encode(first)), first):
                 return f"example {index} does not survive being copied"
     except Exception as failure:

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import picture
 from headway.runtime.probe_input import is_own
 from headway.runtime.samplers import order_generators, sampler_of, samplers_within, steered
 
-CHANGED = "the script changes its dataset during a pass: from there on it is read as the script made the loader"
+CHANGED = OfDataset(
+    "the script changes its dataset during a pass: from there on it is read as the script made the loader"
+)
 """Why a remedy that was in force is taken away."""
 
 SOURCES = ("data_source", "dataset")

@@ -163,7 +163,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
             self._ended(self)
             raise
         except UnmadeError as failure:
-            self.leave(str(failure))
+            self.leave(failure.reason)
         if self._single is not None:  # outside of the handler: the script's own exceptions have no context
             return self._single._next_data()
         self.waited.wait_ns += perf_counter_ns() - before_ns

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from headway.data.runtime import account
 from headway.data.runtime.loader import DataLoader as OwnLoader
-from headway.data.runtime.outcome import Report, reporter
+from headway.data.runtime.outcome import Report, impure, reporter
 from headway.data.runtime.read_ahead import bound_to_the_loop
 from headway.data.runtime.trial import unfit
 from headway.data.runtime.verification import Verification, verification_of
@@ -60,7 +60,7 @@ def followed(loader: DataLoader[Any], options: DataServer) -> OwnLoader | str:
         return f"its {type(sampler_of(loader)).__name__} does not give each example once"
     finding, _ = unfit(loader, may_draw=True)
     if finding:
-        return f"its dataset is not pure: {finding}"
+        return impure(finding)
     own = OwnLoader(
         loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
         timeout=loader.timeout, server=options, seed=torch.initial_seed() >> 1, **order,

@@ -26,7 +26,7 @@ from headway.data.runtime.circumstances import modes, modes_of_threads, outside
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.keyed import KeyedDataset, Keys
-from headway.data.runtime.outcome import Report, reporter
+from headway.data.runtime.outcome import Report, impure, reporter
 from headway.data.runtime.read_ahead import CHANGED, bound_to_the_loop, num_free
 from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Pool, Task, lock_wait_fraction
@@ -147,7 +147,7 @@ class ScriptThreads(InThreads):
         try:
             data = super()._next_data()
         except UnmadeError as failure:
-            self._leave(str(failure))
+            self._leave(failure.reason)
         if self._single is not None:  # outside of the handler: the script's own exceptions have no context
             return self._single._next_data()
         self._read_ahead()
@@ -214,7 +214,7 @@ def different(loader: DataLoader[Any]) -> str | None:
         return reason
     finding = unfit(loader)[0] or names_draws((loader.dataset, loader.collate_fn))
     if finding:
-        return f"its dataset is not pure: {finding}"
+        return impure(finding)
 
     def tried() -> tuple[str | None, int]:
         read = loader.dataset, loader.collate_fn
@@ -292,7 +292,7 @@ class Switch:
             self.withdrawal.has_remedy = True
             count = min(self.num_threads, max(len(loader), 1))
             account.describe(num_workers=count, workers="threads")
-            left = partial(self._left, ref(loader))
+            left = partial(self._left, ref(loader), type(loader.dataset).__name__)
             if self.verification is None:
                 return ScriptThreads(loader, count, self.prefetch_factor, left)
             return self.verification.following(
@@ -327,12 +327,12 @@ class Switch:
             self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
             return False
 
-    def _left(self, loader: ref[DataLoader[Any]], reason: str) -> None:
+    def _left(self, loader: ref[DataLoader[Any]], dataset: str, reason: str) -> None:
         """Leave a loader alone from the next pass on: threads could not go on with this one."""
         found = loader()
         if found is not None:
             self._leave(found, reason)
-        self.report({"reason_not_applied": reason})
+        self.report({"dataset": dataset, "reason_not_applied": reason})
 
     def _decide(self, loader: DataLoader[Any]) -> str | None:
         facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}

@@ -31,7 +31,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.keyed import Keys, generator_states, set_generators
-from headway.data.runtime.outcome import Report
+from headway.data.runtime.outcome import OfDataset, Report
 from headway.data.runtime.trial import be_worker, collated, in_child
 from headway.runtime import bootstrap
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
@@ -278,7 +278,7 @@ class Verification:
         number, loader = followed.counts.batches - 1, followed.loader()
         assert followed.source is not None
         name = type(followed.source.dataset).__name__
-        reason = f"batch {number} of its loader is not the script's own"
+        reason = OfDataset(f"batch {number} of its loader is not the script's own")
         warn(f"--verify: {' and '.join(followed.takes)} changed batch {number} of {name}: taken away from this loader")
         takes, followed.takes = followed.takes, {}
         for report, leave, _ in takes.values():

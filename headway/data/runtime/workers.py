@@ -21,7 +21,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
-from headway.data.runtime.outcome import Report, reporter
+from headway.data.runtime.outcome import Report, impure, reporter
 from headway.data.runtime.read_ahead import bound_to_the_loop
 from headway.data.runtime.script_workers import ScriptWorkers, Settings, Waited
 from headway.data.runtime.trial import EXAMPLES, keeps, unfit
@@ -82,7 +82,7 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
     # Its seeds need not be those of torch, which differ from worker to worker: so it may draw nothing.
     finding, tried_bytes = unfit(loader, may_draw=may_draw and not starts, starts=starts)
     if finding:
-        return f"its dataset is not pure: {finding}"
+        return impure(finding)
     needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
     return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
 
