@@ -17,8 +17,9 @@ class TestContext:
     def __init__(self, allow="", verify=False):
         self.allow, self.undos, self.outcomes = allow, [], []
         self.verify, self.failures, self.step_s = verify, [], None
-        # A clock that stands still: what is tried does not depend on how busy the host of the tests is.
-        self.shared = {"data.trials": Budget(clock=lambda: 0.0)}
+        # A clock that stands still, and a minute for each child: what is tried, and what comes of it, do not depend on
+        # how busy the host of the tests is.
+        self.shared = {"data.trials": Budget(clock=lambda: 0.0, longest_s=60.0)}
         self.probes = SimpleNamespace(failed=lambda name, cause: self.failures.append((name, cause)))
 
     def patch(self, target, wrapper):

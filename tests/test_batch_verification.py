@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.data.runtime import alone
 from headway.data.runtime.cache import cache
 from headway.data.runtime.examples import equal
 from headway.data.runtime.switch import threads
@@ -18,7 +19,7 @@ from headway.data.runtime.workers import workers
 from tests.loaders_made import Squares
 from tests.paths import ROOT
 from tests.recorded import environment
-from tests.remedy_context import applied
+from tests.remedy_context import TestContext, applied
 
 REMEDIES = {
     "threads": (threads, {"num_workers": 2, "prefetch_factor": 2}),
@@ -44,6 +45,13 @@ class Mixed(Dataset):
         return torch.tensor([float(index), globals()["RATIO"][0]])
 
 
+class Named(Mixed):
+    """The same, and its code names the number: remedies see when the loop changes it."""
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), RATIO[0]])
+
+
 class ByWorkers(Squares):
     """Its examples depend on how many workers there are."""
 
@@ -51,15 +59,18 @@ class ByWorkers(Squares):
         return super().__getitem__(index) + getattr(get_worker_info(), "num_workers", 0)
 
 
-def passes(loader, *, changing=False, count=2):
-    """Return the batches of some passes, and a random number after them; at times the number outside changes."""
+def passes(loader, *, changing=False, at=None, count=2):
+    """Return the batches of some passes, and a random number after them.
+
+    The number outside changes before each batch, or before batch `at` alone.
+    """
     torch.manual_seed(3)
     RATIO[0] = 0.0
     found = []
     for _ in range(count):
         for batch in loader:
             found.append(batch.clone())
-            RATIO[0] += changing
+            RATIO[0] += changing or len(found) == at
     return found, torch.rand(())
 
 
@@ -69,15 +80,74 @@ def facts_of(context):
 
 @pytest.mark.parametrize("name", REMEDIES)
 def test_a_remedy_that_changes_nothing_is_found_equal_and_stays(name):
-    expected = passes(DataLoader(Squares(120), 4, shuffle=True))
+    expected = passes(DataLoader(Squares(40), 4, shuffle=True), count=4)
 
     with applied(*REMEDIES[name], verify=True) as context:
-        assert equal(passes(DataLoader(Squares(120), 4, shuffle=True)), expected)
+        assert equal(passes(DataLoader(Squares(40), 4, shuffle=True), count=4), expected)
 
-    # Of 60 batches: 0, 2, 8, 32, and the first one of the second pass.
-    assert facts_of(context)["verification"] == {"compared": 5, "equal": 5, "unequal": 0}
+    # 2, 8, 32, and the first one of each pass: 0, 10, 20, 30.
+    assert facts_of(context)["verification"] == {"batches": 40, "compared": 7, "equal": 7, "unequal": 0}
     assert facts_of(context)["not_compared"] == {}
     assert context.failures == []
+
+
+@pytest.mark.filterwarnings("ignore:Named is cached no more")
+@pytest.mark.parametrize("name", REMEDIES)
+def test_the_batch_at_which_a_remedy_sees_a_change_is_compared_whatever_its_number(name):
+    expected = passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1)
+
+    with applied(*REMEDIES[name], verify=True) as context:
+        assert equal(passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1), expected)
+
+    # 0, 2, 8, and 5.
+    assert facts_of(context)["verification"] == {"batches": 10, "compared": 4, "equal": 4, "unequal": 0}
+
+
+@pytest.mark.parametrize("name", ["threads", "workers"])
+def test_what_is_wrong_from_a_change_on_is_replaced_at_once(name, monkeypatch):
+    expected = passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1)
+    right = alone.Alone._next_data
+    monkeypatch.setattr(alone.Alone, "_next_data", lambda rest: right(rest) + 1)
+
+    with applied(*REMEDIES[name], verify=True) as context:
+        assert equal(passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1), expected)
+
+    assert facts_of(context)["verification"] == {"batches": 6, "compared": 3, "equal": 2, "unequal": 1}
+
+
+def test_a_first_batch_that_is_replaced_leaves_the_generators_where_the_script_s_own_does(monkeypatch):
+    expected = passes(DataLoader(Squares(40), 4, shuffle=True))
+
+    for name in REMEDIES:
+        with monkeypatch.context() as patched, applied(*REMEDIES[name], verify=True) as context:
+            patched.setattr("headway.data.runtime.verification.equal", lambda *_: False)
+            assert equal(passes(DataLoader(Squares(40), 4, shuffle=True)), expected)
+        assert facts_of(context)["verification"]["unequal"] == 1
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_of_the_script_s_that_stay_can_only_be_compared_in_their_first_pass(persistent):
+    with applied(*REMEDIES["workers"], verify=True) as context:
+        passes(DataLoader(Squares(16), 4, num_workers=1, persistent_workers=persistent), count=3)
+
+    compared = 1 if persistent else 3
+    assert facts_of(context)["verification"] == {"batches": 12, "compared": compared, "equal": compared, "unequal": 0}
+    assert sum(facts_of(context)["not_compared"].values()) == 3 - compared
+
+
+def test_a_batch_under_two_remedies_is_counted_once():
+    context = TestContext(verify=True)
+    try:
+        for remedy, parameters in (REMEDIES["cache"], REMEDIES["workers"]):
+            remedy(parameters, context)
+        passes(DataLoader(Squares(40), 4), count=1)
+    finally:
+        for undo in reversed(context.undos):
+            undo()
+
+    found = {outcome.name: outcome.json()["facts"]["verification"] for outcome in context.outcomes}
+    assert len(found) == 2
+    assert [sum(counts[name] for counts in found.values()) for name in ("batches", "compared")] == [10, 3]
 
 
 @pytest.mark.parametrize("name", ["threads", "workers"])
@@ -90,7 +160,7 @@ def test_a_changed_batch_is_replaced_and_all_later_ones_are_the_script_s_own(nam
     assert not equal(found[1], expected[1])  # read ahead, and not one of those that are compared
     assert equal(found[2:], expected[2:])
     assert torch.equal(drawn, after)
-    assert facts_of(context)["verification"] == {"compared": 2, "equal": 1, "unequal": 1}
+    assert facts_of(context)["verification"] == {"batches": 3, "compared": 2, "equal": 1, "unequal": 1}
     assert [(row["dataset"], row["about"]) for row in facts_of(context)["withdrawn"]] == [("Mixed", "dataset")]
     assert f"--verify: data.{name} changed batch 2 of Mixed" in capfd.readouterr().err
 
@@ -148,5 +218,6 @@ def test_a_run_whose_batches_were_changed_exits_with_3_unless_the_script_failed(
 
     assert done.returncode == code, done.stderr[-2000:]
     found = json.loads(done.stdout)["verified"]
+    assert found["batches"] == (3 if words else 12)
     assert (found["unequal"], "taken away from this loader" in done.stderr) == ((1, True) if words else (0, False))
     assert found["compared"] == found["equal"] + found["unequal"] >= 2

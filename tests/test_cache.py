@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from headway.data import DataLoader as OwnLoader
 from headway.data.caches import scrutiny
 from headway.data.runtime.cache import cache
+from headway.data.runtime.decisions import NOT_TRIED
 from headway.data.runtime.examples import encode
 from headway.data.runtime.workers import workers
 from headway.runtime.remedy import Applied, Refused
@@ -190,6 +191,34 @@ def test_two_datasets_share_one_budget():
 
     decisions = context.outcomes[-1].facts["loaders"]
     assert ["reason_not_applied" in decision for decision in decisions] == [False, False, True]
+
+
+def test_datasets_with_the_same_facts_are_tried_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr("headway.data.runtime.cache.probed", lambda loader: tried.append(loader) or (None, 100))
+    with applied(cache, {"bytes": 1 << 20}) as context:
+        for size in (8, 8, 12):
+            read(DataLoader(Counted(size), 4), 1)
+
+    assert len(tried) == 1
+    assert [fact["examples"] for fact in context.outcomes[-1].facts["loaders"]] == [8, 12]
+
+
+def test_a_dataset_is_cached_from_a_later_pass_on_when_trying_costs_little_by_then(rarely):
+    now = [0.0]
+    with applied(cache, {"bytes": 1 << 20}) as context:
+        budget = context.shared["data.trials"]
+        budget.clock, budget.began, budget.spent_s = lambda: now[0], 0.0, 1.0
+        loader = DataLoader(Counted(), 4)
+        read(loader, 1)
+        first = context.outcomes[-1]
+        now[0] = 51.0
+        read(loader, 1)
+        read(loader, 1)
+
+    assert first.reason == NOT_TRIED
+    assert isinstance(context.outcomes[-1], Applied)
+    assert sum(READS[:30]) <= 3
 
 
 def test_no_budget_is_refused():

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from functools import partial
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from headway.data.child import said
 from headway.data.runtime import decisions
+from headway.data.runtime.cache import cache
 from headway.data.runtime.decisions import NOT_TRIED, Budget, Decisions, facts_of
+from headway.data.runtime.sharing import server
+from headway.data.runtime.switch import threads
+from headway.data.runtime.workers import workers
+from headway.runtime.remedy import Refused
+from tests.loaders_made import Squares
+from tests.remedy_context import TestContext
+
+HOME = os.getpid()
 
 
 class Buffer(Dataset):
@@ -86,3 +98,42 @@ def test_trials_stop_at_one_percent_of_the_time_and_go_on_later(monkeypatch):
 
     assert answers == ["no", "no", NOT_TRIED, "no"]
     assert tried.budget.spent_s == 4.0
+
+
+class Hanging(Squares):
+    """Waits in a forked process for what only happens in this one."""
+
+    def __getitem__(self, index):
+        if os.getpid() != HOME:
+            signal.pause()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("first", ["cache", "workers"])
+def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objects(first, monkeypatch):
+    remedies = {"cache": (cache, {"bytes": 1 << 20}), "workers": (workers, {}), "threads": (threads, {}),
+                "server": (server, {})}  # fmt: skip
+    expected, children = [batch.tolist() for batch in DataLoader(Hanging(12), 4)], []
+
+    def counted(*arguments, **named):
+        children.append(said(*arguments, **named))
+        return children[-1]
+
+    monkeypatch.setattr("headway.data.runtime.trial.said", counted)
+    context = TestContext(allow="result-equivalent")
+    context.shared["data.trials"].longest_s = 0.2
+    try:
+        for name in sorted(remedies, key=lambda name: name != first):
+            remedy, parameters = remedies[name]
+            remedy(parameters, context)
+        for _ in range(3):
+            assert [batch.tolist() for batch in DataLoader(Hanging(12), 4)] == expected
+    finally:
+        for undo in reversed(context.undos):
+            undo()
+
+    assert [code for _, code in children].count(-signal.SIGKILL) == 1
+    assert len(children) <= 2  # one that reads as this process would is told its number, and does not hang
+    reasons = {outcome.name: outcome.reason for outcome in context.outcomes if isinstance(outcome, Refused)}
+    assert len(reasons) == len(remedies)
+    assert all("hung in a forked process" in reason for reason in reasons.values())

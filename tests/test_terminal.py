@@ -200,6 +200,14 @@ def test_a_plan_of_one_remedy_has_one_row_of_predicted_beside_measured() -> None
     assert render_run({"applied": [one, refused, whole]}).count("1.50x") == 2, "the plan's gain is that of one of two"
 
 
+def test_a_verified_run_says_how_many_of_its_batches_were_compared() -> None:
+    found = {"batches": 60, "compared": 5, "equal": 5, "unequal": 0, "not_compared": {}}
+
+    text = " ".join(render_run({"verified": found}).split())
+
+    assert "Verified: 5 of 60 batches compared with the script's own, 5 equal." in text
+
+
 def test_a_refused_remedy_says_why() -> None:
     assert "comm.bucket  not applied: the script passes bucket_cap_mb itself" in render_run(demo_run())
 

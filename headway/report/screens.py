@@ -64,9 +64,10 @@ def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
 
 
 def _verified(found: Json) -> Text:
-    """Return how many batches under remedies were the script's own."""
+    """Return how many of the batches under remedies were compared with the script's own, and were equal."""
     wrong = int(found["unequal"])
-    words = f"Verified: {found['compared']} batches compared with the script's own, {found['equal']} equal"
+    words = f"Verified: {found['compared']} of {found['batches']} batches compared with the script's own, "
+    words += f"{found['equal']} equal"
     missed = [f"{count} not compared: {clean(reason)}" for reason, count in found["not_compared"].items()]
     told = joined([f"{words}, {wrong} not" if wrong else words, *missed], "; ")
     return Text(f"{told}.", style="bold red" if wrong else "")

@@ -43,7 +43,11 @@ class RunOptions:
     out: Annotated[Path | None, _help("The run folder; headway-runs/SCRIPT-N by default.")] = None
     apply: Annotated[Path | None, _help("A plan file, or the run folder whose plan to apply.")] = None
     verify: Annotated[
-        bool, _help("With --apply: compare batches with the script's own in a child; exit with 3 if one differs.")
+        bool,
+        _help(
+            "With --apply: compare some batches with the script's own in a child, among them the first of each pass, "
+            "every 100th, and the next one when a remedy sees a change of its data; exit with 3 if one differs."
+        ),
     ] = False
     baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
     no_launch: Annotated[bool, _help("Join an existing torchrun, srun or accelerate line: be this rank.")] = False

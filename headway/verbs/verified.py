@@ -7,13 +7,13 @@ from typing import Any
 
 from headway.trace.assemble import json_object
 
-COUNTS = ("compared", "equal", "unequal")
+COUNTS = ("batches", "compared", "equal", "unequal")
 
 
 def verified(path: Path) -> dict[str, Any] | None:
-    """Return how many batches of the run at `path` were compared, equal, unequal, and why others were not.
+    """Return how many batches of the run at `path` remedies made, how many of them were compared, equal and unequal.
 
-    None where the run was not verified, or no remedy was applied.
+    `not_compared` says why some that were due were not. None where the run was not verified, or no remedy was applied.
     """
     found: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "not_compared": {}}
     facts = [row["facts"] for row in _rows(path) if "verification" in row.get("facts", {})]

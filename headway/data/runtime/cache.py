@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 import torch.multiprocessing
@@ -29,12 +29,13 @@ from torch.utils.data import DataLoader, IterableDataset
 from headway.core.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
 from headway.data.runtime.circumstances import modes, outside
+from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import aliased, decode, encode, equal
 from headway.data.runtime.outcome import OfDataset, Report, reporter, speak
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.trial import in_child, pretend_worker
-from headway.data.runtime.verification import Verification, verification_of
+from headway.data.runtime.verification import Verification, notice_change, verification_of
 from headway.data.runtime.watch import Watch
 from headway.runtime.probe_input import is_own
 from headway.runtime.reach import reached
@@ -50,13 +51,18 @@ def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     if budget_bytes < 1:
         return Refused("data.cache", f"a budget of {budget_bytes} bytes holds nothing")
     report = reporter("data.cache", parameters, context)
-    caches = ExampleCaches(budget_bytes, report, verification=verification_of(context))
+    caches = ExampleCaches(
+        budget_bytes, report, verification=verification_of(context), decisions=Decisions(budget_of(context))
+    )
     atexit.register(caches.settle)
     context.undos += [caches.settle, lambda: atexit.unregister(caches.settle)]
     context.patch("torch.utils.data.dataloader:DataLoader.__iter__", caches.around_iter)
     context.patch("torch.utils.data._utils.fetch:_BaseDatasetFetcher.__init__", caches.around_fetcher)
     return Applied("data.cache", dict(parameters))
 
+
+CONTAINER = "it is a plain container, in memory as it is"
+"""Why a list or a tuple is left alone."""
 
 LOOKS = 14
 """Examples between the first and the last that are read twice before a dataset is cached."""
@@ -268,6 +274,7 @@ class Stored:
         if threading.get_ident() == self.thread and not self.scrutiny.over and self.is_other(dataset):
             self.scrutiny.end(ALTERED)
             speak(dataset, self.scrutiny)
+            notice_change()
         return True
 
     def in_front(self, dataset: Any, kept: Kept) -> CachedExamples:
@@ -291,6 +298,8 @@ class ExampleCaches:
     """id(dataset) -> the dataset, so that an id used again by another object is noticed."""
     verification: Verification | None = None
     """Compares batches with the script's own; None where nobody asked for it."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What was tried, by the facts of loaders."""
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader.__iter__`: decide on the dataset before workers are forked."""
@@ -329,15 +338,11 @@ class ExampleCaches:
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Give the dataset an arena, or leave it alone and say why."""
         dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
-        if is_own(loader):
-            reason: str | None = "it is read by headway's own loader: give that one cache_bytes"
-            example_bytes = 0
-        else:
-            reason, example_bytes = ("the byte budget is spent", 0) if self.budget_bytes < 1 else uncacheable(loader)
-        try:
+        reason, example_bytes = self._barred(loader), 0
+        if reason is None:
+            reason, example_bytes = self.decisions.caching(loader, lambda: probed(loader))
+        if reason not in (NOT_TRIED, CONTAINER):  # else a later pass may try; and a container cannot be noted
             self.alive[id(dataset)] = dataset
-        except TypeError:  # a list or tuple: it lies in memory already
-            reason = "it is a plain container, in memory as it is"
         if reason is not None:
             self._leave(dataset, reason)
             return
@@ -349,6 +354,16 @@ class ExampleCaches:
         if loader.num_workers:  # else the first example read may open a file: no change that matters
             stored.note(dataset)
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
+
+    def _barred(self, loader: DataLoader[Any]) -> str | None:
+        """Say why the dataset is not even tried, or None: asked of every dataset, since it costs next to nothing."""
+        try:
+            ref(loader.dataset)
+        except TypeError:  # a list or tuple: it lies in memory already
+            return CONTAINER
+        if is_own(loader):
+            return "it is read by headway's own loader: give that one cache_bytes"
+        return "the byte budget is spent" if self.budget_bytes < 1 else barred(loader)
 
     def _look(self, dataset: Any) -> None:
         """Leave a dataset that the script has changed, or of which a reader found that it may not be kept."""
@@ -375,17 +390,29 @@ class ExampleCaches:
 
 def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
     """Say why the examples of this loader's dataset must be read anew each time, or None; and the bytes of one."""
+    reason = barred(loader)
+    return probed(loader) if reason is None else (reason, 0)
+
+
+def barred(loader: DataLoader[Any]) -> str | None:
+    """Say why the examples of this loader's dataset may not be kept, or None, as far as no example need be read."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        return "its dataset is not map-style: examples have no index to keep them under", 0
+        return "its dataset is not map-style: examples have no index to keep them under"
     if len(dataset) == 0:
-        return "its dataset is empty", 0
+        return "its dataset is empty"
     reason = out_of_sight(dataset)
     if reason is not None:
-        return reason, 0
+        return reason
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
     if loader.num_workers and context.get_start_method() != "fork":
-        return f"its workers start by {context.get_start_method()}, and would not share the cache", 0
+        return f"its workers start by {context.get_start_method()}, and would not share the cache"
+    return None
+
+
+def probed(loader: DataLoader[Any]) -> tuple[str | None, int]:
+    """Say the same by reading some examples in a forked child; and the bytes of one."""
+    dataset: Any = loader.dataset
 
     def probe() -> tuple[str | None, int]:
         last = len(dataset) - 1

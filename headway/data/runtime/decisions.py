@@ -4,6 +4,12 @@ A script may make a loader anew for every epoch or update. What guards results a
 loader (whose sampler, which dataset class); what has to be tried in a forked child is tried once per facts: the
 classes of the dataset and of all that it holds, their settings, the collate function, the loader's own settings.
 Contents are no facts: a replay buffer grows. Trials may take `FIRST_S`, and then 1 % of the time since the first.
+
+The job waits for the children of a trial. A dataset that hangs in a forked process, because it asks a thread or an
+event loop of the training process, costs the job one child's time (`Budget.child_s`), once for all remedies:
+
+    trial of a remedy   child answers      in 0.1 s
+                        child hangs        ended after 3 to 5 s; no remedy tries loaders with these facts again
 """
 
 from __future__ import annotations
@@ -20,7 +26,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from headway.data.runtime.trial import Limit, limited
 from headway.runtime.remedy import Context
+
+LONGEST_S = 5.0
+"""The most time that a child of a trial has; also where no step was recorded."""
+
+LEAST_S = 3.0
+"""The least: a child on a busy host measures for 2.4 s how long threads wait for the interpreter's lock."""
+
+READINGS = 10
+"""A child reads a few examples so often, at most; that takes less than to read whole batches so often."""
 
 FIRST_S = 0.5
 """A trial may begin while all trials before have taken less than this..."""
@@ -46,28 +62,47 @@ class Budget:
     """The time that the trials of a rank may take."""
 
     clock: Callable[[], float] = perf_counter
+    step_s: float | None = None
+    """Seconds of a step in the run that the plan was made from; None where that is not known."""
+    longest_s: float = LONGEST_S
+    """The most time that a child has."""
     began: float | None = None
     """When the first trial began."""
     spent_s: float = 0.0
+    hung: dict[Hashable, str] = field(default_factory=dict)
+    """Facts of loaders of which a child hung -> what the remedy said of that. No other remedy tries them."""
 
     def allows(self) -> bool:
         """Whether another trial may begin now."""
         return self.began is None or self.spent_s < FIRST_S + SHARE * (self.clock() - self.began)
 
+    def child_s(self, num_workers: int) -> float:
+        """Return the time that a child has to read examples of a loader, in proportion to what batches took before.
+
+        With w workers a batch took w steps at most: else training would have waited longer, and the steps with it.
+
+        >>> Budget(step_s=0.01).child_s(0), Budget(step_s=0.01).child_s(4), Budget().child_s(0)
+        (3.1, 3.4, 5.0)
+        """
+        if self.step_s is None:
+            return self.longest_s
+        return min(LEAST_S + READINGS * max(1, num_workers) * self.step_s, self.longest_s)
+
     @contextmanager
-    def trial(self) -> Iterator[None]:
-        """Count the time of the block."""
+    def trial(self, num_workers: int) -> Iterator[Limit]:
+        """Count the time of the block, and limit the time of the children that it forks."""
         start = self.clock()
         self.began = start if self.began is None else self.began
         try:
-            yield
+            with limited(self.child_s(num_workers)) as limit:
+                yield limit
         finally:
             self.spent_s += self.clock() - start
 
 
 def budget_of(context: Context) -> Budget:
     """Return the budget of this rank, one for all remedies."""
-    found = context.shared.setdefault("data.trials", Budget())
+    found = context.shared.setdefault("data.trials", Budget(step_s=context.step_s))
     assert isinstance(found, Budget)
     return found
 
@@ -78,27 +113,39 @@ class Decisions:
 
     budget: Budget = field(default_factory=Budget)
     """Shared by the remedies of a rank."""
-    _known: dict[Hashable, str | None] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[str | None, int]] = field(default_factory=dict)
 
     def result(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
         """Return why a loader would get other batches, None when it would not: `tried` where that is not known."""
-        return self._of(("result", facts_of(loader)), tried)
+        return self._of("result", loader, lambda: (tried(), 0))[0]
 
     def keeping(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
         """Return why workers may not be kept for another pass, None when they may."""
-        return self._of(("keeping", facts_of(loader)), tried)
+        return self._of("keeping", loader, lambda: (tried(), 0))[0]
+
+    def caching(self, loader: DataLoader[Any], tried: Callable[[], tuple[str | None, int]]) -> tuple[str | None, int]:
+        """Return why examples may not be kept, None when they may; and the bytes of one."""
+        return self._of("caching", loader, tried)
 
     def speed(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
         """Return why the remedy would not pay; settings of the dataset, such as a probability, do not count."""
-        return self._of(("speed", facts_of(loader, settings=False)), tried)
+        return self._of("speed", loader, lambda: (tried(), 0), settings=False)[0]
 
-    def _of(self, key: Hashable, tried: Callable[[], str | None]) -> str | None:
-        if key not in self._known:
-            if not self.budget.allows():
-                return NOT_TRIED
-            with self.budget.trial():
-                self._known[key] = tried()
-        return self._known[key]
+    def _of(
+        self, question: str, loader: DataLoader[Any], tried: Callable[[], tuple[str | None, int]], *,
+        settings: bool = True,
+    ) -> tuple[str | None, int]:  # fmt: skip
+        facts, budget = facts_of(loader, settings=settings), self.budget
+        if (question, facts) not in self._known:
+            if facts in budget.hung:
+                return budget.hung[facts], 0
+            if not budget.allows():
+                return NOT_TRIED, 0
+            with budget.trial(loader.num_workers) as limit:
+                answer = self._known[question, facts] = tried()
+            if limit.reached and answer[0] is not None:
+                budget.hung[facts] = answer[0]
+        return self._known[question, facts]
 
 
 def facts_of(loader: DataLoader[Any], *, settings: bool = True) -> Hashable:

@@ -56,7 +56,7 @@ class Report:
         self.name, self._parameters, self._context = name, parameters, context
         self._decisions: list[dict[str, Any]] = []
         self._withdrawn: list[dict[str, str]] = []
-        self._compared = {"compared": 0, "equal": 0, "unequal": 0}
+        self._compared = {"batches": 0, "compared": 0, "equal": 0, "unequal": 0}
         self._not_compared: dict[str, int] = {}
 
     def __call__(self, facts: Mapping[str, Any]) -> None:
@@ -76,6 +76,10 @@ class Report:
         """Note that what was withdrawn is applied again."""
         self._withdrawn.clear()
         self._write()
+
+    def made(self) -> None:
+        """Count a batch that the loop got under the remedy, compared or not."""
+        self._compared["batches"] += 1
 
     def compared(self, *, equal: bool) -> None:
         """Count a batch that was compared with the script's own; written with the next decision, or at the end."""

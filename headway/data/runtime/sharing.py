@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.data.runtime import account
+from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.loader import DataLoader as OwnLoader
 from headway.data.runtime.outcome import Report, impure, reporter
 from headway.data.runtime.read_ahead import bound_to_the_loop
@@ -29,7 +30,7 @@ from headway.runtime.remedy import Applied, Context, Refused
 from headway.runtime.samplers import sampler_of
 
 MOST_LOADERS = 64
-"""A script that makes more loaders than this reads the rest by itself: each of them is tried in a fork."""
+"""A script that makes more loaders than this reads the rest by itself."""
 
 
 def server(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
@@ -43,13 +44,16 @@ def server(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
         cache_bytes=int(parameters.get("cache_bytes", 0)), idle_s=float(parameters.get("idle_s", DataServer().idle_s))
     )
     report = reporter("data.server", parameters, context)
-    share = Share(options, report, verification=verification_of(context))
+    share = Share(options, report, verification=verification_of(context), decisions=Decisions(budget_of(context)))
     context.patch("torch.utils.data.dataloader:DataLoader._get_iterator", share.around_get_iterator)
     return Applied("data.server", dict(parameters))
 
 
-def followed(loader: DataLoader[Any], options: DataServer) -> OwnLoader | str:
-    """Return headway's loader that gives what `loader` gives, from a server; or say why there is none."""
+def followed(loader: DataLoader[Any], options: DataServer, decisions: Decisions | None = None) -> OwnLoader | str:
+    """Return headway's loader that gives what `loader` gives, from a server; or say why there is none.
+
+    `decisions` know what was tried before; without them the loader is tried now.
+    """
     reason = bound_to_the_loop(loader)
     if reason is not None:
         return reason
@@ -58,7 +62,9 @@ def followed(loader: DataLoader[Any], options: DataServer) -> OwnLoader | str:
     order = _order(loader)
     if order is None:
         return f"its {type(sampler_of(loader)).__name__} does not give each example once"
-    finding, _ = unfit(loader, may_draw=True)
+    finding = (decisions or Decisions()).result(loader, lambda: unfit(loader, may_draw=True)[0])
+    if finding == NOT_TRIED:
+        return finding
     if finding:
         return impure(finding)
     own = OwnLoader(
@@ -99,6 +105,8 @@ class Share:
     """Loaders decided on so far."""
     verification: Verification | None = None
     """Compares batches with what the script's dataset gives for their indices; None where nobody asked for it."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What was tried, by the facts of loaders."""
 
     def around_get_iterator(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader._get_iterator`: hand out the iterator of the loader that follows it."""
@@ -123,13 +131,19 @@ class Share:
     def _following(self, loader: DataLoader[Any]) -> OwnLoader | None:
         """Decide on a loader that is new. A failure leaves it alone."""
         if loader not in self.decided:
-            self.num_tried += 1
             try:
-                found = followed(loader, self.options) if self.num_tried <= MOST_LOADERS else "there are too many"
+                found = (
+                    followed(loader, self.options, self.decisions)
+                    if self.num_tried < MOST_LOADERS
+                    else "there are too many"
+                )
             except Exception as failure:
                 found = f"{type(failure).__name__}: {failure}"
             facts = {"dataset": type(loader.dataset).__name__}
             reason = found if isinstance(found, str) else None
             self.report({**facts, **({"reason_not_applied": reason} if reason else {"server": "auto"})})
+            if found == NOT_TRIED:  # a later pass may try
+                return None
+            self.num_tried += 1
             self.decided[loader] = None if isinstance(found, str) else found
         return self.decided[loader]

@@ -14,7 +14,10 @@ import pickle
 import signal
 import stat
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
 from io import IOBase
+from time import monotonic
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -34,7 +37,7 @@ from headway.runtime.run_delay import read_delay
 from headway.runtime.samplers import order_generators
 
 TIMEOUT_S = 60.0
-"""A child that has not answered by then hangs, as a worker would."""
+"""A child that has not answered by then hangs, as a worker would, where the caller gives it no other limit."""
 
 ENDS = {-signal.SIGSEGV: "reading it writes to memory that processes share, or crashes in a forked one"}
 """How a child ends -> what that says of the dataset."""
@@ -48,6 +51,19 @@ WRITABLE = ("r+", "w+")
 
 CONNECTED = ("begin", "commit", "cursor", "fileno", "recv")
 """Methods by which a connection, a database or a socket is known: one that cannot be pickled is this process's own."""
+
+
+@dataclass(slots=True)
+class Limit:
+    """How long each child of one decision may take."""
+
+    seconds: float = TIMEOUT_S
+    reached: bool = False
+    """Whether a child has not answered by then."""
+
+
+_LIMIT: ContextVar[Limit | None] = ContextVar("headway_limit", default=None)
+"""The limit of the decision that this thread is taking."""
 
 waited_ns = [0]
 """[1] How long the children of `in_child` have waited for a core so far: other load on the host, or a low priority."""
@@ -238,13 +254,30 @@ def _moved(before: dict[str, tuple[str, str]]) -> str | None:
     return "reading it moves in a file that stays open, and workers would share its position"
 
 
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[Limit]:
+    """Give each child that `in_child` forks in this block so many seconds; the limit tells whether one took them all.
+
+    >>> with limited(0.2) as limit:
+    ...     in_child(signal.pause)[0], limit.reached
+    ('the probe of an example ended or hung in a forked process', True)
+    """
+    limit = Limit(seconds)
+    token = _LIMIT.set(limit)
+    try:
+        yield limit
+    finally:
+        _LIMIT.reset(token)
+
+
 def in_child(
-    work: Callable[[], tuple[str | None, Any]], timeout_s: float = TIMEOUT_S, *, lose_writes: bool = False
+    work: Callable[[], tuple[str | None, Any]], timeout_s: float | None = None, *, lose_writes: bool = False
 ) -> tuple[str | None, Any]:
     """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there.
 
-    The child can only read (`headway.core.apart`): neither this process nor the files of the script notice it. A
-    write to shared memory is a reason, or is lost with the child.
+    It fails as well when it takes longer than `timeout_s`, by default what `limited` says. The child can only read
+    (`headway.core.apart`): neither this process nor the files of the script notice it. A write to shared memory is a
+    reason, or is lost with the child.
     """
 
     def answered() -> bytes:
@@ -255,10 +288,13 @@ def in_child(
             answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0
         return pickle.dumps((*answer, run_delay_ns()))
 
+    limit = _LIMIT.get() or Limit()
+    seconds, began = limit.seconds if timeout_s is None else timeout_s, monotonic()
     try:
-        answered_bytes, code = said(answered, timeout_s, apart="lose writes" if lose_writes else "end at writes")
+        answered_bytes, code = said(answered, seconds, apart="lose writes" if lose_writes else "end at writes")
         answer = pickle.loads(answered_bytes)
     except Exception:
+        limit.reached = limit.reached or monotonic() - began >= seconds
         answer = ENDS.get(code, "the probe of an example ended or hung in a forked process"), 0
     else:
         waited_ns[0] += max(answer[2], 0)

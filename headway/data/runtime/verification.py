@@ -8,6 +8,11 @@ compares it with the batch that the remedy made; the training process only waits
     ───────┬─────────────────────────┬─────────────────────────────────┬───────
            └ generators noted        └ child: own batch n, equal?  ────┘
 
+Compared are the first batch of each pass, a few early ones, every 100th, and the batch at which a remedy gives up
+because what the dataset goes by has changed: caches, threads and workers look at that before each batch
+(`circumstances.outside`), and nobody looks a second time. A change that no remedy sees is found at the next batch that
+is compared; where the data have changed back by then, it is not found.
+
 On a difference every remedy of the loader is taken away, and the loop gets the script's own batches from this one on.
 Of a loader with worker processes of its own, which hold the dataset as it was when the pass began, only the first
 batch of a pass can be made again, and the remedy goes at the end of the pass. A batch that cannot be compared is
@@ -16,11 +21,13 @@ counted together with the reason.
 
 from __future__ import annotations
 
+import os
 import random
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +70,6 @@ class Counts:
     """What was compared, of all loaders with the same facts."""
 
     batches: int = 0
-    passes: int = 0
     compared_at: int = -EVERY
     """Number of the batch that was compared last."""
     stopped: str = ""
@@ -71,8 +77,7 @@ class Counts:
 
     def due(self, in_pass: int) -> bool:
         """Whether the batch that comes now is one to compare: `in_pass` is its number in its pass."""
-        number = self.batches
-        return number % EVERY == 0 or number in EARLY or (in_pass == 0 and self.passes == 2)
+        return in_pass == 0 or self.batches % EVERY == 0 or self.batches in EARLY
 
 
 @dataclass(slots=True)
@@ -91,9 +96,53 @@ class Followed:
     """Worker processes that the script gave its loader."""
     takes: dict[str, tuple[Report, Leave, bool]] = field(default_factory=dict)
     """Remedy -> where it reports, how it is taken away, and whether its examples may be drawn anew."""
+    persistent: bool = False
+    """Whether those workers stay for later passes."""
     passes: int = 0
     alone: bool = False
     """Whether the rest of the pass is read as the script would read it."""
+    rest: Iterator[Any] | None = None
+    """Indices of the batches that are left, where a remedy has given up its workers or threads in the pass."""
+    changed: bool = False
+    """Whether the next batch is compared because of a change."""
+    moment: Moment | None = None
+    """Where the generators were before the batch under way; None where it is not compared."""
+    pid: int = field(default_factory=os.getpid)
+    """The process that compares: a fork of it that reads on compares nothing."""
+
+    def notice_change(self) -> None:
+        """Have the batch under way compared, or the next one where none is."""
+        if _UNDER_WAY.get() is self and self.source is not None and not self.own_workers and not self.counts.stopped:
+            self.moment = Moment(self.source)  # the remedy sees a change before it makes the batch
+        else:
+            self.changed = True
+
+    def ask(self, index: Any) -> None:
+        """Note that the sampler gave the indices of a batch; it may have drawn, as the script's own would have."""
+        self.asked.append(index)
+        self.renew()
+
+    def renew(self) -> None:
+        """Note anew where the generators are: the batch under way is not made yet."""
+        if self.moment is not None and self.source is not None and not self.own_workers:
+            self.moment = Moment(self.source)
+
+    def asking(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Return `indices`, each of which is noted when it is taken."""
+        for index in indices:
+            self.ask(index)
+            yield index
+
+
+_UNDER_WAY: ContextVar[Followed | None] = ContextVar("headway_batch", default=None)
+"""What this thread makes the next batch of."""
+
+
+def notice_change() -> None:
+    """Have the batch under way compared, if any: called by a remedy that sees that a dataset goes by something else."""
+    followed = _UNDER_WAY.get()
+    if followed is not None:
+        followed.notice_change()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +189,15 @@ class Verification:
         module = "torch.utils.data.dataloader"
         context.patch(f"{module}:_BaseDataLoaderIter._next_index", self._around_next_index)
         context.patch(f"{module}:_BaseDataLoaderIter._reset", self._around_reset)
-        for name in ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"):
-            context.patch(f"{module}:{name}._next_data", self._around_next_data)
-        context.patch("headway.data.runtime.threads:InThreads._next_data", self._around_next_data)
-        context.patch("headway.data.runtime.served:Served._next_data", self._around_next_data)
-        context.patch("headway.data.runtime.served:Served._took", self._around_took)
+        ours = "headway.data.runtime"
+        for name in (
+            f"{module}:_SingleProcessDataLoaderIter", f"{module}:_MultiProcessingDataLoaderIter",
+            f"{ours}.switch:ScriptThreads", f"{ours}.script_workers:ScriptWorkers", f"{ours}.served:Served",
+        ):  # fmt: skip
+            context.patch(f"{name}._next_data", self._around_next_data)
+        context.patch(f"{ours}.switch:ScriptThreads._leave", self._around_leave)
+        context.patch(f"{ours}.script_workers:ScriptWorkers.leave", self._around_leave)
+        context.patch(f"{ours}.served:Served._took", self._around_took)
 
     def following(
         self, loader: DataLoader[Any], make: Callable[[], Any], report: Report, leave: Leave, *,
@@ -161,8 +214,7 @@ class Verification:
             facts = (type(loader.dataset), loader.collate_fn, loader.batch_size, own_workers)
             followed.counts = self._counts.setdefault(facts, Counts())
             followed.loader, followed.source = weakref.ref(loader), Source.of(loader)
-            followed.own_workers = own_workers
-        followed.counts.passes += not followed.takes or report.name in followed.takes
+            followed.own_workers, followed.persistent = own_workers, loader.persistent_workers
         followed.own_workers = min(followed.own_workers, own_workers)  # before another remedy gave it some
         followed.takes[report.name] = (report, leave, may_draw)
         return iterator
@@ -176,7 +228,7 @@ class Verification:
             if followed is None and self._opening:
                 followed = iterator.__dict__[FOLLOWED] = Followed()
             if followed is not None:
-                followed.asked.append(index)
+                followed.ask(index)
             return index
 
         return _next_index
@@ -201,10 +253,26 @@ class Verification:
             followed = iterator.__dict__.get(FOLLOWED)
             if followed is not None:
                 followed.asked.clear()
-                followed.passes, followed.alone = followed.passes + 1, False
+                followed.passes, followed.alone, followed.rest = followed.passes + 1, False, None
             return original(iterator, *arguments, **named)
 
         return _reset
+
+    def _around_leave(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap what gives up workers or threads in a pass: the batch at which that happens is compared."""
+
+        def leave(iterator: Any, *arguments: Any) -> None:
+            followed, had_left = iterator.__dict__.get(FOLLOWED), iterator._single is not None
+            original(iterator, *arguments)
+            if followed is None or had_left or iterator._single is None:
+                return
+            if followed.alone or followed.pid != os.getpid():
+                return
+            followed.asked.clear()  # they are the first of those that are left
+            followed.rest = iterator._single._indices = followed.asking(iterator._single._indices)
+            followed.notice_change()
+
+        return leave
 
     def _around_next_data(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `_next_data`: compare the batches that are due."""
@@ -213,10 +281,16 @@ class Verification:
             followed = iterator.__dict__.get(FOLLOWED)
             if followed is None or followed.source is None or not followed.takes:
                 return original(iterator)
+            is_inner = _UNDER_WAY.get() is followed
+            if is_inner:  # torch's own method, called by that of a remedy's iterator
+                followed.renew()  # that has gone on to where a loader without workers would be with its first batch
+                return original(iterator)
             if followed.alone:
                 return _own_batch(iterator, followed)
-            due = self._due(followed, iterator._num_yielded)
-            moment = Moment(followed.source) if due else None
+            if followed.pid != os.getpid():
+                return original(iterator)
+            followed.moment = Moment(followed.source) if self._due(followed, iterator._num_yielded) else None
+            token = _UNDER_WAY.set(followed)
             try:
                 batch = original(iterator)
             except StopIteration:
@@ -225,28 +299,32 @@ class Verification:
                 if followed.asked:
                     followed.asked.popleft()  # a batch that raises was taken too
                 raise
+            finally:
+                _UNDER_WAY.reset(token)
+                moment, followed.moment = followed.moment, None
             if iterator.__dict__.get(FOLLOWED) is not followed or not followed.asked:
                 return batch  # the remedy has left the loader to itself
             index = followed.asked.popleft()
             followed.counts.batches += 1
+            _first(followed).made()
             return batch if moment is None else self._checked(iterator, followed, index, batch, moment)
 
         return _next_data
 
     def _due(self, followed: Followed, in_pass: int) -> bool:
         """Whether the next batch is to be compared; where it cannot be, the reason is counted."""
-        counts = followed.counts
+        counts, reason = followed.counts, followed.counts.stopped
         if followed.own_workers:
-            first = in_pass == 0 and followed.passes == 0
-            due = counts.batches - counts.compared_at >= EVERY
-            if due and not first:
-                counts.compared_at = counts.batches
-                _count(followed, "not compared", LATER)
-            return due and first and not counts.stopped
-        due = counts.due(in_pass)
-        if due and counts.stopped:
-            _count(followed, "not compared", counts.stopped)
-        return due and not counts.stopped
+            due = in_pass == 0 or followed.changed or counts.batches - counts.compared_at >= EVERY
+            if in_pass > 0 or (followed.passes > 0 and followed.persistent):
+                reason = LATER
+        else:
+            due = counts.due(in_pass) or followed.changed
+        if due and reason:
+            counts.compared_at = counts.batches
+            _count(followed, "not compared", reason)
+        followed.changed = False
+        return due and not reason
 
     def _checked(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> Any:
         """Compare a batch; return it, or the script's own where it differs and that one can still be made."""
@@ -337,6 +415,8 @@ def _become_worker(source: Source, number: int, num_workers: int, base_seed: int
 def _own_batch(iterator: Any, followed: Followed) -> Any:
     """Return the next batch as the script's own loader makes it: here and now."""
     assert followed.source is not None
+    if not followed.asked and followed.rest is not None:
+        next(followed.rest)
     if followed.asked:
         index = followed.asked.popleft()
     else:
@@ -351,10 +431,14 @@ def _pinned(iterator: Any, batch: Any) -> Any:
     return pin_memory(batch, iterator._pin_memory_device)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
+def _first(followed: Followed) -> Report:
+    """Return where a batch is counted: once, whatever the number of remedies that its loader has."""
+    return next(iter(followed.takes.values()))[0]
+
+
 def _count(followed: Followed, what: str, reason: str = "") -> None:
-    """Count one comparison in the facts of all remedies of a loader."""
-    for report, _, _ in followed.takes.values():
-        if what == "not compared":
-            report.not_compared(reason)
-        else:
-            report.compared(equal=what == "equal")
+    """Count one comparison."""
+    if what == "not compared":
+        _first(followed).not_compared(reason)
+    else:
+        _first(followed).compared(equal=what == "equal")
