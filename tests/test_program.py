@@ -24,6 +24,9 @@ from tests.runs_made import MS, Made, Rows, RunMaker
 QUIET = Costs(handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS)
 """Costs of the made job: its hand-off takes 0.1 ms, its workers cost nothing."""
 
+FREE_CACHE = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, look_ns=0, cache_trial_ns=0)
+"""The same with a cache that costs nothing."""
+
 
 def program_of(made: Made, **facts: Any) -> Program:
     return Program.from_trace(made.trace, {**made.meta, **facts}, costs=QUIET)
@@ -276,9 +279,8 @@ def test_a_run_whose_overlap_never_varies_does_not_show_how_storage_serves() -> 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.5, 1.0])
 def test_a_cache_serves_its_share_without_fetch_and_prep(fraction: float) -> None:
-    costs = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, look_ns=0, cache_trial_ns=0)
     made = RunMaker(ranks=1, steps=200, fetch_ns=8 * MS, prep_ns=2 * MS, compute_ns=5 * MS).make()
-    program = Program.from_trace(made.trace, made.meta, costs=costs)
+    program = Program.from_trace(made.trace, made.meta, costs=FREE_CACHE)
 
     predicted = program.predict([f"cache_fraction={fraction}"]).step_s
 
@@ -286,9 +288,8 @@ def test_a_cache_serves_its_share_without_fetch_and_prep(fraction: float) -> Non
 
 
 def test_the_first_epoch_fills_the_cache() -> None:
-    costs = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, look_ns=0, cache_trial_ns=0)
     made = RunMaker(ranks=1, steps=101, epoch_steps=50, fetch_ns=10 * MS, compute_ns=5 * MS).make()
-    program = Program.from_trace(made.trace, made.meta, costs=costs)
+    program = Program.from_trace(made.trace, made.meta, costs=FREE_CACHE)
 
     cold = program.predict(["cache_fraction=1", "cache_cold=1"]).step_s
 
@@ -296,9 +297,8 @@ def test_the_first_epoch_fills_the_cache() -> None:
 
 
 def test_dealt_examples_come_back_with_odds_of_one_in_the_number_of_ranks() -> None:
-    costs = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, look_ns=0, cache_trial_ns=0)
     made = RunMaker(ranks=1, steps=300, epoch_steps=100, fetch_ns=10 * MS, compute_ns=5 * MS).make()
-    program = Program.from_trace(made.trace, made.meta, costs=costs)
+    program = Program.from_trace(made.trace, made.meta, costs=FREE_CACHE)
 
     dealt = program.predict(["cache_fraction=1", "cache_cold=1", "cache_shards=2"]).step_s
 

@@ -55,7 +55,7 @@ def collection(program: Program) -> Proposal | Refusal:
     """Propose to freeze what is old and to collect on all ranks at the same step."""
     bound = program.predict(["op:host.gc=none"])
     if bound.speedup < MIN_SPEEDUP:
-        called = program.predict(["op:host.collect=none"])
+        called = program.predict(["op:host.collect=none"], interval=False)
         if called.speedup < MIN_SPEEDUP:
             return _too_little("host.gc", "garbage collection", bound)
         reason = "the script calls gc.collect() itself, and what it calls for is not put off: call it less often"

@@ -81,7 +81,7 @@ def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) ->
         new = ", ".join(f"{key}={value}" for key, value in changed.items())
         low, high = row.interval
         reason += f"; {new} is predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}): not clear of the noise"
-    return Refusal(row.name, row.room, reason, left_alone={**row.left_alone, **dict.fromkeys(row.loaders, reason)})
+    return _refused(row, reason)
 
 
 def unless_given_up(row: Proposal | Refusal, tried: GivenUp | None) -> Proposal | Refusal:
@@ -92,4 +92,9 @@ def unless_given_up(row: Proposal | Refusal, tried: GivenUp | None) -> Proposal 
         return row
     given = ", ".join(f"{key}={value}" for key, value in row.parameters.items())
     reason = f"{GIVEN_UP}{f' ({given})' if given else ''}: {tried.reason}"
+    return _refused(row, reason)
+
+
+def _refused(row: Proposal, reason: str) -> Refusal:
+    """Return the refusal of a proposal, for that reason also where loaders are asked."""
     return Refusal(row.name, row.room, reason, left_alone={**row.left_alone, **dict.fromkeys(row.loaders, reason)})

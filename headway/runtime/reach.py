@@ -88,7 +88,7 @@ def _of_function(function: FunctionType) -> list[Any]:
     """Return cells, defaults, and the globals that the code names: `name`, and `module.name`."""
     if _of_library(function.__module__):
         return []
-    parts = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    parts = closure_of(function)
     parts += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     names = set(_names(function.__code__))
     scope = function.__globals__
@@ -120,6 +120,15 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _of_library(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _LIBRARIES
+
+
+def closure_of(function: FunctionType) -> list[Any]:
+    """Return the values of the variables that a function has from around it; one without a value yet is left out.
+
+    >>> closure_of((lambda size: lambda: size)(size)), closure_of(closure_of)
+    ([3], [])
+    """
+    return [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
 
 
 def _is_filled(cell: Any) -> bool:

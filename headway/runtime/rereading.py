@@ -70,6 +70,14 @@ def checksum(batch: Any, crc: int = 0) -> int:
     return zlib.crc32(type(batch).__name__.encode(), crc)
 
 
+def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batched: bool) -> Any:
+    """Return the batch of the indices `index`, made as torch's fetcher does; not `batched`: of the one `index`."""
+    if not batched:
+        return collate_fn(dataset[index])
+    many = getattr(dataset, "__getitems__", None)
+    return collate_fn(many(index) if many else [dataset[one] for one in index])
+
+
 def detached(work: Callable[[], bytes]) -> int:
     """Run `work` apart in a child of a child; return a pipe that will carry what it returns, b"" if it fails."""
     reading, writing = os.pipe()
@@ -133,14 +141,8 @@ class Kept:
         """Read the indices again; runs in the child."""
         sys.modules["torch"].set_num_threads(1)
         self.restore()
-        dataset: Any = self.dataset()
-        indices = self.indices
-        if isinstance(indices, list):
-            many = getattr(dataset, "__getitems__", None)
-            batch = self.collate_fn(many(indices) if many else [dataset[index] for index in indices])
-        else:
-            batch = self.collate_fn(dataset[indices])
-        return b"%d" % checksum(batch)
+        batched = isinstance(self.indices, list)
+        return b"%d" % checksum(collated(self.dataset(), self.collate_fn, self.indices, batched=batched))
 
 
 class Rereadings:

@@ -27,6 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.data.runtime.trial import Limit, limited
+from headway.runtime.reach import closure_of
 from headway.runtime.remedy import Context
 
 LONGEST_S = 5.0
@@ -198,7 +199,7 @@ class _Shape:
         if isinstance(value, MethodType):
             return [value.__func__, self.of(value.__self__, depth, settings=settings)]
         if isinstance(value, FunctionType):
-            cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+            cells = closure_of(value)
             bound = [*cells, value.__defaults__, value.__kwdefaults__]
             return [value.__code__, *(self.of(part, depth, settings=settings) for part in bound)]
         if isinstance(value, partial):
@@ -214,10 +215,3 @@ class _Shape:
             parts = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
             parts += getattr(value, "__dict__", {}).items()
         return [entry for key, part in parts for entry in (str(key), self.of(part, depth, settings=settings))]
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # a variable that has no value yet
-        return False

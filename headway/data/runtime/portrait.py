@@ -27,6 +27,8 @@ import numpy as np
 import torch
 import xxhash
 
+from headway.runtime.reach import closure_of
+
 MOST_VALUES = 1 << 16
 """Values that are looked into; of what comes later only type and length count."""
 
@@ -115,7 +117,7 @@ class _Look:
             yield from self._entries(len(value.co_consts), value.co_consts, 1)
         elif isinstance(value, FunctionType):
             parts = [value.__code__, value.__defaults__, value.__kwdefaults__]
-            cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            cells = closure_of(value)
             yield from self._entries(0, [*parts, cells], 1)
         elif isinstance(value, MethodType):
             yield from self._entries(0, [value.__self__, value.__func__], 1)
@@ -166,11 +168,3 @@ def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     names = (slots,) if isinstance(slots, str) else tuple(slots)
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - reading is the test
-    except ValueError:
-        return False
-    return True

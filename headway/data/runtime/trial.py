@@ -33,6 +33,7 @@ from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import PLAIN, surroundings
 from headway.runtime.reach import reached
+from headway.runtime.rereading import collated
 from headway.runtime.run_delay import read_delay
 from headway.runtime.samplers import order_generators
 
@@ -79,14 +80,6 @@ class TriedBatch:
     def __getitem__(self, _: int) -> Any:
         """Return the batch."""
         return collated(self.dataset, self.collate_fn, self.indices or 0, batched=bool(self.indices))
-
-
-def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batched: bool) -> Any:
-    """Return the batch of the indices `index`, made as torch's fetcher does; not `batched`: of the one `index`."""
-    if not batched:
-        return collate_fn(dataset[index])
-    many = getattr(dataset, "__getitems__", None)
-    return collate_fn(many(index) if many else [dataset[one] for one in index])
 
 
 def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple[str | None, int]:

@@ -39,10 +39,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.keyed import Keys, generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset, Report
-from headway.data.runtime.trial import be_worker, collated, in_child
+from headway.data.runtime.trial import be_worker, in_child
 from headway.runtime import bootstrap
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
 from headway.runtime.remedy import Context
+from headway.runtime.rereading import collated
 from headway.trace.ring import warn
 
 EVERY = 100
