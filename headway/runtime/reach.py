@@ -125,7 +125,7 @@ def _of_library(module: str | None) -> bool:
 def closure_of(function: FunctionType) -> list[Any]:
     """Return the values of the variables that a function has from around it; one without a value yet is left out.
 
-    >>> closure_of((lambda size: lambda: size)(size)), closure_of(closure_of)
+    >>> closure_of((lambda size: lambda: size)(3)), closure_of(closure_of)
     ([3], [])
     """
     return [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
