@@ -158,6 +158,15 @@ def counts_threads(index):
     return torch.get_num_threads()
 
 
+def test_what_torch_sets_in_the_environment_is_no_change_of_the_scripts(monkeypatch):
+    before = circumstances()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/anywhere")
+    assert circumstances() == before
+
+    monkeypatch.setenv("SPLIT", "train")
+    assert circumstances() != before
+
+
 def test_connections_files_mapped_for_writing_and_thread_counts_stay_with_the_process(tmp_path):
     mapped = np.memmap(tmp_path / "rows", "f4", "w+", shape=(20,))
     num_threads = torch.get_num_threads()
@@ -171,5 +180,5 @@ def test_connections_files_mapped_for_writing_and_thread_counts_stay_with_the_pr
         torch.set_num_threads(num_threads)
 
     assert found == "in a worker, it reads something else"
-    assert "gets at a Connection" in unfit(DataLoader(Through(asks_a_database), 4))[0]
+    assert "asks a database" in unfit(DataLoader(Through(asks_a_database), 4))[0]
     assert "mapped for writing" in unfit(DataLoader(Through(lambda index: mapped[index].copy()), 4))[0]

@@ -285,7 +285,7 @@ def test_a_remedy_in_force_is_proposed_again_only_where_other_parameters_win_mor
 
     assert (setup.loaders["0"].num_workers, setup.loaders["0"].persistent) == (6, True)
     assert "data.workers" not in {row.name for row in enough.proposals}
-    assert refused["data.workers"].startswith(f"{IN_FORCE} (num_workers=6")
+    assert refused["data.workers"].startswith(f"it {IN_FORCE} (num_workers=6")
     assert more.clear
     assert more.parameters["num_workers"] > 1
 
@@ -300,7 +300,7 @@ def test_the_same_parameters_are_refused_whatever_they_are_predicted_to_win(
 
     assert (found == row) == again
     assert unless_in_force(row, None) == row
-    assert again or found.reason.startswith(f"{IN_FORCE} (every_steps={given})")
+    assert again or found.reason.startswith(f"it {IN_FORCE} (every_steps={given})")
 
 
 @pytest.mark.parametrize(("given", "again"), [(8, False), (4, True)])
@@ -312,7 +312,7 @@ def test_a_remedy_that_was_refused_or_withdrawn_is_proposed_with_other_parameter
     assert (found == row) == again
     assert unless_given_up(row, None) == row
     assert again or (found.reason, found.left_alone) == (
-        f"{GIVEN_UP} (num_workers=8): slower than recorded",
+        f"it {GIVEN_UP} (num_workers=8): slower than recorded",
         {3: found.reason},
     )
 

@@ -197,10 +197,10 @@ def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     assert (told.fix, told.predicted_speedup) == ("none that pays is known (predicted: data.workers 0.65x)", None)
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse, better))) == advised
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0))) == advised
-    given = Refusal("data.workers", "data", f"{IN_FORCE} (num_workers=2)")
+    given = Refusal("data.workers", "data", "it is", known=IN_FORCE)
     told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), refused=(given,)))
     assert (told.fix, told.predicted_speedup) == ("none that pays is known (data.workers is in force already)", None)
-    lost = Refusal("data.workers", "data", f"{GIVEN_UP} (num_workers=2): slower")
+    lost = Refusal("data.workers", "data", "it was", known=GIVEN_UP)
     told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), refused=(lost,)))
     assert told.fix == "none that pays is known (data.workers was refused or withdrawn in this run)"
 

@@ -20,6 +20,7 @@ TRAIN = """
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for _ in range(OPTIMIZERS)]
+    names = set(os.environ)
     for step in range(STEPS):
         loss = model(torch.ones(8, 64)).square().mean()
         loss.backward()
@@ -27,6 +28,7 @@ TRAIN = """
             optimizer.step()
             optimizer.zero_grad()
         print(loss.item().hex())
+    print("new in the environment:", set(os.environ) - names)
 """
 
 

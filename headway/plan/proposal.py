@@ -119,6 +119,9 @@ class Refusal:
     left_alone: Mapping[int, str] = field(default_factory=dict)
     """Group -> why that loader does not take it."""
 
+    known: str = ""
+    """What this run made of the remedy already ("is in force already"); empty where it has not had it."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the row of the plan's list of refusals."""
         return {"name": self.name, "room": self.room, "reason": self.reason, "unsafe": self.unsafe}

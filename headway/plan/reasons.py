@@ -21,11 +21,11 @@ KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")
 it changes random draws and was not granted; a remedy in the plan excludes it; it adds little to those in the plan."""
 
 
-IN_FORCE = "it is in force already"
-"""How the reason begins for which a remedy that the run had applied is not proposed again."""
+IN_FORCE = "is in force already"
+"""What a run made of a remedy that it had applied: it is not proposed again."""
 
-GIVEN_UP = "it was refused or withdrawn in this run"
-"""How the reason begins for which a remedy that the run refused or withdrew is not proposed as it was given there."""
+GIVEN_UP = "was refused or withdrawn in this run"
+"""What a run made of a remedy that it refused or withdrew: it is not proposed as it was given there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,12 @@ def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) ->
     if changed and row.clear:
         return row
     now = ", ".join(f"{key}={given[key]}" for key in row.parameters if key in given)
-    reason = f"{IN_FORCE} ({now})" if now else IN_FORCE
+    reason = f"it {IN_FORCE}{f' ({now})' if now else ''}"
     if changed:
         new = ", ".join(f"{key}={value}" for key, value in changed.items())
         low, high = row.interval
         reason += f"; {new} is predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}): not clear of the noise"
-    return _refused(row, reason)
+    return _refused(row, reason, IN_FORCE)
 
 
 def unless_given_up(row: Proposal | Refusal, tried: GivenUp | None) -> Proposal | Refusal:
@@ -91,10 +91,11 @@ def unless_given_up(row: Proposal | Refusal, tried: GivenUp | None) -> Proposal 
     if any(tried.parameters.get(key) != value for key, value in row.parameters.items()):
         return row
     given = ", ".join(f"{key}={value}" for key, value in row.parameters.items())
-    reason = f"{GIVEN_UP}{f' ({given})' if given else ''}: {tried.reason}"
-    return _refused(row, reason)
+    reason = f"it {GIVEN_UP}{f' ({given})' if given else ''}: {tried.reason}"
+    return _refused(row, reason, GIVEN_UP)
 
 
-def _refused(row: Proposal, reason: str) -> Refusal:
+def _refused(row: Proposal, reason: str, known: str) -> Refusal:
     """Return the refusal of a proposal, for that reason also where loaders are asked."""
-    return Refusal(row.name, row.room, reason, left_alone={**row.left_alone, **dict.fromkeys(row.loaders, reason)})
+    left_alone = {**row.left_alone, **dict.fromkeys(row.loaders, reason)}
+    return Refusal(row.name, row.room, reason, left_alone=left_alone, known=known)

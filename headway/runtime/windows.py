@@ -291,13 +291,15 @@ def low_level_start() -> None:
     """Switch the profiler on: CPU, and CUDA where there is one.
 
     CUPTI stays attached afterwards, as `torch.profiler` has it too: CUDA graphs do not survive its coming and going.
+    That is said to the profiler's library in the C environment alone: what the script sees in `os.environ` stays.
     """
     import torch
     from torch._C._autograd import _enable_profiler, _prepare_profiler
     from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    for name, value in {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}.items():
+        if name not in os.environ:
+            os.putenv(name, value)
     config = ProfilerConfig(ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig())
     activities = {ProfilerActivity.CPU, *({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())}
     _prepare_profiler(config, activities)

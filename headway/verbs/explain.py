@@ -17,7 +17,6 @@ from headway.ledger.evidence import TRY
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.plan.planner import Plan
-from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
@@ -28,9 +27,6 @@ from headway.trace.runs import Run, is_run, merge
 from headway.trace.trace import Trace
 from headway.verbs.script_terms import script_terms
 from headway.verbs.verified import withdrawn
-
-KNOWN_OF_REFUSED = {IN_FORCE: "is in force already", GIVEN_UP: "was refused or withdrawn in this run"}
-"""How the reason of a refusal begins -> what it says of advice to try the same."""
 
 
 @dataclass(frozen=True)
@@ -189,10 +185,9 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
     """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
     tried = [row for row in plan.proposals if cause.cause in CAUSES_OF_REMEDY.get(row.name, ())]
     given = [
-        f"{row.name} {known}"
+        f"{row.name} {row.known}"
         for row in plan.refused
-        for prefix, known in KNOWN_OF_REFUSED.items()
-        if row.reason.startswith(prefix) and cause.cause in CAUSES_OF_REMEDY.get(row.name, ())
+        if row.known and cause.cause in CAUSES_OF_REMEDY.get(row.name, ())
     ]
     if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
         return cause

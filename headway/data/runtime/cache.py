@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,13 +21,13 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakValueDictionary, ref
 
-import numpy as np
 import torch.multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway.core.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
 from headway.data.runtime.circumstances import modes, outside
+from headway.data.runtime.contents import out_of_sight
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import aliased, decode, encode, equal
 from headway.data.runtime.outcome import OfDataset, Report, reporter, speak
@@ -38,7 +37,6 @@ from headway.data.runtime.trial import in_child, pretend_worker
 from headway.data.runtime.verification import Verification, notice_change, verification_of
 from headway.data.runtime.watch import Watch
 from headway.runtime.probe_input import is_own
-from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
 
 
@@ -429,16 +427,6 @@ def probed(loader: DataLoader[Any]) -> tuple[str | None, int]:
     # Never here: a dataset may count its readings, and what it opens at its first one must not be there already when
     # the script's own workers are forked.
     return in_child(probe, lose_writes=True)
-
-
-def out_of_sight(dataset: Any) -> str | None:
-    """Say what the dataset reads that may be changed without being seen, None where there is nothing."""
-    for value, _ in reached(dataset):
-        if isinstance(value, np.memmap) and value.flags.writeable:
-            return OfDataset("its dataset reads a file mapped for writing: changes show nowhere. Map it with mode='r'")
-        if isinstance(value, sqlite3.Connection):
-            return OfDataset("its dataset asks a database, of which a change shows nowhere")
-    return None
 
 
 def _differs_in_workers(loader: Any, indices: list[int]) -> str | None:

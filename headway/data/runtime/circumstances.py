@@ -28,6 +28,9 @@ from headway.runtime.reach import reached
 
 _DEVICES = ("cpu", "cuda")
 
+OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DISABLE_CUPTI_LAZY_REINIT", "TEARDOWN_CUPTI"}
+"""Variables of the environment that torch sets for itself when it first compiles or profiles."""
+
 
 def modes() -> tuple[object, ...]:
     """Return the settings of torch that each thread has for itself; 3 us."""
@@ -55,7 +58,8 @@ def circumstances() -> tuple[object, ...]:
     variables = [pair for pair in copy_context().items() if not pair[0].name.startswith("headway")]
     context = [(id(variable), id(value)) for variable, value in variables]
     defaults = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
-    return modes(), defaults, folder, dict(os.environ), context
+    environment = {name: value for name, value in os.environ.items() if name not in OF_TORCH}
+    return modes(), defaults, folder, environment, context
 
 
 def outside(read: Any) -> tuple[object, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sqlite3
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -29,7 +30,8 @@ import numpy as np
 import torch
 import xxhash
 
-from headway.runtime.reach import LONG
+from headway.data.runtime.outcome import OfDataset
+from headway.runtime.reach import LONG, reached
 
 MOST_BYTES = 1 << 23
 """Bytes that one look reads: 0.5 to 1 ms."""
@@ -164,6 +166,20 @@ def file_of(value: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
         if isinstance(base, np.memmap) and base.filename is not None:
             return base
         base = base.base
+    return None
+
+
+def out_of_sight(*read: Any) -> str | None:
+    """Say what `read` gets at that may change without any look here seeing it; None where there is nothing.
+
+    A file mapped for writing may be changed through memory by any process; through a copy-on-write mapping the script
+    changes pages of its own, which no look reads; what a database answers changes inside it.
+    """
+    for value, _ in reached(*read):
+        if isinstance(value, np.ndarray) and (file := file_of(value)) is not None and file.mode != "r":
+            return OfDataset(f"it reads {file.filename}, mapped for writing too: give numpy.memmap mode='r'")
+        if isinstance(value, sqlite3.Connection):
+            return OfDataset("it asks a database, of which a change shows nowhere")
     return None
 
 

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime import account
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
-from headway.data.runtime.cache import out_of_sight
 from headway.data.runtime.circumstances import modes, modes_of_threads, outside
+from headway.data.runtime.contents import out_of_sight
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.keyed import KeyedDataset, Keys

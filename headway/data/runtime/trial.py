@@ -26,7 +26,7 @@ import torch
 from torch.utils.data._utils import worker as _worker
 
 from headway.data.child import said
-from headway.data.runtime.contents import file_of
+from headway.data.runtime.contents import out_of_sight
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.files_read import FilesRead
 from headway.data.runtime.keyed import generator_states, set_generators
@@ -46,9 +46,6 @@ ENDS = {-signal.SIGSEGV: "reading it writes to memory that processes share, or c
 EXAMPLES = 2
 """Examples in the batch that is tried, at most."""
 
-
-WRITABLE = ("r+", "w+")
-"""Modes of a memory-mapped array through which a script changes the file."""
 
 CONNECTED = ("begin", "commit", "cursor", "fileno", "recv")
 """Methods by which a connection, a database or a socket is known: one that cannot be pickled is this process's own."""
@@ -196,9 +193,9 @@ def _cached(read: Any) -> list[object]:
 def _remembers(loader: Any, batches: TriedBatch) -> str | None:
     """Say that reading sets a variable or an attribute of a class, or moves an iterator or a file on; None if not."""
     read = loader.dataset, loader.collate_fn
+    if (finding := out_of_sight(*read)) is not None:
+        return finding
     for value, by_code in reached(*read):
-        if isinstance(value, np.ndarray) and (file := file_of(value)) is not None and file.mode in WRITABLE:
-            return f"it reads {file.filename}, mapped for writing too: give numpy.memmap mode='r'"
         if isinstance(value, IOBase):
             if _is_open_file(value):
                 return "it gets at an open file, whose position processes share"
