@@ -123,6 +123,8 @@ class RunMaker:
     num_workers: int = 0
     prefetch_factor: int = 2
     persistent: bool = False
+    holds_lock: bool = False
+    """Whether loads hold the interpreter's lock: a worker hands a batch over only when its next load ends."""
     fetch_ns: Cost = 0
     cpu_wait_ns: Cost = 0
     prep_ns: Cost = 0
@@ -324,12 +326,14 @@ class RunMaker:
         self._dispatch(state, step, seq)
         _, load_start_ns, load_end_ns = state.loads[seq]
         start_ns, hand_ns = state.now_ns, self._cost(self.transfer_ns, state, step)
-        end_ns = max(start_ns, load_end_ns) + hand_ns
+        _, next_start_ns, next_end_ns = (state.loads[seq:] + state.loads[-1:])[: self.num_workers + 1][-1]
+        at_once = self.holds_lock and next_start_ns == load_end_ns
+        end_ns = max(start_ns, next_end_ns if at_once else load_end_ns) + hand_ns
         worker = seq % self.num_workers
         state.rows.add("input.next", start_ns, end_ns - start_ns, group=0, seq=seq, peer=worker, corr=state.corr)
         state.taken_ns.append(end_ns)
         state.now_ns = end_ns
-        self._book("input.transfer", hand_ns + max(0, load_start_ns - start_ns))
+        self._book("input.transfer", end_ns - max(start_ns, load_end_ns) + max(0, load_start_ns - start_ns))
         loading_ns = max(0, load_end_ns - max(start_ns, load_start_ns))
         self._book_share(loading_ns, self._parts(state, step))
 

@@ -24,7 +24,7 @@ from tests.runs_made import MS, Made, Rows, RunMaker
 QUIET = Costs(handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS)
 """Costs of the made job: its hand-off takes 0.1 ms, its workers cost nothing."""
 
-FREE_CACHE = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, look_ns=0, cache_trial_ns=0)
+FREE_CACHE = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, look_ns=0, keep_ns=0, cache_trial_ns=0)
 """The same with a cache that costs nothing."""
 
 
@@ -133,6 +133,19 @@ def test_a_prediction_is_what_the_changed_job_takes(recorded: int, edits: list[s
 
     actual = program_of(job(**{"num_workers": recorded, **changes}).make()).measured_s
     assert predicted.step_s == pytest.approx(actual, rel=0.02)
+
+
+@pytest.mark.parametrize("compute_ms", [6, 40])
+def test_a_worker_that_hands_over_late_costs_the_training_thread_nothing_more(compute_ms: int) -> None:
+    """A dataset that holds the interpreter's lock: a batch arrives when the load after it ends, which others hide."""
+    costs: dict[str, Any] = {
+        "ranks": 1, "fetch_ns": 0, "prep_ns": jitter(17 * MS, 3), "compute_ns": compute_ms * MS, "holds_lock": True,
+    }  # fmt: skip
+    program = program_of(job(num_workers=1, **costs).make())
+
+    for workers in (2, 3):
+        actual = program_of(job(num_workers=workers, **costs).make()).measured_s
+        assert program.predict([f"workers={workers}"]).step_s == pytest.approx(actual, rel=0.05)
 
 
 def time_sliced(threads: list[Iterator[tuple[str, Any]]], cores: int, slice_ns: int = MS // 4) -> int:

@@ -74,13 +74,16 @@ class Costs:
     hit_ns: int = 20 * NS_PER_US
     """Serving one example from the cache."""
 
+    keep_ns: int = 180 * NS_PER_US
+    """Keeping one example: whether it drew random numbers is watched while it is read."""
+
     look_ns: int = 500 * NS_PER_US
     """Looking, before each batch, whether the script has changed the dataset that examples are kept of."""
 
     hit_per_byte_ns: float = 0.25
     """More of it for each byte: the copy that is handed out."""
 
-    log_ns: int = 350 * NS_PER_US
+    log_ns: int = 150 * NS_PER_US
     """What a log record still costs when a background thread handles it: the hand-over, and the handler's own CPU time,
     which comes back through the interpreter's lock. Only what blocks is won."""
 
@@ -92,7 +95,7 @@ class Costs:
         names = (
             "handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
             "thread_handoff_ns", "thread_receive_ns", "thread_ns", "trial_ns",
-            "cache_trial_ns", "look_ns",
+            "cache_trial_ns", "keep_ns", "look_ns",
         )  # fmt: skip
         return replace(self, **{name: round(getattr(self, name) * factor) for name in names})
 
@@ -297,6 +300,7 @@ class LoaderModel:
             # What misses and has a place is copied too: into the cache.
             copied = np.maximum(hits, kept * size)
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
+            copy_ns = copy_ns + self.costs.keep_ns * (copied - hits)
             look_ns = self.costs.look_ns * (kept > 0)
             fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns + look_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
@@ -363,26 +367,51 @@ def _measure_handoff(
 
         next()    |----------- waits -----------|= take =|
         worker    ----- load -----|- hand-off --|
+
+    A thread of the worker hands over, while the worker loads on. A dataset
+    that holds the interpreter's lock keeps it waiting, up to the end of that
+    next load: a batch that is asked for before then may still be on its way.
+
+        next()                     |-- waits --|= take =|
+        worker    -- load --|---- next load ---|
+        its thread          |----- hand-off ---|
     """
     load_end = batches.load_start_ns + batches.load_ns
-    after = np.maximum(batches.end_ns - np.maximum(batches.start_ns, load_end), 0).astype(np.float64)
-    ready = known & (load_end + SLACK_NS < batches.start_ns)
-    awaited = known & (load_end > batches.start_ns)
-    opening = batches.seq < batches.workers[batches.iterator]
+    arrival = (batches.end_ns - load_end).astype(np.float64)
+    after = np.minimum(arrival, batches.end_ns - batches.start_ns).clip(min=0)
+    free = _worker_free_ns(batches, load_end)
+    ready = known & (free + SLACK_NS < batches.start_ns)
     if ready.any():
         take[known] = np.median(after[ready])
         take[ready] = after[ready]
+    waited = (load_end <= batches.start_ns) & (free > batches.start_ns) & (after > take + SLACK_NS)
+    awaited = known & ((load_end > batches.start_ns) | waited)
+    opening = batches.seq < batches.workers[batches.iterator]
     for which in (opening, ~opening):
         seen = awaited & which
         if not seen.any():
             continue
-        whole = float(np.median(after[seen]))
+        whole = float(np.median(arrival[seen]))
         rest = known & which & ~ready
         typical = float(np.median(take[rest])) if rest.any() else 0.0
         part = min(typical, whole) if ready.any() else min(typical, whole / 2)
         take[rest], handoff[known & which] = part, whole - part
         take[seen] = np.minimum(part, after[seen])
-        handoff[seen] = after[seen] - take[seen]
+        handoff[which & known] = np.minimum(handoff, np.maximum(arrival - take, 0))[which & known]
+        handoff[seen] = arrival[seen] - take[seen]
+
+
+def _worker_free_ns(batches: Batches, load_end: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [b] when its worker had loaded the batch, and the one after it if that had begun when b was asked for."""
+    free = load_end.copy()
+    for index in range(batches.group.size):
+        own = np.flatnonzero(batches.iterator == index)
+        workers = int(batches.workers[index])
+        if workers and own.size > workers and not batches.together[index]:
+            this, following = own[:-workers], own[workers:]
+            begun = batches.load_start_ns[following] < batches.start_ns[this]
+            free[this] = np.where(begun, load_end[following], free[this])
+    return free
 
 
 def _between_loads(batches: Batches, prefetch: NDArray[np.int64]) -> NDArray[np.float64]:
