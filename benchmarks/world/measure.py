@@ -127,12 +127,36 @@ class Pass:
     run: Path | None = None
 
 
+READ_SCALARS = """
+import sys
+from pathlib import Path
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+for folder in sorted({path.parent for path in Path(sys.argv[1]).rglob("events.out.tfevents.*")}):
+    events = EventAccumulator(str(folder)).Reload()
+    for tag in events.Tags()["scalars"]:
+        if not tag.endswith("SPS"):
+            print(tag, [(event.step, event.value) for event in events.Scalars(tag)])
+"""
+"""Prints a line for each scalar in the TensorBoard files below a folder, but for the rates (steps per second)."""
+
+
+def compared(sandbox: Sandbox, output: str, folder: Path) -> list[str]:
+    """Return what must not change: the lines of `lines_of`, and the row's scalars. Raises `RowError` where none are."""
+    lines = lines_of(output, sandbox.row)
+    if not sandbox.row.scalars:
+        return lines
+    scalars = finished(sandbox.command("-c", READ_SCALARS, folder), sandbox.scratch, dict(os.environ)).splitlines()
+    if not scalars:
+        raise RowError(f"no scalar in the TensorBoard files below {folder}")
+    return lines + scalars
+
+
 def plainly(sandbox: Sandbox, name: str, *, clock: bool = False) -> Pass:
     """Run the script without headway."""
     folder, script = sandbox.fresh(name)
     before, env, clocks = watched(sandbox, folder, name, clock)
-    lines = lines_of(finished(sandbox.command(*before, script), folder, env), sandbox.row)
-    return Pass(lines, clocked(clocks))
+    output = finished(sandbox.command(*before, script), folder, env)
+    return Pass(compared(sandbox, output, folder), clocked(clocks))
 
 
 def under_headway(sandbox: Sandbox, name: str, *options: object, clock: bool = False) -> Pass:
@@ -143,7 +167,7 @@ def under_headway(sandbox: Sandbox, name: str, *options: object, clock: bool = F
     recorder = ("-m", "headway.cli", "run", "--json", "--out", run, *sandbox.row.launch, *options, "--")
     answer = json.loads(finished(sandbox.command(*recorder, *before, script), folder, env))
     output = "\n".join(path.read_text() for path in sorted((run / "logs").glob("r*.out")))
-    return Pass(lines_of(output, sandbox.row), clocked(clocks), answer, run)
+    return Pass(compared(sandbox, output, folder), clocked(clocks), answer, run)
 
 
 def watched(sandbox: Sandbox, folder: Path, name: str, clock: bool) -> tuple[list[Path], dict[str, str], Path]:

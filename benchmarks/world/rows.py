@@ -53,6 +53,9 @@ class Row:
     launch: tuple[str, ...] = ()
     """Launch options of `headway run`."""
 
+    scalars: bool = False
+    """Whether the script writes its losses to TensorBoard files: they are compared with what it prints."""
+
     @property
     def public(self) -> bool:
         """Tell whether the script comes from a checkout."""
@@ -175,6 +178,7 @@ REPOSITORIES = {
     ),
     "cleanrl PPO": Row(
         "world/scripts", "vwxyzjn/cleanrl", "cleanrl/ppo.py", 32, ("--total-timesteps", "1024", "--no-cuda"),
+        scalars=True,
     ),
 }  # fmt: skip
 """Single repositories."""
