@@ -260,7 +260,7 @@ def verdict(text: str) -> str:
 def remedied(sandbox: Sandbox, seen: Pass, plain: list[str]) -> dict:
     """Return what headway's own plan promises and what it gives; the losses must stay."""
     plan = sandbox.scratch / "plan.json"
-    nothing = {"remedies": [], "promised": None, "measured": None, "applied_losses_equal": None}
+    nothing = {"remedies": [], "promised": None, "measured": None, "applied_losses_equal": None, "left": []}
     try:
         planned = json.loads(asked(sandbox, "plan", "--json", seen.run, "-o", plan))
     except RowError as error:  # a run without steps has no plan
@@ -274,7 +274,15 @@ def remedied(sandbox: Sandbox, seen: Pass, plain: list[str]) -> dict:
         "promised": round(planned["predicted_speedup"], 2),
         "measured": round(after_s / before_s, 2) if before_s else None,
         "applied_losses_equal": after.lines == plain,
+        "left": left(after.answer["applied"]),
     }
+
+
+def left(applied: list[Mapping[str, Any]]) -> list[str]:
+    """Return why remedies were refused or withdrawn, wholly or for one loader; nothing where all stayed in force."""
+    reasons = [row.get(key) for row in applied for key in ("reason_not_applied", "withdrawn")]
+    loaders = [loader for row in applied for loader in (row.get("facts") or {}).get("loaders", [])]
+    return sorted({str(reason) for reason in [*reasons, *(row.get("reason_not_applied") for row in loaders)] if reason})
 
 
 def met(answer: dict) -> bool:

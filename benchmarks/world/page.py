@@ -73,9 +73,17 @@ def line(name: str, row: Mapping[str, Any]) -> str:
             *([f"{devices} devices, not {true_devices}"] if devices != true_devices else []),
             *booked(row, seen=False),
         ]) or "-",
-        f"{row['promised']}x -> {row['measured']}x ({', '.join(row['remedies'])})" if row["remedies"] else "none",
+        planned(row),
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def planned(row: Mapping[str, Any]) -> str:
+    """Return the cell about the plan: promised and measured, and why remedies did not stay in force to the end."""
+    if not row["remedies"]:
+        return "none"
+    left = f"; not all of it to the end: {'; '.join(row['left'])}" if row.get("left") else ""
+    return f"{row['promised']}x -> {row['measured']}x ({', '.join(row['remedies'])}{left})"
 
 
 def booked(row: Mapping[str, Any], *, seen: bool) -> list[str]:
