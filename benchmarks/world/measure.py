@@ -95,7 +95,9 @@ class Sandbox:
         """Return the variables of one pass."""
         standins = [HERE / "standins" / name for name in self.row.standins]
         paths = [HERE / "site", *standins, *([folder] if self.checkout else []), ROOT]
-        outside = {k: v for k, v in os.environ.items() if not k.startswith(("HEADWAY_", "WORLD_"))}
+        # Unbuffered, two ranks would write pieces of one line.
+        ours = ("HEADWAY_", "WORLD_", "PYTHONUNBUFFERED")
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         return {
             **outside, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
             "MPLBACKEND": "Agg", "PYTHONHASHSEED": "0", "JOB_OUT": str(folder / "out"), **self.row.env, **more,
