@@ -28,6 +28,7 @@ class Clock:
     def __init__(self, folder):
         self.folder = folder
         self.local = threading.local()
+        self.every_s = float(os.environ.get("WORLD_WRITE_S", "0.5"))
         self.reset()
 
     def reset(self):
@@ -47,7 +48,7 @@ class Clock:
         setattr(self.local, name, getattr(self.local, name) - 1)
 
     def write(self, *_ignored):
-        """Write what is known; a process that is killed leaves its last half second out."""
+        """Write what is known; a process that is killed leaves out what came in the last `every_s` seconds."""
         answer = {**self.counts, "forwards": self.forwards, "forward_s": self.forward_s, "span_s": self.span_s}
         path = os.path.join(self.folder, f"{os.getpid()}.json")
         with open(path + ".part", "w") as file:
@@ -84,7 +85,7 @@ class Clock:
 
         def updated(*_ignored):
             self.counts["updates"] += 1
-            if time.monotonic() - self.written > 0.5:
+            if time.monotonic() - self.written > self.every_s:
                 self.write()
 
         optimizer.register_optimizer_step_post_hook(updated)
