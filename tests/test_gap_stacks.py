@@ -34,22 +34,35 @@ def forward(gap, _):
     gap.note_forward()
 
 
+def sampled(gap):
+    """Have another thread take the stack of this one, as the sampler does."""
+    gap._trainer[0] = threading.get_ident()
+    sampler = threading.Thread(target=gap._sample, args=(1_000,))
+    sampler.start()
+    sampler.join()
+
+
+def test_what_a_later_cell_of_a_notebook_does_is_named_by_its_own_line():
+    gap, shell = GapStacks(), {"__name__": "IPython.core.interactiveshell"}
+    exec("def run(cell, **names):\n    exec(cell, names)\n\n\nrun_cell = run", shell)
+    trains = compile("update(gap)", "cell-1.py", "exec")
+    waits = compile("\n\nsampled(gap)", "cell-2.py", "exec")
+
+    for cell in (trains, waits):
+        shell["run_cell"](cell, gap=gap, update=update, sampled=sampled)
+
+    assert [(entry["line"], entry["function"]) for entry in gap.report()] == [("cell-2.py:3", "sampled")]
+
+
 def test_the_loop_is_the_deepest_frame_shared_with_an_update():
     gap = GapStacks()
 
-    def sampled():
-        # Another thread takes the stack of this one, as the sampler does: in here, below get_batch.
-        gap._trainer[0] = threading.get_ident()
-        sampler = threading.Thread(target=gap._sample, args=(1_000,))
-        sampler.start()
-        sampler.join()
-
     def get_batch():
-        sampled()
+        sampled(gap)
         return 1
 
     def log():
-        sampled()
+        sampled(gap)
 
     for _ in range(3):
         batch = get_batch()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from headway.runtime.script_lines import feeds, is_ours, line_of
+from headway.runtime.script_lines import feeds, is_ours, line_of, runs_cells
 
 PERIOD_S, RELAXED_S = 0.01, 0.1
 """Seconds between two looks; the second where the first ones found little, or enough."""
@@ -159,8 +159,17 @@ class GapStacks:
         self.asks_forward[0] = True
 
     def _shared(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
-        """Return the deepest frame of a stack that is also one of an update's, and the frame called there."""
-        below = None
+        """Return the deepest frame of a stack that is also one of an update's, and the frame called there.
+
+        The cell of a notebook that trained has ended when a later one runs: that one's frame stands for the loop's.
+        """
+        frames: list[FrameType] = []
         while frame is not None and self._loop.get(id(frame)) is not frame.f_code:
-            below, frame = frame, frame.f_back
-        return frame, below
+            frames.append(frame)
+            frame = frame.f_back
+        if frame is None:
+            return None, None
+        frames.append(frame)
+        cells = [k for k in range(len(frames) - 1) if runs_cells(frames[k + 1]) and not runs_cells(frames[k])]
+        place = cells[-1] if cells else len(frames) - 1
+        return frames[place], frames[place - 1] if place else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import os
+import sys
 import sysconfig
 from types import CodeType, FrameType
 
@@ -30,8 +31,21 @@ def is_ours(code: CodeType) -> bool:
 
 
 def line_of(code: CodeType, line: int) -> str:
-    """Return a line as 'file.py:12'."""
-    return f"{os.path.basename(code.co_filename)}:{line}"
+    """Return a line as 'file.py:12', or 'In[3]:12' where it is one of a notebook's cell."""
+    return f"{_cell_of(code.co_filename) or os.path.basename(code.co_filename)}:{line}"
+
+
+def _cell_of(file: str) -> str:
+    """Return how IPython names the cell that it keeps under such a file name; '' for other files."""
+    try:
+        return str(sys.modules["IPython"].get_ipython().compile.format_code_name(file)[1])
+    except Exception:  # no IPython, no shell, another version of it, or no cell
+        return ""
+
+
+def runs_cells(frame: FrameType) -> bool:
+    """Say whether a frame is IPython's own, below a cell that it runs."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("IPython", "ipykernel")
 
 
 def calling_line(frame: FrameType | None) -> str:
