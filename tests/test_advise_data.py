@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headway.data.advise import neighbours, propose, worker_counts
@@ -191,6 +192,22 @@ def test_a_run_without_a_loader_gets_no_advice() -> None:
     bare = replace(made, trace=made.trace.where(~made.trace.named("input.next", "input.iter", "input.load")))
 
     assert "no DataLoader" in advice(bare)["data.workers"].reason
+
+
+def test_batches_that_come_from_no_loader_of_torchs_are_given_nothing() -> None:
+    """A library whose own loader makes torch's iterators: no remedy would ever meet it."""
+    made = made_of(fetch_ns=20 * MS)
+    events = dict(made.trace.events)
+    loads = made.trace.named("input.next", "input.load")
+    events["group"] = np.where(loads, -1, events["group"])
+    seen = replace(made.trace, events=events).where(~made.trace.named("input.iter"))
+    meta = {**made.meta, "loaders": {}}
+
+    rows = propose(None, Program.from_trace(seen, meta), Setup.from_facts(meta, memory_bytes=10**9))
+
+    for row in rows:
+        assert isinstance(row, Refusal)
+        assert "not of a DataLoader's making" in row.reason
 
 
 def test_counts_of_workers_are_dense_where_one_more_matters() -> None:

@@ -49,7 +49,7 @@ def test_a_cause_that_costs_is_proposed_with_its_gain(
 
 def test_short_log_records_win_nothing_in_the_background() -> None:
     """Their handler computes rather than waits, and the interpreter's lock brings that back."""
-    assert isinstance(advice(logging_ns=MS // 3)["host.logging"], Refusal)
+    assert isinstance(advice(logging_ns=MS // 8)["host.logging"], Refusal)
 
 
 def test_collections_are_no_rarer_than_they_need_to_be() -> None:

@@ -24,7 +24,7 @@ from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.edits import Workers
 from headway.sim.program import Program
-from headway.trace.loader_facts import LoaderFacts, loaders_in, unkept, unmovable, unshared, unthreadable
+from headway.trace.loader_facts import LoaderFacts, facts_of, loaders_in, unkept, unmovable, unshared, unthreadable
 from headway.trace.runs import Run
 
 WORKER_BYTES = 64 * 2**20
@@ -63,7 +63,7 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
     if not groups:
         yield Refusal("data.workers", "data", "no DataLoader was used during the recorded steps")
         return
-    facts = {group: setup.loaders.get(str(group), LoaderFacts()) for group in groups}
+    facts = {group: facts_of(setup.loaders, group) for group in groups}
     remedies = (
         ("data.workers", workers, unmovable), ("data.threads", threads, unthreadable), ("data.cache", cache, unkept),
         ("data.server", server, unshared),
@@ -71,7 +71,8 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
     for name, remedy, unfit in remedies:
         reasons = {group: reason for group, fact in facts.items() if (reason := unfit(fact))}
         fit = {group: fact for group, fact in facts.items() if group not in reasons}
-        found = remedy(program, setup, fit) if fit else Refusal(name, "data", _why(reasons, facts), unsafe=True)
+        unsafe = any(group >= 0 for group in groups)  # else there is no loader that anything could be given to
+        found = remedy(program, setup, fit) if fit else Refusal(name, "data", _why(reasons, facts), unsafe=unsafe)
         if isinstance(found, Proposal):
             found = replace(found, evaluation_share=_evaluation_share(program, found, evaluation))
         left = {**reasons, **(found.left_alone if isinstance(found, Proposal) else {})}
@@ -119,6 +120,8 @@ def named(group: int, fact: LoaderFacts) -> str:
     >>> named(1, LoaderFacts(dataset="Pictures"))
     'loader 1 (Pictures)'
     """
+    if group < 0:
+        return "a loader that was not seen"
     return f"loader {group} ({fact.dataset})" if fact.dataset else f"loader {group}"
 
 

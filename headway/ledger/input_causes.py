@@ -16,7 +16,7 @@ from headway.ledger.cause import Cause
 from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.input_counts import count_words
 from headway.ledger.ledger import Ledger
-from headway.trace.loader_facts import LoaderFacts, loaders_in, unmovable
+from headway.trace.loader_facts import LoaderFacts, facts_of, loaders_in, unmovable
 
 MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
 
@@ -65,7 +65,9 @@ def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
     }
     waits = {loader: amounts for loader, amounts in waits.items() if amounts}
     if len(waits) < 2 or any(str(loader) not in known for loader in waits):
-        facts = known.get(str(next(iter(waits), ""))) or next(iter(known.values()), LoaderFacts())
+        only = next(iter(waits), 0)
+        unseen = facts_of(known, only) if only < 0 and not known and "loaders" in ledger.meta else LoaderFacts()
+        facts = known.get(str(only)) or next(iter(known.values()), unseen)
         sub_s = {sub: ns / NS_PER_S for sub, ns in ledger.sub_ns.items() if sub.startswith("input.")}
         where = where_of(facts) if len(waits) == 1 else "; ".join(dict.fromkeys(map(where_of, known.values())))
         # Calls by training where they were counted; a trace of another source tells calls of any kind only.

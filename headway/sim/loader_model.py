@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_MS, NS_PER_S, NS_PER_US
 from headway.sim.edits import Scenario
 from headway.sim.recording import Batches, Lane, Recording
-from headway.trace.loader_facts import LoaderFacts, bound, uncacheable
+from headway.trace.loader_facts import LoaderFacts, bound, facts_of, uncacheable
 
 SLACK_NS = 3 * NS_PER_MS
 """A batch that was loaded this long before it was asked for had surely been handed over."""
@@ -202,7 +202,7 @@ class LoaderModel:
     @classmethod
     def of(cls, batches: Batches, lane: Lane, facts: Mapping[str, LoaderFacts], costs: Costs) -> LoaderModel:
         """Measure what can be measured. `facts` is the `loaders` entry of run.json."""
-        told = [facts.get(str(int(group)), LoaderFacts()) for group in batches.group]
+        told = [facts_of(facts, int(group)) for group in batches.group]
         owned = np.zeros(int(lane.row.max(initial=-1)) + 2, np.int64)
         np.add.at(owned, lane.row, lane.duration_ns)  # row -1 (compute) lands in the spare last place
         rows = lane.row[batches.segment]

@@ -56,6 +56,10 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that asking for a cache took."""
 
 
+UNSEEN = "its iterator is not of a DataLoader's making: a library makes it itself, or it was made before the recording"
+"""Why nothing is applied to a loader of which only batches were seen (one of fastai, for example)."""
+
+
 class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One loader of a run, as `headway.runtime.probe_input.loader_facts` saw it. Sizes are bytes."""
 
@@ -132,6 +136,11 @@ def loaders_in(meta: Mapping[str, Any]) -> dict[str, LoaderFacts]:
             if fact.dataset and fact.dataset == found.dataset:
                 facts[group] = msgspec.structs.replace(fact, **more)
     return facts
+
+
+def facts_of(loaders: Mapping[str, LoaderFacts], group: int) -> LoaderFacts:
+    """Return the facts of a loader: none where it has no row; of batches that no loader was seen for, just that."""
+    return loaders.get(str(group), LoaderFacts(reason_untunable=UNSEEN if group < 0 else None))
 
 
 def _with_workers(facts: LoaderFacts, given: Mapping[str, Any]) -> LoaderFacts:
