@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import functools
 import sqlite3
 from collections import deque
 
@@ -179,6 +180,22 @@ def test_connections_files_mapped_for_writing_and_thread_counts_stay_with_the_pr
     finally:
         torch.set_num_threads(num_threads)
 
-    assert found == "in a worker, it reads something else"
+    assert "with one intra-op thread, as workers do, gives another result" in found
     assert "asks a database" in unfit(DataLoader(Through(asks_a_database), 4))[0]
     assert "mapped for writing" in unfit(DataLoader(Through(lambda index: mapped[index].copy()), 4))[0]
+
+
+@functools.lru_cache
+def factor_of(path):
+    return int(path.read_text())
+
+
+class ByACache(FromFile):
+    def __getitem__(self, index):
+        return index * factor_of(self.path)
+
+
+def test_a_file_that_a_cache_of_a_function_keeps_is_read_when_the_loop_would_read_it(tmp_path):
+    (tmp_path / "factor").write_text("1")
+
+    assert "it keeps what it read first" in unfit(DataLoader(ByACache(tmp_path / "factor"), 4))[0]

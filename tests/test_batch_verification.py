@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -221,3 +222,21 @@ def test_a_run_whose_batches_were_changed_exits_with_3_unless_the_script_failed(
     assert found["batches"] == (3 if words else 12)
     assert (found["unequal"], "taken away from this loader" in done.stderr) == ((1, True) if words else (0, False))
     assert found["compared"] == found["equal"] + found["unequal"] >= 2
+
+
+@dataclass
+class Collator:
+    """Collates as those of transformers do: an object without a hash."""
+
+    scale: int = 1
+
+    def __call__(self, examples):
+        return torch.stack(examples) * self.scale
+
+
+def test_batches_of_a_collator_without_a_hash_are_compared_too():
+    with applied(*REMEDIES["workers"], verify=True) as context:
+        found = list(DataLoader(Squares(8), 4, collate_fn=Collator()))
+
+    assert len(found) == 2
+    assert facts_of(context)["verification"]["equal"] == 1

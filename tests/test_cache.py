@@ -185,9 +185,9 @@ def test_what_cannot_be_kept_is_left_alone_with_a_reason(dataset, reason):
 
 def test_two_datasets_share_one_budget():
     with applied(cache, {"bytes": 40 * len(encode(Counted()[3]))}) as context:
-        read(DataLoader(Counted(30), 4), 1)
-        read(DataLoader(Counted(30), 4), 1)
-        read(DataLoader(Counted(30), 4), 1)
+        loaders = [DataLoader(Counted(30), 4) for _ in range(3)]
+        for loader in loaders:
+            read(loader, 1)
 
     decisions = context.outcomes[-1].facts["loaders"]
     assert ["reason_not_applied" in decision for decision in decisions] == [False, False, True]
@@ -353,4 +353,18 @@ def test_the_probe_opens_nothing_that_the_scripts_own_workers_would_inherit():
         read(DataLoader(dataset, 4, num_workers=1), 1)
 
     assert dataset.opened is None
+    assert isinstance(context.outcomes[-1], Applied)
+
+
+def test_datasets_that_the_script_lets_go_give_back_budget_and_open_files(rarely):
+    kept = []
+    with applied(cache, {"bytes": 100_000}) as context:
+        num_open = len(os.listdir("/proc/self/fd"))
+        for _ in range(40):
+            kept.append(Counted())  # in the place of one that is gone
+            dataset = Counted()
+            assert len(list(DataLoader(dataset, 5))) == 6
+        num_open = len(os.listdir("/proc/self/fd")) - num_open
+
+    assert num_open <= 4
     assert isinstance(context.outcomes[-1], Applied)

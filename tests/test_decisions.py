@@ -14,6 +14,7 @@ from headway.data.child import said
 from headway.data.runtime import decisions
 from headway.data.runtime.cache import cache
 from headway.data.runtime.decisions import NOT_TRIED, Budget, Decisions, facts_of
+from headway.data.runtime.outcome import MOST_DECISIONS, Report
 from headway.data.runtime.sharing import server
 from headway.data.runtime.switch import threads
 from headway.data.runtime.workers import workers
@@ -137,3 +138,15 @@ def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objec
     reasons = {outcome.name: outcome.reason for outcome in context.outcomes if isinstance(outcome, Refused)}
     assert len(reasons) == len(remedies)
     assert all("hung in a forked process" in reason for reason in reasons.values())
+
+
+def test_a_report_of_ever_other_loaders_stays_short():
+    report = Report("data.cache", {}, TestContext())
+    report({"dataset": "Other", "reason_not_applied": "empty"})
+    for size in range(3 * MOST_DECISIONS):
+        report({"dataset": "Rollout", "examples": size})
+    found = report._context.outcomes[-1].facts["loaders"]
+
+    assert len(found) == MOST_DECISIONS + 1
+    assert found[0]["dataset"] == "Other"
+    assert found[-1]["examples"] == 3 * MOST_DECISIONS - 1

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
 import time
+import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -15,6 +19,7 @@ from torch.utils.data import DataLoader
 from headway.runtime.rereading import LATER, Rereadings, checksum, detached
 from headway.trace.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
 from tests.loaders_made import Squares
+from tests.recorded import recording
 
 EPOCH = [0]
 
@@ -139,7 +144,48 @@ def test_checksums_tell_batches_apart():
     batches = [
         {"x": torch.arange(4), "y": ["a"]}, {"x": torch.arange(4), "y": ["b"]}, {"x": torch.arange(5), "y": ["a"]},
         torch.zeros(0), torch.tensor([1.5]), [None], (1, 2.0), b"1",
+        torch.eye(2).to_sparse(), (2 * torch.eye(2)).to_sparse(), torch.ones(2, dtype=torch.complex64).conj(),
+        np.array(["a", None], object), np.array(["b", None], object),
+        SimpleNamespace(x=torch.ones(2)), SimpleNamespace(x=torch.zeros(2)),
     ]  # fmt: skip
 
     assert len({checksum(batch) for batch in batches}) == len(batches)
     assert checksum(torch.arange(6).view(2, 3).T) == checksum(torch.arange(6).view(2, 3).T.contiguous())
+
+
+class Graph:
+    """A batch that is like a tensor in some ways, as those of graph libraries are."""
+
+    def detach(self):
+        return self
+
+    @property
+    def nbytes(self):
+        raise RuntimeError("a graph has none")
+
+    @property
+    def tobytes(self):
+        raise RuntimeError("nor this")
+
+
+def test_a_batch_that_cannot_be_looked_into_reaches_the_loop(tmp_path):
+    with recording(tmp_path) as session:
+        found = list(DataLoader(Squares(4), 2, collate_fn=lambda examples: Graph()))
+
+    assert [type(batch) for batch in found] == [Graph, Graph]
+    assert session.probes.tables["patches"].get("input.load", "ok") == "ok"
+
+
+class Collates(Squares):
+    def collate(self, examples):
+        return torch.stack(examples)
+
+
+def test_nothing_that_the_script_lets_go_is_kept():
+    again, dataset = Rereadings(Recorder()), Collates()
+    again.keep(0, dataset, dataset.collate, [1])
+    gone = weakref.ref(dataset)
+    del dataset
+    gc.collect()
+
+    assert gone() is None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import random
 import re
 import subprocess
 import sys
+import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
@@ -255,3 +259,76 @@ def test_tensors_are_left_to_torch():
 
     with applied(threads, PARAMETERS):
         assert epochs(lambda: DataLoader(TensorDataset(torch.arange(40)), 4, shuffle=True))[0] == expected
+
+
+class Buffered(Squares):
+    """Reads into a buffer of its own, and hands out a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.buffer = np.zeros(4)
+
+    def __getitem__(self, index):
+        self.buffer[:] = index
+        if index > 2:  # later than a trial looks
+            time.sleep(0.001)
+        return torch.from_numpy(self.buffer.copy())
+
+
+class Noting(Squares):
+    """Notes what it reads."""
+
+    def __getitem__(self, index):
+        self.now = index
+        if index > 2:  # later than a trial looks
+            time.sleep(0.001)
+        return torch.tensor(self.now)
+
+
+class Through(Squares):
+    """Reads in a file in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.file = io.BytesIO(bytes(range(37)))
+
+    def __getitem__(self, index):
+        self.file.seek(index)
+        if index > 2:  # later than a trial looks
+            time.sleep(0.001)
+        return torch.tensor(list(self.file.read(1)))
+
+
+@pytest.mark.parametrize("dataset", [Buffered, Noting, Through])
+def test_a_dataset_whose_readings_share_a_place_is_read_by_one_thread(dataset):
+    expected, _ = epochs(lambda: DataLoader(dataset(), 5))
+    with applied(threads, PARAMETERS) as context:
+        found, _ = epochs(lambda: DataLoader(dataset(), 5))
+
+    assert found == expected
+    assert isinstance(context.outcomes[-1], Refused)
+
+
+def test_where_threads_cannot_be_started_the_loop_gets_the_scripts_own_batches(monkeypatch):
+    def make():
+        return DataLoader(Squares(), 5, shuffle=True)
+
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "headway-loader-1" and os.getpid() == pid:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    pid = os.getpid()
+    expected, _ = epochs(make)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with applied(threads, PARAMETERS) as context:
+        found, _ = epochs(make)
+
+    assert found == expected
+    assert "could not be started" in context.outcomes[-1].json()["facts"]["loaders"][-1]["reason_not_applied"]
+    for thread in threading.enumerate():
+        if thread.name.startswith("headway-loader"):
+            thread.join(60)
+            assert not thread.is_alive()

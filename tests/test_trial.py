@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from headway.data.runtime.cache import uncacheable
 from headway.data.runtime.sharing import followed
 from headway.data.runtime.switch import unthreadable
-from headway.data.runtime.trial import unfit
+from headway.data.runtime.trial import limited, unfit
 from headway.data.runtime.workers import untunable
 from headway.data.serving.server import DataServer
 from tests.loaders_made import Squares
@@ -144,3 +144,47 @@ def test_a_dataset_that_gets_at_an_open_file_is_unfit_before_an_example_reads_it
 
     assert finding == "it gets at an open file, whose position processes share"
     assert SHARED_FILE.tell() == 0
+
+
+class Pickles(Squares):
+    num_pickled = 0
+
+    def __getstate__(self):
+        type(self).num_pickled += 1
+        return {}
+
+
+def test_not_even_its_pickling_runs_here():
+    unfit(DataLoader(Pickles(), 2))
+
+    assert Pickles.num_pickled == 0
+
+
+class Normalised(Squares):
+    """Its examples are sums over so many numbers that intra-op threads share them."""
+
+    rows = torch.randn(4, 1 << 20, generator=torch.Generator().manual_seed(1))
+
+    def __getitem__(self, index):
+        return self.rows[index % 4].sum()
+
+
+class Scaled(Normalised):
+    def __getitem__(self, index):
+        return self.rows[index % 4] * 2
+
+
+def test_what_intra_op_threads_share_is_read_with_as_many_of_them_as_the_script_has():
+    before, sums = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            sums.append([Normalised()[index].item() for index in range(2)])
+        with limited(10.0):
+            found = [unfit(DataLoader(dataset(), 4))[0] for dataset in (Normalised, Scaled)]
+    finally:
+        torch.set_num_threads(before)
+
+    assert sums[0] != sums[1]
+    assert "with one intra-op thread, as workers do, gives another result" in found[0]
+    assert found[1] is None

@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from headway.data.runtime.examples import equal
-from headway.data.runtime.workers import untunable, workers
+from headway.data.runtime.workers import WAITS, untunable, workers
 from headway.ledger.rows import rows_by_rank
 from headway.ledger.waits import find_loads, match_batches
 from headway.runtime.finalise import finalise_attempt
@@ -354,3 +355,67 @@ def test_each_batch_of_workers_that_are_kept_is_matched_with_the_load_that_made_
     assert rows.column("seq", waits)[match >= 0].tolist() == 3 * [*range(8)]
     assert (loads.end_ns[match[match >= 0]] <= rows.end_ns[waits[match >= 0]]).all()
     assert len({*match[match >= 0].tolist()}) == 24
+
+
+def last_reason(context):
+    return context.outcomes[-1].json()["facts"]["loaders"][-1]["reason_not_applied"]
+
+
+@pytest.mark.parametrize("own_workers", [0, 1])
+def test_where_workers_cannot_be_started_the_loop_gets_the_scripts_own_batches(own_workers, monkeypatch):
+    def make():
+        return DataLoader(Squares(), 5, shuffle=True, num_workers=own_workers)
+
+    started, start = [], multiprocessing.process.BaseProcess.start
+    before = multiprocessing.active_children()
+
+    def refuse(process):
+        started.append(process)
+        if len(started) == 2:  # the second worker of the remedy
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        start(process)
+
+    expected, _ = epochs(make)
+    with applied(workers, {"num_workers": 2}) as context:
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+        found, _ = epochs(make)
+
+    assert found == expected
+    assert "could not be started: BlockingIOError" in last_reason(context)
+    assert multiprocessing.active_children() == before
+
+
+class HangsInWorkers(Squares):
+    """Hangs as where a lock was forked while another thread had it."""
+
+    pid = os.getpid()
+
+    def __getitem__(self, index):
+        if index > 20 and os.getpid() != self.pid:
+            time.sleep(600)
+        return super().__getitem__(index)
+
+
+def test_workers_that_hang_do_not_hang_the_loop(monkeypatch):
+    monkeypatch.setattr("headway.data.runtime.script_workers.PATIENCE_S", 1.0)
+    expected, _ = epochs(lambda: DataLoader(HangsInWorkers(), 5))
+    with applied(workers, {"num_workers": 2}) as context:
+        found, _ = epochs(lambda: DataLoader(HangsInWorkers(), 5))
+
+    assert found == expected
+    assert "made no batch" in last_reason(context)
+
+
+def test_a_wait_for_any_child_finds_none_of_the_workers(monkeypatch):
+    def wait3(options):
+        return 0, 0, None
+
+    monkeypatch.setattr(os, "wait3", wait3)
+    with applied(workers, {"num_workers": 2}) as context:
+        loader = DataLoader(Squares(), 5)
+        batches = iter(loader)
+        next(batches)
+        os.wait3(os.WNOHANG)
+
+        assert len(list(batches)) == 7
+        assert last_reason(context) == WAITS

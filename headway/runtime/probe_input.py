@@ -79,12 +79,15 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         return result
 
     def opened(loader: Any) -> int:
+        begun = now()
         try:
             group = groups.of(loader)
             if probes.rereadings is None and probes.leads:
                 probes.rereadings = Rereadings(probes)
             if loader.num_workers and probes.rereadings is not None:
                 probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
+            if probes.leads:
+                probes.worked(begun)
             return group
         except Exception as cause:
             probes.failed("loader facts", cause)
@@ -198,7 +201,7 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             self.collate_fn = collate_fn
         meter.stop(batch)
         if kept is not None:
-            kept.expected = checksum(batch)
+            meter.expect(kept, batch)
         return batch
 
     return fetch
@@ -249,6 +252,14 @@ class Meter:
         except Exception as cause:
             self._probes.failed("input.again", cause)
             return None
+
+    def expect(self, kept: Kept, batch: Any) -> None:
+        """Note what a later reading has to give; of a batch that nobody can look into, nothing."""
+        try:
+            kept.expected = checksum(batch)
+        except Exception as cause:
+            kept.let_go()
+            self._probes.failed("input.again", cause)
 
     def start(self, *holders: Any) -> None:
         """Begin a measured load; `holders`, dataset and collate function, may have generators of their own."""
@@ -326,8 +337,14 @@ class Look:
 
 
 def batch_bytes(batch: Any, depth: int = 0) -> int:
-    """Return the bytes of the tensors and arrays in a batch of nested lists, tuples and mappings."""
-    nbytes = getattr(batch, "nbytes", None)
+    """Return the bytes of the tensors and arrays in a batch of nested lists, tuples and mappings.
+
+    What does not say how large it is, as a sparse tensor, counts as 0.
+    """
+    try:
+        nbytes = getattr(batch, "nbytes", None)
+    except Exception:
+        nbytes = 0
     if isinstance(nbytes, int):
         return nbytes
     if depth > 4:

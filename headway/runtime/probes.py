@@ -37,7 +37,7 @@ NEVER = 1 << 62
 CPU, RECORDING = SPANS["host.cpu"].code, SPANS["host.recording"].code
 
 OWN_NS = 200_000
-"""Work of headway's own behind a step that took less has no record: it would cost more than it tells."""
+"""Work of headway's own that took less has no record: it would cost more than it tells."""
 
 
 @dataclass(slots=True)
@@ -180,12 +180,16 @@ class Probes:
             self.page.train_here()
             self.write_tables_beside()
             if self.gradients.watched[0]:
-                self.gap.follow(self.trainer, self.write_tables_beside)
+                self.gap.follow(self.trainer, self._write_in_gap)
         self.due[0] = due
-        spent = now() - start
+        self.worked(start)
+
+    def worked(self, start_ns: int) -> None:
+        """Record headway's own work on the training thread since `start_ns`, where it is long enough to matter."""
+        spent = now() - start_ns
         if spent >= OWN_NS:
-            self.emit(RECORDING, start, spent)
-            self.gap.resumed[0] = start + spent
+            self.emit(RECORDING, start_ns, spent)
+            self.gap.resumed[0] = start_ns + spent
 
     def advance(self, index: int) -> None:
         """Count a step that no optimizer's wrapper counts itself; `index` as for `wake`."""
@@ -254,6 +258,12 @@ class Probes:
             self._writing.start()
         except (RuntimeError, TypeError, ValueError) as cause:
             self.failed("tables file", cause)
+
+    def _write_in_gap(self) -> None:
+        """Do so where the script works between its steps: what it costs is not the script's."""
+        start = now()
+        self.write_tables_beside()
+        self.worked(start)
 
     def _files(self) -> list[tuple[str, str, str]]:
         """Return (folder, file name, content) of what is to be written; a child that has not trained has nothing."""

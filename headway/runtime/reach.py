@@ -5,9 +5,9 @@ attribute, sit in a transform, in a closure, in a global variable of its
 module, or in a class. Whatever looks for such things walks here, nearest
 first, so that a bound on the number of objects leaves out what is far away.
 
-    dataset -> attributes, items of short containers -> ...
+    dataset -> attributes, slots, items of short containers -> ...
        |
-       +-- its class's functions -> closures, defaults, the globals that their code names -> ...
+       +-- its class's functions -> closures, defaults, attributes, the globals and modules that their code names -> ...
 
 >>> from types import SimpleNamespace
 >>> transform = SimpleNamespace(scale=2.5)
@@ -17,16 +17,20 @@ first, so that a bound on the number of objects leaves out what is far away.
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections import deque
-from collections.abc import Iterator
-from functools import partial
-from itertools import islice
+from collections import OrderedDict, deque
+from collections.abc import ItemsView, Iterator
+from dataclasses import dataclass
+from dis import get_instructions
+from functools import lru_cache, partial
+from itertools import chain, islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
-DEPTH = 6
-"""Objects inside each other that are followed."""
+DEPTH = 12
+"""Objects inside each other that are followed: with a subset and two nested transforms a setting is the tenth."""
 
 MOST_OBJECTS = 512
 """Objects that are looked into; plain numbers and texts do not count."""
@@ -45,10 +49,12 @@ def reached(*holders: Any) -> Iterator[tuple[Any, bool]]:
     queue = deque((holder, 0, False) for holder in holders)
     while queue and len(seen) < MOST_OBJECTS:
         value, depth, outside = queue.popleft()
+        if isinstance(value, LEAVES):
+            yield value, outside
+            continue
         if id(value) in seen:
             continue
-        if not isinstance(value, LEAVES):
-            seen.add(id(value))
+        seen.add(id(value))
         yield value, outside
         if depth < DEPTH:
             queue += [(part, depth + 1, outside) for part in _held(value)]
@@ -57,65 +63,159 @@ def reached(*holders: Any) -> Iterator[tuple[Any, bool]]:
 
 def _held(value: Any) -> list[Any]:
     """Return the attributes or entries of an object."""
-    if isinstance(value, (*LEAVES, type, FunctionType, CodeType, ModuleType)):
+    if isinstance(value, (type, FunctionType, CodeType, ModuleType)):
         return []
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, (list, tuple)):
-        return list(value) if len(value) <= LONG else []
-    if isinstance(value, dict):
-        return list(value.values()) if len(value) <= LONG else []
-    return list(getattr(value, "__dict__", {}).values())
+    entries: list[Any] = []
+    if isinstance(value, (list, tuple, deque, dict)) and len(value) <= LONG:
+        entries = list(dict.values(value) if isinstance(value, dict) else value)
+    return entries + list(attributes(value).values())
+
+
+def items_of(mapping: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """Return the entries of a dictionary in its order; no method of a class of the script's is called."""
+    return mapping.items() if type(mapping) is OrderedDict else dict.items(mapping)
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name: those in slots too, and the columns of a pandas table.
+
+    A logger has none: what it gets at are all others, and no data. The slots of a library's object hold what it has
+    computed, a path its own text.
+
+    >>> attributes(slice(3)), attributes(lambda: 0), attributes(logging.getLogger())
+    ({}, {}, {})
+    """
+    if isinstance(value, (logging.Logger, logging.Handler)):
+        return {}
+    found: dict[str, Any] = getattr(value, "__dict__", {})
+    kind: type = type(value)
+    if (names := slots_of(kind)) and not _of_library(kind.__module__):
+        found = {**found, **{name: getattr(value, name) for name in names if hasattr(value, name)}}
+    if kind.__module__.startswith("pandas."):  # its table is a class in C, which has neither
+        columns = [getattr(column, "_ndarray", column) for column in getattr(found.get("_mgr"), "arrays", ())]
+        found = {**found, **{f"column {number}": column for number, column in enumerate(columns)}}
+    return found
+
+
+@lru_cache(maxsize=1024)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the slots of a class and of its bases, as `getattr` takes them.
+
+    >>> class Level:
+    ...     __slots__ = ("now", "__last")
+    >>> slots_of(Level), slots_of(int)
+    (('now', '_Level__last'), ())
+    """
+    found = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
 def _named(value: Any) -> list[Any]:
     """Return what the code of a function, a class, or an object's class names outside of itself."""
     if isinstance(value, FunctionType):
         return _of_function(value)
-    if isinstance(value, (*LEAVES, CodeType, ModuleType, MethodType, list, tuple, dict)):
+    if isinstance(value, (CodeType, ModuleType, MethodType, list, tuple, dict)):
         return []
     kind = value if isinstance(value, type) else type(value)
     parts: list[Any] = []
     for base in kind.__mro__:
         if not _of_library(base.__module__):
-            parts += [getattr(part, "__func__", getattr(part, "fget", part)) for part in vars(base).values()]
+            own = [part for name, part in vars(base).items() if name != "__slotnames__"]  # copying an instance adds it
+            parts += [getattr(part, "__func__", getattr(part, "fget", part)) for part in own]
     return [part for part in parts if part is not None]
 
 
 def _of_function(function: FunctionType) -> list[Any]:
-    """Return cells, defaults, and the globals that the code names: `name`, and `module.name`."""
+    """Return cells, defaults, attributes, and the globals that the code names: `name`, and `module.name`."""
     if _of_library(function.__module__):
         return []
     parts = closure_of(function)
-    parts += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    names = set(_names(function.__code__))
+    parts += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
+    names = _names_in(function)
     scope = function.__globals__
-    for name in names & scope.keys():
-        found = scope[name]
-        if isinstance(found, ModuleType):
-            parts += [
-                vars(found)[inner] for inner in names & vars(found).keys() if _is_worth(found, vars(found)[inner])
-            ]
-        else:
-            parts.append(found)
+    named = [scope[name] for name in sorted(names.globals & scope.keys())]
+    parts += [found for found in named if not isinstance(found, ModuleType)]
+    modules = [found for found in named if isinstance(found, ModuleType)]
+    return parts + _of_modules(modules + _imported(names.imports, scope), names.attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """The names that a function and those inside of it look up."""
+
+    code: CodeType
+    """The code that was looked at."""
+    globals: set[str]
+    attributes: set[str]
+    """Of any object, and so of a module."""
+    imports: set[str]
+    """Modules that it imports itself."""
+
+
+_NAMES: WeakKeyDictionary[FunctionType, _Names] = WeakKeyDictionary()
+"""Function -> its names."""
+
+
+def _names_in(function: FunctionType) -> _Names:
+    """Return the names that a function looks up: found once."""
+    code = function.__code__
+    known = _NAMES.get(function)
+    if known is None or known.code is not code:
+        known = _NAMES[function] = _Names(code, set(), set(), set())
+        for instruction in chain.from_iterable(map(get_instructions, _codes(code))):
+            name = instruction.opname
+            if name == "IMPORT_NAME":
+                known.imports.add(instruction.argval)
+            elif name.endswith(("_NAME", "GLOBAL", "GLOBALS")):
+                known.globals.add(instruction.argval)
+            elif name.endswith(("_ATTR", "_METHOD", "_FROM")):
+                known.attributes.add(instruction.argval)
+    return known
+
+
+def _imported(names: set[str], scope: dict[str, Any]) -> list[ModuleType]:
+    """Return the modules, of a script's, that a function imports by these names, which may be relative."""
+    package = scope.get("__package__") or ""
+    paths = [path for name in sorted(names) for path in (name, name.partition(".")[0], f"{package}.{name}".strip("."))]
+    found = [sys.modules.get(path) for path in paths]
+    return [module for module in found if isinstance(module, ModuleType) and not _of_library(module.__name__)]
+
+
+def _of_modules(modules: list[ModuleType], names: set[str]) -> list[Any]:
+    """Return what code with these names may look up in `modules` and in the script's modules inside them.
+
+    Of a library's module that is no function, no class and no plain value.
+    """
+    parts, seen, stack = [], set(), modules[::-1]
+    while stack:
+        module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        is_library = _of_library(module.__name__)
+        for found in (vars(module)[name] for name in sorted(names & vars(module).keys())):
+            if not isinstance(found, ModuleType):
+                parts += [] if is_library and isinstance(found, (type, FunctionType, *LEAVES)) else [found]
+            elif not _of_library(found.__name__):
+                stack.append(found)
     return parts
 
 
-def _is_worth(module: ModuleType, value: Any) -> bool:
-    """Tell whether what a module holds is to be followed: anything of a script's, of a library's only instances."""
-    if isinstance(value, ModuleType):
-        return False
-    return not _of_library(module.__name__) or not isinstance(value, (type, FunctionType, *LEAVES))
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that code and the functions inside of it look up."""
-    yield from code.co_names
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield code, and that of the functions inside of it."""
+    yield code
     for inner in islice(code.co_consts, LONG):
         if isinstance(inner, CodeType):
-            yield from _names(inner)
+            yield from _codes(inner)
 
 
 def _of_library(module: str | None) -> bool:

@@ -28,6 +28,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from headway.core.apart import DETACHED, name_process, step_apart
@@ -43,31 +44,47 @@ FEW = 4
 TIMEOUT_S = 20
 """Seconds that a child has; it ends itself."""
 
+DEEPEST = 16
+"""Levels of a batch that are looked into; an object may hold itself."""
 
-def checksum(batch: Any, crc: int = 0) -> int:
-    """Return a checksum of the content of a batch: of tensors and arrays in lists, tuples and mappings, and of texts.
 
-    What it cannot look into counts by its type.
+def checksum(batch: Any, crc: int = 0, depth: int = 0) -> int:
+    """Return a checksum of the content of a batch: of tensors, arrays and texts in containers and objects.
+
+    What it cannot look into, or lies deeper than `DEEPEST`, counts by its type. Raises what an object raises that is
+    looked at.
 
     >>> checksum([1, "a"]) == checksum([1, "a"]), checksum([1, "a"]) == checksum([1, "b"])
     (True, False)
     """
+    torch, kind = sys.modules.get("torch"), type(batch)
+    if depth > DEEPEST:
+        return zlib.crc32(kind.__name__.encode(), crc)
     if isinstance(batch, dict):
         for key, value in batch.items():
-            crc = checksum(value, checksum(key, crc))
+            crc = checksum(value, checksum(key, crc, depth + 1), depth + 1)
         return crc
     if isinstance(batch, (list, tuple)):
         for value in batch:
-            crc = checksum(value, crc)
+            crc = checksum(value, crc, depth + 1)
         return crc
     if isinstance(batch, (str, bytes, int, float, bool, type(None))):
         return zlib.crc32(repr(batch).encode(), crc)
-    if hasattr(batch, "detach") and batch.device.type == "cpu":
-        batch = batch.detach().contiguous().view(-1)
-        batch = batch.view(sys.modules["torch"].uint8).numpy() if batch.numel() else None
-    if hasattr(batch, "tobytes"):
+    if torch is not None and isinstance(batch, torch.Tensor):
+        if batch.layout is torch.sparse_coo:
+            return checksum([batch._indices(), batch._values()], crc, depth + 1)
+        plain = batch.layout is torch.strided and batch.device.type == "cpu"
+        if not plain or batch.is_quantized or batch.is_nested or not batch.numel():
+            return zlib.crc32(kind.__name__.encode(), crc)
+        batch = batch.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
         return zlib.crc32(batch.tobytes(), crc)
-    return zlib.crc32(type(batch).__name__.encode(), crc)
+    if hasattr(kind, "tobytes"):
+        is_of_objects = getattr(getattr(batch, "dtype", None), "hasobject", False)  # its bytes are addresses
+        return checksum(batch.ravel().tolist(), crc, depth + 1) if is_of_objects else zlib.crc32(batch.tobytes(), crc)
+    crc = zlib.crc32(kind.__name__.encode(), crc)
+    # Graph libraries, for example, have a class of their own for a batch.
+    held = {} if isinstance(batch, (type, FunctionType, ModuleType)) else getattr(batch, "__dict__", {})
+    return checksum(held, crc, depth + 1)
 
 
 def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batched: bool) -> Any:
@@ -121,7 +138,8 @@ class Kept:
 
     group: int
     dataset: weakref.ref[Any]
-    collate_fn: Callable[[Any], Any]
+    collate_fn: Callable[[], Callable[[Any], Any] | None]
+    """Returns it; None when it was a method of an object that is gone."""
     indices: Any
     """As the dataset's fetcher got them: a list, or one index."""
     restore: Callable[[], None]
@@ -141,8 +159,14 @@ class Kept:
         """Read the indices again; runs in the child."""
         sys.modules["torch"].set_num_threads(1)
         self.restore()
-        batched = isinstance(self.indices, list)
-        return b"%d" % checksum(collated(self.dataset(), self.collate_fn, self.indices, batched=batched))
+        collate_fn, batched = self.collate_fn(), isinstance(self.indices, list)
+        assert collate_fn is not None, "no child is forked without one"
+        return b"%d" % checksum(collated(self.dataset(), collate_fn, self.indices, batched=batched))
+
+    def let_go(self) -> None:
+        """Forget what was to be read, for good: nothing of the script's is kept in memory for it any more."""
+        self.due.clear()
+        self.collate_fn, self.restore, self.indices = lambda: None, lambda: None, None
 
 
 class Rereadings:
@@ -168,7 +192,10 @@ class Rereadings:
         if indices is None:
             indices, due = list(range(min(FEW, len(dataset)))), [1, *LATER]
         restore = _generators_as_now(dataset, collate_fn)
-        kept = Kept(group, weakref.ref(dataset), collate_fn, indices, restore, probes.steps[0], due)
+        # A method would keep its object, often the dataset, in memory.
+        method = weakref.WeakMethod(collate_fn) if isinstance(collate_fn, MethodType) else None
+        collate = (lambda: collate_fn) if method is None else method
+        kept = Kept(group, weakref.ref(dataset), collate, indices, restore, probes.steps[0], due)
         self._kept[group] = kept
         if len(self._kept) == 1:
             probes.listeners.append(self.stepped)
@@ -183,7 +210,7 @@ class Rereadings:
             try:
                 waits.append(self._follow(kept, self._probes.steps[0] - kept.step))
             except Exception as cause:
-                kept.due.clear()
+                kept.let_go()
                 self._note(kept, unchecked=f"{type(cause).__name__}: {cause}")
         return min(waits, default=NEVER)
 
@@ -197,17 +224,18 @@ class Rereadings:
             kept.pipe = -1
             self._judge(kept, answer)
         if not kept.due:
+            kept.let_go()
             return NEVER
         if since < kept.due[0]:
             return kept.due[0] - since
         kept.at = since
         del kept.due[0]
         if sys.modules["torch"].cuda.is_initialized():
-            kept.due.clear()
+            kept.let_go()
             self._note(kept, unchecked="the process uses CUDA, and was not forked to read its data again")
             return NEVER
-        if kept.dataset() is None:
-            kept.due.clear()
+        if kept.dataset() is None or kept.collate_fn() is None:
+            kept.let_go()
             return NEVER
         kept.pipe = detached(kept.read)
         return 1

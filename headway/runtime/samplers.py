@@ -78,8 +78,8 @@ def generators_within(*samplers: Any) -> list[Any]:
     """Return the torch generators that `samplers` and the samplers inside them hold, each once."""
     from torch import Generator
 
-    held = [value for sampler in samplers_within(*samplers) for value in _attributes(sampler).values()]
-    return list({id(value): value for value in held if isinstance(value, Generator)}.values())
+    values = [value for sampler in samplers_within(*samplers) for value in _attributes(sampler).values()]
+    return list({id(value): value for value in values if isinstance(value, Generator)}.values())
 
 
 def samplers_within(*samplers: Any) -> list[Any]:

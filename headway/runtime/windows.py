@@ -238,9 +238,11 @@ class Windows:
         The profiler belongs to the thread that started it: from another one it cannot be stopped, nor is it inherited.
         """
         if self._open is not None and self._open.thread == threading.get_ident():
-            self._open = None
-            with contextlib.suppress(Exception), quiet_stderr():
-                low_level_stop()
+            self._open, start = None, now()
+            with contextlib.suppress(Exception):
+                with quiet_stderr():
+                    low_level_stop()
+                self.probes.worked(start)
 
     def finish(self) -> None:
         """Close what is open, wait for the files (10 s at most), and take the patch out."""

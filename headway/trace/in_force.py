@@ -76,8 +76,8 @@ def unfit(meta: Mapping[str, Any]) -> list[Unfit]:
 
 def _why_without(row: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """Return why a run was without a remedy in the end; '' where some loader had it to the last."""
-    if told := row.get("reason_not_applied") or row.get("withdrawn"):
-        return str(told)
+    if reason := row.get("reason_not_applied") or row.get("withdrawn"):
+        return str(reason)
     reasons = [entry.get("reason", "withdrawn") for entry in _entries(facts, "withdrawn")]
     if not reasons:
         last = {entry.get("dataset"): entry.get("reason_not_applied") for entry in _entries(facts, "loaders")}

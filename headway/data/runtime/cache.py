@@ -126,7 +126,7 @@ class CachedExamples:
         return [example for example, _ in pairs]
 
     def _one(self, index: Any) -> tuple[Any, bool]:
-        """Return an example, and whether it is the cache's word alone."""
+        """Return an example, and whether it comes from the cache and was not compared."""
         found = self._find(index)
         if found is not None:
             return self._handed(index, found, lambda: self._dataset[index])
@@ -158,7 +158,7 @@ class CachedExamples:
         return self._kept.get(index) if self._is_slot(index) else None
 
     def _handed(self, index: int, found: memoryview, read: Callable[[], Any]) -> tuple[Any, bool]:
-        """Return the example found, or, where a comparison is due, the dataset's own word."""
+        """Return the example found, or, where a comparison is due, what the dataset gives."""
         first, self._has_found = not self._has_found, True
         if self._scrutiny.over or not self._scrutiny.is_due(len(found), first=first):
             return decode(found), True
@@ -236,6 +236,8 @@ class Stored:
     """Modes, and all else that the dataset goes by, before any of its examples was read."""
     seen: tuple[object, object] | None = None
     """The same when this process had read its first example; None before."""
+    bytes_taken: int = 0
+    """What it takes of the rank's budget."""
     thread: int = field(default_factory=threading.get_ident)
     """The thread that noted this."""
     pid: int = field(default_factory=os.getpid)
@@ -335,6 +337,7 @@ class ExampleCaches:
 
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Give the dataset an arena, or leave it alone and say why."""
+        self._forget_the_dead()
         dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
         reason, example_bytes = self._barred(loader), 0
         if reason is None:
@@ -347,11 +350,18 @@ class ExampleCaches:
         size = len(dataset)  # type: ignore[arg-type]  # map-style: uncacheable() has seen to it
         needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
-        self.budget_bytes -= min(needed_bytes, capacity_bytes)
         stored = self.stored[id(dataset)] = Stored.empty(dataset, size, capacity_bytes)
+        stored.bytes_taken = min(needed_bytes, capacity_bytes)
+        self.budget_bytes -= stored.bytes_taken
         if loader.num_workers:  # else the first example read may open a file: no change that matters
             stored.note(dataset)
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
+
+    def _forget_the_dead(self) -> None:
+        """Give back the memory, open files and budget of datasets that the script has let go."""
+        for key in [key for key in self.stored if key not in self.alive]:
+            stored = self.stored.pop(key)
+            self.budget_bytes += 0 if stored is None else stored.bytes_taken
 
     def _barred(self, loader: DataLoader[Any]) -> str | None:
         """Say why the dataset is not even tried, or None: asked of every dataset, since it costs next to nothing."""

@@ -1,12 +1,14 @@
-"""What is in the memory that a dataset reads from, to the last entry: a digest that any edit between two looks changes.
+"""What is in the memory that a dataset reads from: a digest that changes with an edit between two looks.
 
 A picture (`headway.data.runtime.purity`) samples long lists and large arrays, and knows an edit of a tensor by its
-version only, which a numpy view of the same memory does not move. Here all of it is read, as long as that takes about
-a millisecond; of what is larger only size and identity count, and the picture's samples are what shows an edit.
+version only, which a numpy view of the same memory does not move. Here all of it is read, to the last entry, as long
+as that takes about a millisecond; of what is larger only size, identity and some samples show an edit.
 
     array, tensor, bytearray      its bytes
     file mapped for reading       when it was last written
-    long list, dict, set, deque   which objects are in it, and the versions or bytes of those
+    file in memory, value of C    its position; its bytes
+    long list, dict, set, deque   which objects are in it: numbers and texts by value too, tensors and arrays by
+                                  version or bytes, also one level further inside
 
 >>> rows = [torch.zeros(2) for _ in range(500)]
 >>> before = contents([rows])
@@ -18,12 +20,15 @@ False
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import sqlite3
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +36,11 @@ import torch
 import xxhash
 
 from headway.data.runtime.outcome import OfDataset
-from headway.runtime.reach import LONG, reached
+from headway.data.runtime.purity import FEW
+from headway.runtime.reach import LONG, items_of, reached
+
+_CData: Any = ctypes.c_int.__mro__[-2]
+"""Base of all numbers, arrays and structures of C, such as the values that processes share."""
 
 MOST_BYTES = 1 << 23
 """Bytes that one look reads: 0.5 to 1 ms."""
@@ -40,13 +49,22 @@ MOST_ENTRIES = 1 << 18
 """Entries of long containers that one look compares by identity: 1 ms."""
 
 MOST_INSIDE = 1 << 12
-"""Tensors and arrays in long containers that one look reads: 1 to 2 ms."""
+"""Tensors, arrays and short containers in long ones that one look reads: 1 to 2 ms."""
+
+MOST_HASHED = 1 << 14
+"""Numbers and texts in long containers that one look compares by value too: 0.2 ms."""
+
+SAMPLED = 1024
+"""Entries of a larger tensor that a look reads; those of an array, a picture samples."""
 
 KINDS = (torch.Tensor, np.ndarray, bytearray, array)
 """What has bytes that may be edited in place."""
 
+PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
+"""Types of entries that are compared by value: one made in the place of another, which is gone, has its address."""
+
 LONGER = (list, tuple, dict, set, frozenset, deque)
-"""Containers that may be long; what is in the shorter ones, a walk by `reached` has met."""
+"""Containers that may be long; what is in the shorter ones, a picture has met."""
 
 
 def contents(values: Iterable[Any]) -> object:
@@ -59,7 +77,7 @@ class _Look:
     """One look, and what it may still read."""
 
     def __init__(self) -> None:
-        self._bytes, self._entries, self._inside = MOST_BYTES, MOST_ENTRIES, MOST_INSIDE
+        self._bytes, self._entries, self._inside, self._hashed = MOST_BYTES, MOST_ENTRIES, MOST_INSIDE, MOST_HASHED
 
     def of(self, value: Any) -> object:
         """Return what stands for the content of one value, None where it has none of this kind."""
@@ -69,18 +87,30 @@ class _Look:
             return self._array(value)
         if isinstance(value, (bytearray, array)):
             return self._digest(memoryview(value).cast("B")) if value else 0
-        if isinstance(value, LONGER) and (len(value) > LONG or isinstance(value, (set, frozenset, deque))):
+        if isinstance(value, (io.BytesIO, io.StringIO)):
+            return value.tell() if not value.closed else -1
+        if isinstance(value, _CData) and ctypes.sizeof(value) <= self._bytes:
+            return bytes(memoryview(value))
+        if isinstance(value, LONGER) and (len(value) > FEW or isinstance(value, (set, frozenset, deque))):
             return self._container(value)
         return None
 
     def _tensor(self, value: torch.Tensor) -> object:
         """Bytes of a plain tensor of the processor's; of others, versions say enough in a picture."""
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        if not plain or value.device.type != "cpu" or value.is_quantized or not value.is_contiguous():
+        plain = plain and value.device.type == "cpu" and not value.is_quantized and not value.is_nested
+        if not plain or not value.is_contiguous():
             return None
-        if value.numel() == 0 or value.nbytes > self._bytes:
-            return value.nbytes
-        return self._digest(value.detach().view(-1).view(torch.uint8).numpy().data)
+        if value.numel() == 0:
+            return 0
+        # A lazily conjugated or negated tensor is seen as it lies in memory.
+        raw = torch._neg_view(value) if value.is_neg() else value
+        raw = raw.conj() if raw.is_conj() else raw
+        flat = raw.detach().view(-1)
+        if value.nbytes > self._bytes:  # another tensor may lie in its place, and have its address
+            some = flat[:: max(1, value.numel() // SAMPLED)].contiguous()
+            return value.nbytes, some.view(torch.uint8).numpy().tobytes()
+        return self._digest(flat.view(torch.uint8).numpy().data)
 
     def _array(self, value: np.ndarray[Any, Any]) -> object:
         mapped = file_of(value)
@@ -88,7 +118,7 @@ class _Look:
             return written(mapped)
         if value.dtype.hasobject:
             return self._container(value.ravel().tolist()) if value.size <= self._entries else value.size
-        if value.size == 0 or value.nbytes > self._bytes:
+        if value.nbytes == 0 or value.nbytes > self._bytes:
             return value.nbytes
         return self._digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
@@ -99,39 +129,64 @@ class _Look:
         self._entries -= len(value)
         parts: Any = value
         if type(value) not in (list, tuple):
-            parts = [*value.keys(), *value.values()] if isinstance(value, Mapping) else list(value)
+            parts = [*chain.from_iterable(items_of(value))] if isinstance(value, dict) else list(value)
         identities = xxhash.xxh3_128_digest(_addresses(parts))
-        held = _mutable(identities, parts)
-        self._inside -= len(held)
-        inside = [self._part(parts[place]) for place in held] if self._inside >= 0 else len(held)
-        return identities, inside
+        entries = _entries_of(identities, parts)
+        count = len(entries.mutable) + len(entries.within)
+        self._inside -= count
+        inside: Any = count
+        if self._inside >= 0:
+            inside = [self._part(parts[place]) for place in entries.mutable]
+            inside += [self._part(parts[place][inner]) for place, inner in entries.within]
+        self._hashed -= len(parts) if entries.plain else 0
+        return identities, inside, hash(tuple(parts)) if entries.plain and self._hashed >= 0 else 0
 
     def _part(self, part: Any) -> object:
         """What stands for an entry of a long container: of a short container in it, which objects it has."""
         if isinstance(part, torch.Tensor):
             return 0 if part.is_inference() else part._version
-        if isinstance(part, Mapping):
-            return tuple(map(id, part.values()))
-        return tuple(map(id, part)) if isinstance(part, (list, set)) else self.of(part)
+        if not isinstance(part, (dict, list, set)):
+            return self.of(part)
+        inner = dict.values(part) if isinstance(part, dict) else part
+        self._inside -= len(inner)
+        versions = [self._part(one) for one in inner if isinstance(one, KINDS)] if self._inside >= 0 else []
+        return tuple(map(id, inner)), versions
 
     def _digest(self, raw: Any) -> object:
         self._bytes -= raw.nbytes
         return xxhash.xxh3_128_digest(raw) if self._bytes >= 0 else raw.nbytes
 
 
-_MUTABLE: dict[bytes, list[int]] = {}
-"""Identities of the entries of a container -> which of its entries may be edited in place; of some containers."""
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """What is known of the entries of a container, while they are the same."""
+
+    mutable: list[int]
+    """Which of them may be edited in place."""
+    within: list[tuple[int, int]]
+    """Which tuple, and which of its entries, may be edited in place."""
+    plain: bool
+    """Whether they are not many, and all numbers, texts, or tuples of such."""
 
 
-def _mutable(identities: bytes, parts: list[Any]) -> list[int]:
-    """Return which of `parts` may be edited in place: their types are looked at once, while they are the same."""
-    found = _MUTABLE.get(identities)
+_ENTRIES: dict[bytes, _Entries] = {}
+"""Identities of the entries of a container -> what is known of them; of some containers."""
+
+
+def _entries_of(identities: bytes, parts: list[Any]) -> _Entries:
+    """Return what is known of `parts`: their types are looked at once, while they are the same."""
+    found = _ENTRIES.get(identities)
     if found is None:
-        if len(_MUTABLE) > LONG:
-            _MUTABLE.clear()
-        kinds = {kind for kind in set(map(type, parts)) if issubclass(kind, (*KINDS, list, dict, set))}
-        found = [place for place, part in enumerate(parts) if type(part) in kinds] if kinds else []
-        _MUTABLE[identities] = found
+        if len(_ENTRIES) > LONG:
+            _ENTRIES.clear()
+        kinds = set(map(type, parts))
+        edited = {kind for kind in kinds if issubclass(kind, (*KINDS, list, dict, set))}
+        is_short = len(parts) <= MOST_HASHED
+        mutable = [place for place, part in enumerate(parts if edited else ()) if type(part) in edited]
+        tuples = [(place, part) for place, part in enumerate(parts) if type(part) is tuple] if is_short else []
+        within = [(place, k) for place, part in tuples for k, inner in enumerate(part) if isinstance(inner, KINDS)]
+        plain = is_short and kinds <= {*PLAIN, tuple} and all(PLAIN.issuperset(map(type, part)) for _, part in tuples)
+        found = _ENTRIES[identities] = _Entries(mutable, within, plain)
     return found
 
 

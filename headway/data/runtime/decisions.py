@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePath
 from time import perf_counter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.data.runtime.trial import Limit, limited
-from headway.runtime.reach import closure_of
+from headway.runtime.reach import attributes, closure_of
 from headway.runtime.remedy import Context
 
 LONGEST_S = 5.0
@@ -48,7 +49,7 @@ SHARE = 0.01
 NOT_TRIED = f"not tried: trying costs more than {SHARE:.0%} of the time trained"
 """Why a loader is left alone for this pass; a later one may try."""
 
-DEPTH = 5
+DEPTH = 12
 """Objects and containers inside each other that facts follow."""
 
 FEW = 8
@@ -181,6 +182,8 @@ class _Shape:
         """Return something hashable that is equal for values alike."""
         self._left -= 1
         kind: object = type(value)
+        if isinstance(value, PurePath):
+            value = str(value)
         if isinstance(value, (bool, int, float, str, bytes, type(None))):
             if not (settings and self._settings) or (type(value) is int and value == self._size):
                 return kind  # how much data there is, is no setting
@@ -211,7 +214,5 @@ class _Shape:
             first = [self.of(next(iter(value)), depth, settings=False)] if long else []
             return first or [self.of(part, depth, settings=settings) for part in value]
         else:
-            slots = [name for base in type(value).__mro__ for name in getattr(base, "__slots__", ())]
-            parts = [(name, getattr(value, name)) for name in slots if hasattr(value, name)]
-            parts += getattr(value, "__dict__", {}).items()
+            parts = list(attributes(value).items())
         return [entry for key, part in parts for entry in (str(key), self.of(part, depth, settings=settings))]

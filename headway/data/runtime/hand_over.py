@@ -127,7 +127,9 @@ class WorkerBegins:
         torch_worker._worker_info = None
         if self.states is not None:
             set_generators(self.states)
-            os.dup2(os.memfd_create("headway-output"), 1)  # what is printed ahead of the loop is for nobody to see
+            output = os.memfd_create("headway-output")  # what is printed ahead of the loop is for nobody to see
+            os.dup2(output, 1)
+            os.close(output)
         _MapDatasetFetcher.fetch = _packing(_MapDatasetFetcher.fetch, self)  # type: ignore[method-assign]  # one of torch's own, in this process only
 
 

@@ -45,6 +45,10 @@ def about(reason: str) -> dict[str, str]:
     return {"about": READING} if isinstance(reason, OfReading) else {}
 
 
+MOST_DECISIONS = 100
+"""Decisions of one kind that are kept: of a script that makes loaders of other sizes all the time, the newest."""
+
+
 class Report:
     """Keeps the outcome of a remedy up to date in RUN/applied.
 
@@ -64,6 +68,9 @@ class Report:
         decision = {**facts, **about(facts.get("reason_not_applied", ""))}
         if decision in self._decisions:
             return  # a loader made anew for each epoch: nothing new to say, and nothing to keep
+        like = [known for known in self._decisions if _kind(known) == _kind(decision)]
+        if len(like) >= MOST_DECISIONS:
+            self._decisions.remove(like[0])
         self._decisions.append(decision)
         self._write()
 
@@ -102,6 +109,11 @@ class Report:
             facts["verification"] = self._compared
             facts["not_compared"] = self._not_compared
         self._context.note(Applied(self.name, facts))
+
+
+def _kind(decision: Mapping[str, Any]) -> tuple[object, bool]:
+    """Return the dataset's class of a decision, and whether its loader was left alone."""
+    return decision.get("dataset"), "reason_not_applied" in decision
 
 
 def reporter(name: str, parameters: Mapping[str, Any], context: Context) -> Report:

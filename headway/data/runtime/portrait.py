@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import xxhash
 
-from headway.runtime.reach import closure_of
+from headway.runtime.reach import closure_of, slots_of
 
 MOST_VALUES = 1 << 16
 """Values that are looked into; of what comes later only type and length count."""
@@ -133,11 +133,12 @@ class _Look:
     def _attributes(self, value: Any) -> Iterator[bytes]:
         if isinstance(value, (type, FunctionType, CodeType, MethodType, BuiltinFunctionType, ModuleType, partial)):
             return
-        names = [name for kind in type(value).__mro__ for name in _slots(kind)]
-        held = {**{name: getattr(value, name, None) for name in names}, **getattr(value, "__dict__", {})}
-        if held or type(value).__module__ != "builtins":
+        kind: type = type(value)
+        slots = {name: getattr(value, name, None) for name in slots_of(kind)}
+        found = {**slots, **getattr(value, "__dict__", {})}
+        if found or type(value).__module__ != "builtins":
             yield from self.tokens(type(value))
-        yield from self._entries(len(held), (part for entry in sorted(held.items()) for part in entry), 2)
+        yield from self._entries(len(found), (part for entry in sorted(found.items()) for part in entry), 2)
 
     def _entries(self, size: int, parts: Iterable[Any], width: int) -> Iterator[bytes]:
         yield str(size).encode()
@@ -162,9 +163,3 @@ def _memory(raw: np.ndarray[Any, Any]) -> Iterator[bytes]:
         return
     pages = raw[: raw.size // _PAGE * _PAGE].reshape(-1, _PAGE)
     yield xxhash.xxh3_128_digest(np.ascontiguousarray(pages[:: -(-raw.size // MOST_BYTES)]).data)
-
-
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

@@ -9,9 +9,10 @@ the dataset's own attributes. It restores what it disturbed.
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice
+from pathlib import PurePath
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -22,6 +23,7 @@ from headway.data.runtime.examples import decode, encode, equal, memory
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
+from headway.runtime.reach import attributes, items_of
 
 SEEDED = {"random", "numpy", "torch"}
 """Generators that torch seeds in each loader worker, differently from all others."""
@@ -53,6 +55,10 @@ def impurity(
             if found and not (may_draw and {*found} <= SEEDED):
                 return OfDataset(f"reading example {index} draws random numbers")
             if not equal(first, second):
+                if may_draw:
+                    set_generators(states)
+                if torch.get_num_threads() > 1 and equal(first, dataset[index]):
+                    return f"reading example {index} with one intra-op thread, as workers do, gives another result"
                 return OfDataset(f"reading example {index} twice gave two different results")
             if fresh and memory(first) & memory(second):
                 return f"reading example {index} returns memory that the dataset keeps, or uses again"
@@ -78,6 +84,18 @@ def _read_as_a_worker_would(dataset: Any, index: int) -> Any:
         torch.set_num_threads(num_threads)
 
 
+MOST_VALUES = 4096
+"""Values that a picture looks into, nearest first; of what lies beyond only the identity counts."""
+
+FEW = 64
+"""A longer container is seen by this many of its entries."""
+
+NUMBERS = frozenset({bool, int, float, complex, type(None)})
+
+LONG_TEXT = 1 << 16
+"""A longer text is seen by its identity, a shorter one by its hash at least."""
+
+
 def picture(value: object) -> object:
     """Return what is cheap to see of a dataset: unequal to an earlier one when somebody has changed it since.
 
@@ -85,40 +103,49 @@ def picture(value: object) -> object:
     are, arrays and long containers by identity, size and some of their content. A change that only shows in the rest
     of a long container, or outside the dataset, is not seen.
     """
-    return _picture(value, DEPTH, [MOST_VALUES])
+    seen: set[int] = set()
+    queue, found = deque([value]), list[object]()
+    while queue and len(found) < MOST_VALUES:
+        part = queue.popleft()
+        token = _small(part)
+        if token is None and id(part) not in seen:
+            seen.add(id(part))
+            inside = _inside(part)
+            queue += inside
+            # The identity of a tuple says nothing: some are made for this look at what is in them.
+            token = id(part) if type(part) is not tuple else 0, len(inside), _size(part)
+        found.append(id(part) if token is None else token)
+    return found, [id(part) for part in islice(queue, MOST_VALUES)]
 
 
-DEPTH = 5
-"""Objects and containers inside each other that a picture follows."""
-
-MOST_VALUES = 4096
-"""Values that a picture looks into; of what lies beyond only the identity counts."""
-
-FEW = 64
-"""A longer container is seen by this many of its entries, a longer text by identity."""
-
-
-def _picture(value: Any, depth: int, left: list[int]) -> object:
-    left[0] -= 1
-    if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, (str, bytes)) and len(value) <= FEW):
-        return value
+def _small(value: Any) -> object:
+    """Return what stands for a value without any inside; None for another one."""
+    if type(value) in NUMBERS or isinstance(value, (int, float, complex)):
+        return type(value), value
+    if isinstance(value, (str, bytes)):
+        return value if len(value) <= FEW else hash(value) if len(value) <= LONG_TEXT else id(value)
     if isinstance(value, torch.Tensor):
         return id(value), tuple(value.shape), 0 if value.is_inference() else value._version
     if isinstance(value, np.ndarray):
         return id(value), value.shape, _sample(value)
-    # Everything from here on belongs to the dataset, not to this look at it: the identity of a temporary says nothing.
-    if depth == 0 or left[0] < 0 or isinstance(value, (type, ModuleType, FunctionType)):
-        return id(value)
-    if isinstance(value, Mapping):
-        inside: Any = (
-            list(chain.from_iterable(islice(value.items(), FEW))) if type(value) in (dict, OrderedDict) else []
-        )
-    elif type(value) in (list, tuple):
-        inside = value if len(value) <= FEW else value[:: len(value) // FEW]
-    else:
-        inside = list(chain.from_iterable(getattr(value, "__dict__", {}).items()))
-    size = len(value) if type(value) in (dict, OrderedDict, list, tuple, set, bytearray) else -1
-    return id(value) if type(value) is not tuple else 0, size, [_picture(part, depth - 1, left) for part in inside]
+    if isinstance(value, (np.generic, PurePath)):  # a path notes in itself what was asked of it
+        return type(value), repr(value)
+    return id(value) if isinstance(value, (type, ModuleType, FunctionType)) else None
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return the entries and attributes of an object, or some of them. No code of a script's runs."""
+    entries: Iterable[Any] = ()
+    if isinstance(value, dict):
+        entries = chain.from_iterable(islice(items_of(value), FEW))
+    elif isinstance(value, (list, tuple)):
+        step = slice(None, None, max(1, len(value) // FEW))
+        entries = list.__getitem__(value, step) if isinstance(value, list) else tuple.__getitem__(value, step)
+    return [*entries, *chain.from_iterable(attributes(value).items())]
+
+
+def _size(value: Any) -> int:
+    return len(value) if type(value) in (dict, OrderedDict, list, tuple, set, bytearray) else -1
 
 
 def _sample(array: np.ndarray[Any, Any]) -> int:

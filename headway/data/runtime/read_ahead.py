@@ -7,7 +7,7 @@ for the numbers that the start of a pass draws, at the moments of the loader as 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import picture
+from headway.runtime.draws import restorer
 from headway.runtime.probe_input import is_own
 from headway.runtime.samplers import order_generators, sampler_of, samplers_within, steered
 
@@ -54,6 +55,11 @@ def num_free(loader: DataLoader[Any]) -> int:
         size is not None and (loader.drop_last or len(loader.sampler) % size == 0)  # type: ignore[arg-type]  # torch's have one
     )
     return len(loader) if full and not tells else len(loader) - 1
+
+
+def pass_restorer(loader: DataLoader[Any]) -> Callable[[], None]:
+    """Return a function that puts the generators which the start of a pass draws from back to where they are now."""
+    return restorer([torch.default_generator, *order_generators(loader)])
 
 
 class Bounded:
@@ -119,7 +125,10 @@ class PassDraws:
         False when the script has drawn since, or changed what a loader without workers would read only now.
         """
         same = all(map(torch.equal, self._states(), self._before))
-        same = same and self._facts == self._read_with_the_first_batch()
+        try:
+            same = same and self._facts == self._read_with_the_first_batch()
+        except Exception:  # a container that another thread changes
+            same = False
         if same:
             self._set(self._after)
         return same
@@ -131,13 +140,13 @@ class PassDraws:
     def _read_with_the_first_batch(self) -> tuple[object, str]:
         """Return a picture of the dataset, and a digest of what samplers hold: weights, indices, epoch, sizes."""
         samplers = samplers_within(self.loader.sampler, self.loader.batch_sampler)
-        held = [
+        parts = [
             (name, len(value) if name in SOURCES else value)
             for sampler in samplers
             for name, value in getattr(sampler, "__dict__", {}).items()
             if name != "sampler"
         ]
-        return picture((self.loader.dataset, self.loader.collate_fn)), portrait(held)
+        return picture((self.loader.dataset, self.loader.collate_fn)), portrait(parts)
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]

@@ -38,6 +38,10 @@ DRAWN_BETWEEN = "the script draws random numbers, or changes data or sampler, be
 ALIVE_S = 0.5
 """How often a process that waits for a batch looks whether the workers are alive."""
 
+PATIENCE_S = 300.0
+"""Workers of a loader that was made without, and that hand over nothing for so long, hang: on a lock, for example, that
+another thread had when they were forked."""
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:
@@ -79,10 +83,16 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self.is_torchs = loader.num_workers > 0 and loader.persistent_workers
         """Whether torch keeps this iterator for the script."""
         self.waited = Waited()
+        self._num_in_vain = 0
         self._single: Any = None
         self._draws = None if self._own_workers else PassDraws(loader)
         self._seen = outside((loader.dataset, loader.collate_fn))
-        super().__init__(self._view(loader))
+        try:
+            super().__init__(self._view(loader))
+        except BaseException:  # the host has no more processes, or this one no more files to open
+            self._shutdown = True
+            _end(getattr(self, "_workers", []), self._pid)
+            raise
         if not self._own_workers:
             self._hide()
             weakref.finalize(self, _end, self._workers, self._pid)
@@ -150,7 +160,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         elif self._single is None and not self._own_workers:
             if self._pid != os.getpid():
                 self.leave(FORKED)
-            elif self._is_changed():
+            elif self._seen != outside((self._dataset, self._collate_fn)):
                 self.leave(CHANGED)
         if self._single is not None:
             return self._single._next_data()
@@ -171,13 +181,6 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         if self._index_sampler.under_way:
             self._index_sampler.under_way.popleft()
         return batch
-
-    def _is_changed(self) -> bool:
-        """Whether the script has changed, since the workers started, what a batch is made of."""
-        try:
-            return self._seen != outside((self._dataset, self._collate_fn))
-        except RuntimeError:  # a container that another thread changes
-            return True
 
     def _start_over(self, draws: PassDraws) -> None:
         """Let this pass, which has not handed out a batch, run as the script made the loader.
@@ -205,6 +208,9 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
             found = super()._try_get_data(timeout)  # type: ignore[no-untyped-call]  # nor for this
         except Exception as failure:  # a worker that ended, or a message that nobody can read
             raise UnmadeError(f"a worker failed: {failure}") from None
+        self._num_in_vain = 0 if found[0] else self._num_in_vain + 1
+        if self._num_in_vain * timeout >= PATIENCE_S:
+            raise UnmadeError(f"its workers made no batch for {PATIENCE_S:.0f} s")
         return found
 
     def _shutdown_workers(self) -> None:

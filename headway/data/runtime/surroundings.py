@@ -28,7 +28,7 @@ PLAIN = (*LEAVES, list, tuple, dict, set, np.ndarray, torch.Tensor)
 
 
 def surroundings(dataset: Any, found: Sequence[tuple[Any, bool]] | None = None) -> object:
-    """Return a picture of `dataset` and of the values that its code names; 0.1 to 0.6 ms.
+    """Return a picture of `dataset` and of the values that its code names; 0.1 to 0.9 ms.
 
     `found` is what `reached` yields for it, where the caller has that already.
     """

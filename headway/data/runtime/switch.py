@@ -22,12 +22,12 @@ from torch.utils.data import DataLoader
 from headway.data.runtime import account
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
 from headway.data.runtime.circumstances import modes, modes_of_threads, outside
-from headway.data.runtime.contents import out_of_sight
+from headway.data.runtime.contents import contents, out_of_sight
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.keyed import KeyedDataset, Keys
 from headway.data.runtime.outcome import Report, impure, reporter
-from headway.data.runtime.read_ahead import CHANGED, bound_to_the_loop, num_free
+from headway.data.runtime.read_ahead import CHANGED, bound_to_the_loop, num_free, pass_restorer
 from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Pool, Task, lock_wait_fraction
 from headway.data.runtime.trial import EXAMPLES, TriedBatch, in_child, unfit
@@ -35,7 +35,9 @@ from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.views import View
 from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
 from headway.runtime.drawing_code import names_draws
+from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.rereading import collated
 
 
 def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
@@ -163,11 +165,7 @@ class ScriptThreads(InThreads):
         """Say why threads would read other batches than this process now, or ''."""
         if not self._pool.is_here:
             return FORKED
-        try:
-            same = modes() == modes_of_threads() and self._seen == outside(self._read)
-        except RuntimeError:  # a container that another thread changes
-            same = False
-        return "" if same else CHANGED
+        return "" if modes() == modes_of_threads() and self._seen == outside(self._read) else CHANGED
 
     def _leave(self, reason: str) -> None:
         """Read the rest of the pass in this process: what was read ahead is what the dataset was."""
@@ -226,11 +224,29 @@ def different(loader: DataLoader[Any]) -> str | None:
         made = task.result()
         pool.close()
         same = equal(made, batches[0])
+        if same and _shares_scratch(loader):
+            return "reading an example leaves something in a place that threads would share", 0
         if loader.num_workers and surroundings(read) != before:
             return "reading it sets what its own workers, made anew for each pass, would forget", 0
         return (None if same else "threads make another batch of its examples than torch does"), 0
 
     return in_child(tried)[0]
+
+
+def _shares_scratch(loader: DataLoader[Any]) -> bool:
+    """Tell whether two examples leave different things behind: in a buffer or an attribute that each reading sets.
+
+    Both are read beforehand: what is kept of each, once and for all, is there then.
+    """
+    dataset: Any = loader.dataset
+    read, batched = (dataset, loader.collate_fn), loader._auto_collation
+
+    def left_by(index: int) -> object:
+        collated(dataset, loader.collate_fn, [index] if batched else index, batched=batched)
+        return surroundings(read), contents(value for value, _ in reached(read))
+
+    left_by(0)
+    return left_by(min(1, len(dataset) - 1)) != left_by(0)
 
 
 def slow(loader: DataLoader[Any]) -> str | None:
@@ -293,12 +309,20 @@ class Switch:
             count = min(self.num_threads, max(len(loader), 1))
             account.describe(num_workers=count, workers="threads")
             left = partial(self._left, ref(loader), type(loader.dataset).__name__)
+            restore = pass_restorer(loader)
+
+            def ours() -> Any:
+                """Return an iterator of ours; where it cannot be started, for want of threads, the script's own."""
+                try:
+                    return ScriptThreads(loader, count, self.prefetch_factor, left)
+                except Exception as failure:
+                    restore()
+                    left(f"its threads could not be started: {type(failure).__name__}: {failure}")
+                    return original(loader)
+
             if self.verification is None:
-                return ScriptThreads(loader, count, self.prefetch_factor, left)
-            return self.verification.following(
-                loader, lambda: ScriptThreads(loader, count, self.prefetch_factor, left), self.report, self._leave,
-                own_workers=loader.num_workers,
-            )  # fmt: skip
+                return ours()
+            return self.verification.following(loader, ours, self.report, self._leave, own_workers=loader.num_workers)
 
         return _get_iterator
 

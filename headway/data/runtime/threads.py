@@ -274,8 +274,12 @@ class Pool:
             threading.Thread(target=self._run, args=(k, started), name=f"headway-loader-{k}", daemon=True)
             for k in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the host has no more of them
+            started.abort()
+            raise
         started.wait()
         torch.set_num_threads(ours)  # the threads' own setting is also what later threads would begin with
 
@@ -308,7 +312,10 @@ class Pool:
 
     def _run(self, number: int, started: threading.Barrier) -> None:
         torch.set_num_threads(1)
-        started.wait()
+        try:
+            started.wait()
+        except threading.BrokenBarrierError:  # another one did not start
+            return
         while not self._stopped:
             task = self._tasks.get()
             if task is None or self._stopped:

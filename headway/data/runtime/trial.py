@@ -13,8 +13,10 @@ import os
 import pickle
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from concurrent.futures import Future
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from io import IOBase
 from time import monotonic
@@ -89,17 +91,14 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     batches, generators = TriedBatch(loader), order_generators(loader)
     if loader.num_workers:
         return _unfit_for_others(loader, batches, generators, may_draw=may_draw)
-    finding = handle(loader.dataset) or handle(loader.collate_fn)
-    if finding is not None:
-        return finding, 0
     parent, states = os.getpid(), generator_states()  # where both children begin: equal draws
     num_threads = torch.get_num_threads()
 
     def as_this_process() -> tuple[str | None, Any]:
         os.getpid = lambda: parent
-        setattr(torch, "get_num_threads", lambda: num_threads)  # noqa: B010 - an assignment would not be its type
         before = positions()
-        finding = _keeps_a_file(loader, batches) or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
+        finding = handle(loader.dataset) or handle(loader.collate_fn) or _keeps_a_file(loader, batches)
+        finding = finding or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
         finding = finding or handle(loader.dataset) or _moved(before) or _remembers(loader, batches)
         set_generators(states)
         return finding, b"" if finding else encode(batches[0])
@@ -110,7 +109,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
             loader.worker_init_fn(0)
         return None, encode(batches[0])
 
-    finding, here = in_child(as_this_process)
+    finding, here = in_child(lambda: with_threads(num_threads, as_this_process))
     if finding is not None:
         return finding, 0
     finding, there = in_child(as_a_worker)
@@ -118,6 +117,29 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         return f"in a worker, {finding}", 0
     same = equal(decode(there), decode(here))
     return (None if same else "in a worker, it reads something else"), len(here)
+
+
+def with_threads(num_threads: int, work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:
+    """Return what `work` returns with so many intra-op threads, in a child that was forked; raises what it raises.
+
+    A sum over many numbers differs in its last bits with how many threads share it. Those of the thread that forked
+    are gone in the child, where it would wait for them: a new thread gets new ones.
+    """
+    if num_threads == 1:
+        return work()
+    found: Future[tuple[str | None, Any]] = Future()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def working() -> None:
+        torch.set_num_threads(num_threads)
+        try:
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                found.set_result(work())
+        except Exception as failure:
+            found.set_exception(failure)
+
+    threading.Thread(target=copy_context().run, args=(working,)).start()
+    return found.result()
 
 
 def _unfit_for_others(
@@ -157,11 +179,11 @@ def _keeps_a_file(loader: Any, batches: TriedBatch) -> str | None:
     Each worker, and this process where it goes on without them, would open it at a moment of its own.
     """
     files, read, states = FilesRead(), (loader.dataset, loader.collate_fn), generator_states()
-    before = surroundings(read)
+    before = left_by_readings(read)
     with files.noting() as first:
         batches[0]
     set_generators(states)
-    if not first or surroundings(read) == before:
+    if not first or left_by_readings(read) == before:
         return None
     with files.noting() as second:
         batches[0]
@@ -177,17 +199,21 @@ def keeps(loader: Any) -> str | None:
 
     def left() -> tuple[str | None, int]:
         read, batches = (loader.dataset, loader.collate_fn), TriedBatch(loader)
-        before = surroundings(read), _cached(read)
+        before = left_by_readings(read)
         batches[0]
-        same = before == (surroundings(read), _cached(read))
+        same = before == left_by_readings(read)
         return (None if same else "its workers keep what they read: each pass starts others"), 0
 
     return in_child(left)[0]
 
 
-def _cached(read: Any) -> list[object]:
-    """Return how full the caches of functions are that `read` gets at."""
-    return [value.cache_info() for value, _ in reached(read) if hasattr(value, "cache_info")]
+def left_by_readings(read: Any) -> object:
+    """Return a picture of what readings may leave behind: of all that `read` goes by, and of caches of functions.
+
+    What was found in a cache says nothing: only what was not.
+    """
+    caches = [value.cache_info()[1:] for value, _ in reached(read) if hasattr(value, "cache_info")]
+    return surroundings(read), caches
 
 
 def _remembers(loader: Any, batches: TriedBatch) -> str | None:

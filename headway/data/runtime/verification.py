@@ -42,6 +42,7 @@ from headway.data.runtime.outcome import OfDataset, Report
 from headway.data.runtime.trial import be_worker, in_child
 from headway.runtime import bootstrap
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
+from headway.runtime.probe_input import name_of
 from headway.runtime.remedy import Context
 from headway.runtime.rereading import collated
 from headway.trace.ring import warn
@@ -212,7 +213,8 @@ class Verification:
             self._opening -= 1
         followed = iterator.__dict__.setdefault(FOLLOWED, Followed())
         if followed.source is None:
-            facts = (type(loader.dataset), loader.collate_fn, loader.batch_size, own_workers)
+            # Names: an object that collates may have no hash, and would be kept in memory.
+            facts = (type(loader.dataset), name_of(loader.collate_fn), loader.batch_size, own_workers)
             followed.counts = self._counts.setdefault(facts, Counts())
             followed.loader, followed.source = weakref.ref(loader), Source.of(loader)
             followed.own_workers, followed.persistent = own_workers, loader.persistent_workers

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.outcome import Report, impure, reporter
-from headway.data.runtime.read_ahead import bound_to_the_loop
+from headway.data.runtime.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.runtime.script_workers import ScriptWorkers, Settings, Waited
 from headway.data.runtime.trial import EXAMPLES, keeps, unfit
 from headway.data.runtime.verification import Verification, verification_of
@@ -189,7 +189,17 @@ class LoaderTuner:
         def _get_iterator(loader: DataLoader[Any]) -> Any:
             tuning = self.tunings.get(loader) if self.asked is loader else None
             self.asked = None
-            return original(loader) if tuning is None else self._iterator(loader, tuning)
+            return original(loader) if tuning is None else started(loader, tuning)
+
+        def started(loader: DataLoader[Any], tuning: _Tuning) -> Any:
+            """Return an iterator of ours; where it cannot be started, for want of processes, the script's own."""
+            restore = pass_restorer(loader)
+            try:
+                return self._iterator(loader, tuning)
+            except Exception as failure:
+                restore()
+                self._left(ref(loader), f"its workers could not be started: {type(failure).__name__}: {failure}")
+                return original(loader)
 
         return _get_iterator
 
@@ -197,8 +207,11 @@ class LoaderTuner:
         """Wrap a function of `os` that waits for child processes: for any of them, it must not find ours."""
 
         def wait(*arguments: Any, **named: Any) -> Any:
-            is_one = bool(arguments) and (
-                arguments[0] > 0 if original.__name__ != "waitid" else arguments[0] != os.P_ALL
+            # What `wait3` takes are options.
+            is_one = (
+                original.__name__ != "wait3"
+                and bool(arguments)
+                and (arguments[0] > 0 if original.__name__ != "waitid" else arguments[0] != os.P_ALL)
             )
             if not is_one and self.pid == os.getpid():
                 self._give_up(WAITS)
