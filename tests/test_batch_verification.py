@@ -240,3 +240,24 @@ def test_batches_of_a_collator_without_a_hash_are_compared_too():
 
     assert len(found) == 2
     assert facts_of(context)["verification"]["equal"] == 1
+
+
+class Normalised(Squares):
+    """Its examples are means over so many numbers that intra-op threads share them."""
+
+    rows = torch.randn(4, 1 << 20, generator=torch.Generator().manual_seed(1))
+
+    def __getitem__(self, index):
+        return self.rows[index % 4].sum()
+
+
+def test_the_scripts_own_batch_is_made_with_as_many_intra_op_threads_as_it_has():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with applied(*REMEDIES["cache"], verify=True) as context:
+            list(DataLoader(Normalised(4), 2))
+    finally:
+        torch.set_num_threads(before)
+
+    assert facts_of(context)["verification"] == {"batches": 2, "compared": 1, "equal": 1, "unequal": 0}

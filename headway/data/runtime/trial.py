@@ -135,7 +135,7 @@ def with_threads(num_threads: int, work: Callable[[], tuple[str | None, Any]]) -
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 found.set_result(work())
-        except Exception as failure:
+        except BaseException as failure:  # whatever it is, the caller waits for it
             found.set_exception(failure)
 
     threading.Thread(target=copy_context().run, args=(working,)).start()

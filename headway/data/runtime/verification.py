@@ -39,7 +39,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.keyed import Keys, generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset, Report
-from headway.data.runtime.trial import be_worker, in_child
+from headway.data.runtime.trial import be_worker, in_child, with_threads
 from headway.runtime import bootstrap
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
 from headway.runtime.probe_input import name_of
@@ -337,22 +337,27 @@ class Verification:
             # What was pinned for a device cannot be read in a forked process.
             seen = decode(encode(batch)) if iterator._pin_memory else batch
 
-            def answer_of_child() -> tuple[str | None, Any]:
-                return in_child(lambda: _answer(iterator, followed, index, seen, moment), LONGEST_S)
+            num_threads = 1 if followed.own_workers else torch.get_num_threads()
 
-            reason, answer = answer_of_child()
-            if reason is None and answer[0] == "unequal":
-                reason = None if answer_of_child() == (None, answer) else UNSTEADY
-            elif reason is None and answer[0] == "drawn":
+            def answer() -> tuple[str | None, Any]:
+                return with_threads(num_threads, lambda: _answer(iterator, followed, index, seen, moment))
+
+            def answer_of_child() -> tuple[str | None, Any]:
+                return in_child(answer, LONGEST_S)
+
+            reason, found = answer_of_child()
+            if reason is None and found[0] == "unequal":
+                reason = None if answer_of_child() == (None, found) else UNSTEADY
+            elif reason is None and found[0] == "drawn":
                 reason = DRAWN
         except Exception as failure:
-            reason, answer = f"{type(failure).__name__}: {failure}", ("", 0)
+            reason, found = f"{type(failure).__name__}: {failure}", ("", 0)
         if reason is not None:
             followed.counts.stopped = reason if "hung" in reason else ""
             _count(followed, "not compared", reason)
             return batch
-        _count(followed, answer[0])
-        return batch if answer[0] == "equal" else self._replaced(iterator, followed, index, batch, moment)
+        _count(followed, found[0])
+        return batch if found[0] == "equal" else self._replaced(iterator, followed, index, batch, moment)
 
     def _replaced(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> Any:
         """Take the remedies away, and return the batch that the script's own loader gives, where that is possible."""
