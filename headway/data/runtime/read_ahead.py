@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.portrait import portrait
@@ -24,6 +24,9 @@ CHANGED = OfDataset(
     "the script changes its dataset during a pass: from there on it is read as the script made the loader"
 )
 """Why a remedy that was in force is taken away."""
+
+NOT_STARTED = "this host has no room for what would read it ahead ({}): it is read as the script made the loader"
+"""Why a loader is left alone whose workers or threads could not be started."""
 
 SOURCES = ("data_source", "dataset")
 """Attributes in which torch's samplers keep what they only read the length of."""
@@ -56,6 +59,21 @@ def num_free(loader: DataLoader[Any]) -> int:
     return len(loader) if full and not tells else len(loader) - 1
 
 
+def batch_size_of(sampler: Any) -> int | None:
+    """Return the batch size that one of torch's batch samplers goes by at each batch; None for others."""
+    return sampler.batch_size if type(sampler) is BatchSampler and not sampler.drop_last else None
+
+
+def in_batches(indices: Iterator[Any], sampler: Any) -> Iterator[Any]:
+    """Yield the indices of the batches in `indices`, each of the size that the sampler has when it is asked for."""
+    if batch_size_of(sampler) is None:
+        yield from indices
+        return
+    each = chain.from_iterable(indices)
+    while batch := [*islice(each, sampler.batch_size)]:
+        yield batch
+
+
 class Bounded:
     """The index sampler of a loader, which is asked for its last batch when the loader as it was made would ask."""
 
@@ -64,6 +82,7 @@ class Bounded:
         self._sampler, self._window, self.free = loader._index_sampler, window, num_free(loader)
         """Batches that it may be asked for at any time."""
         self._indices: Iterator[Any] = iter(())
+        self._size = batch_size_of(self._sampler)
         self.under_way: deque[Any] = deque()
         """Indices of the batches that were asked for and not handed out, oldest first."""
         self._asked = self.begun = 0
@@ -81,7 +100,12 @@ class Bounded:
 
     def rest(self) -> Iterator[Any]:
         """Return the indices of the batches that were not handed out yet, in order."""
-        return chain(tuple(self.under_way), self._indices)
+        return in_batches(chain(tuple(self.under_way), self._indices), self._sampler)
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether the script has set another batch size since the pass began."""
+        return batch_size_of(self._sampler) != self._size
 
     def __next__(self) -> Any:
         self.owes = self._asked >= max(self.free, self.begun + self._window)
@@ -90,6 +114,19 @@ class Bounded:
         self._asked += 1
         self.under_way.append(next(self._indices))
         return self.under_way[-1]
+
+
+class StartDraws:
+    """Where the generators are that the start of a pass draws from, so that a start that fails has drawn nothing."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        generators = [torch.default_generator, *order_generators(loader)]
+        self._states = [(generator, generator.get_state()) for generator in generators]
+
+    def take_back(self) -> None:
+        """Go back to there."""
+        for generator, state in self._states:
+            generator.set_state(state)
 
 
 class PassDraws:

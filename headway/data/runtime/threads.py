@@ -274,10 +274,15 @@ class Pool:
             threading.Thread(target=self._run, args=(k, started), name=f"headway-loader-{k}", daemon=True)
             for k in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
-        started.wait()
-        torch.set_num_threads(ours)  # the threads' own setting is also what later threads would begin with
+        try:
+            for thread in self._threads:
+                thread.start()
+            started.wait()
+        except RuntimeError:  # no room for another thread: those that have begun end
+            started.abort()
+            raise
+        finally:
+            torch.set_num_threads(ours)  # the threads' own setting is also what later threads would begin with
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -308,7 +313,10 @@ class Pool:
 
     def _run(self, number: int, started: threading.Barrier) -> None:
         torch.set_num_threads(1)
-        started.wait()
+        try:
+            started.wait()
+        except threading.BrokenBarrierError:
+            return
         while not self._stopped:
             task = self._tasks.get()
             if task is None or self._stopped:
