@@ -135,6 +135,7 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, dispatch, and exit with the verb's code."""
     ours, script = split_script(sys.argv[1:] if arguments is None else arguments)
+    code = 0
     try:
         code = dispatch(ours, script)
         print(end="", flush=True)  # a standard output that was closed before the start is None, and has no flush
@@ -146,24 +147,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         code = 0
     except BrokenPipeError:  # the reader of our output went away: not an error, and nothing is left to say
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
+        pass
     except OSError as fault:
         if fault.errno not in PLACES:
             raise
         where = "" if fault.filename is None else f": {fault.filename}"
         complain(f"{fault.strerror}{where}. {PLACES[fault.errno]}")
-        code = 2
+        code = code or 2  # of a job that failed, its own stands
     except KeyboardInterrupt:
         code = 130
+    leave_stdout()
     sys.exit(code)
+
+
+def leave_stdout() -> None:
+    """Let go of what cannot be written to stdout: Python would try again, and end with a code of its own."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(text: str) -> None:
     """Write one line of our own on stderr; a name in it does not steer the terminal."""
+    from headway.core.beside import say_beside
     from headway.report.paper import STEERING
 
-    print(f"headway: {text.translate(STEERING)}", file=sys.stderr)
+    say_beside(f"headway: {text.translate(STEERING)}\n")
 
 
 def dispatch(ours: list[str], script: list[str] | None) -> int:

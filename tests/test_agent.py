@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.runtime.agent import Group, RankSpec, Signals
+from headway.runtime.rank_env import INJECT
 
 
 def group_of(*scripts: str) -> Group:
@@ -121,6 +122,32 @@ def test_a_program_that_does_not_exist_ends_the_ranks_that_had_started():
         group.start(lambda spec: (1, 2))
 
     assert group.ranks[0].code == -signal.SIGKILL
+
+
+def test_a_rank_has_the_files_that_the_launcher_was_given_to_hand_on():
+    reading, writing = os.pipe()
+    try:
+        os.set_inheritable(reading, True)
+        os.write(writing, b"four")
+        group = group_of(f"sys.exit(len(os.read({reading}, 9)))")
+        with Signals() as signals:
+            group.wait(signals, grace_s=5.0)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+    assert group.ranks[0].code == 4
+
+
+def test_a_rank_may_ask_for_the_session_and_the_group_that_it_leads_already(tmp_path):
+    script = "import os; os.setpgrp(); os.setpgid(0, 0); os.setsid(); assert os.getpgrp() == os.getpid()"
+    env = {**os.environ, "HEADWAY_RUN": str(tmp_path), "PYTHONPATH": str(INJECT)}
+    group = Group([RankSpec(0, 0, (sys.executable, "-c", script), env)])
+    group.start(lambda spec: (1, 2))
+    with Signals() as signals:
+        group.wait(signals, grace_s=5.0)
+
+    assert group.ranks[0].code == 0
 
 
 def test_what_a_clean_rank_leaves_running_is_left_alone(tmp_path):

@@ -29,6 +29,13 @@ def rows():
     return [torch.zeros(2) for _ in range(1000)]
 
 
+class Record:
+    """What a list of annotations may hold."""
+
+    def __init__(self):
+        self.row, self.label = np.zeros(2), 0
+
+
 EDITS = {
     "array": (lambda: np.zeros((1000, 3)), lambda value: value.__setitem__((PLACE, 1), 1)),
     "array of columns": (lambda: np.zeros((3, 1000)).T, lambda value: value.__setitem__((PLACE, 1), 1)),
@@ -41,6 +48,9 @@ EDITS = {
     "list's lists": (lambda: [[n] for n in range(1000)], lambda value: value[PLACE].append(3)),
     "dict": (lambda: dict.fromkeys(range(1000), 0.0), lambda value: value.__setitem__(PLACE, 1.0)),
     "set": (lambda: set(range(1000)), lambda value: value.discard(PLACE)),
+    "records": (lambda: [Record() for _ in range(1000)], lambda value: setattr(value[PLACE], "label", 1)),
+    "records' arrays": (lambda: [Record() for _ in range(1000)], lambda value: value[PLACE].row.fill(1)),
+    "dicts' arrays": (lambda: [{"row": np.zeros(2)} for _ in range(1000)], lambda value: value[PLACE]["row"].fill(1)),
     "deque": (lambda: deque(range(10)), lambda value: value.append(3)),
 }  # fmt: skip
 

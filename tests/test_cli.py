@@ -97,6 +97,20 @@ def test_a_place_that_takes_nothing_is_one_line_with_what_to_do(number, place, s
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.parametrize("options", [[], ["--quiet"], ["--json"]], ids=str)
+@pytest.mark.parametrize(("code", "stream"), [(3, "stderr"), (3, "stdout"), (0, "stderr")])
+def test_how_a_job_ended_stands_where_nothing_can_be_said(options, code, stream, tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(f"import sys; print('lost', file=sys.{stream}); sys.exit({code})")
+    command = [sys.executable, "-m", "headway.cli", "run", *options, "--out", tmp_path / "run", "--", script]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, cwd=ROOT, **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: full}
+        )
+
+    assert ended.returncode == code
+
+
 def test_any_other_fault_of_ours_shows_where_it_is(monkeypatch):
     def broken(ours, script):
         raise OSError(errno.EBADF, "Bad file descriptor")

@@ -32,6 +32,22 @@ def test_a_log_never_exceeds_its_limit_and_ends_with_what_was_written_last(write
         assert kept == b"".join(writes)
 
 
+def test_a_log_without_room_costs_no_output(tmp_path, capfd):
+    (tmp_path / "r0.out").symlink_to("/dev/full")
+    streams = Streams(tmp_path, limit_bytes=1 << 16)
+    ends = streams.attach(0, plain=True, label="default0", alone=True)
+    streams.start()
+    for _ in range(3):
+        os.write(ends[0], b"x" * 10_000)
+        streams.finish()
+    for end in ends:
+        os.close(end)
+    streams.close()
+
+    assert capfd.readouterr().out == "x" * 30_000
+    assert "r0.out lacks 30000 bytes: [Errno 28]" in streams.problems[0]
+
+
 @given(writes=st.lists(st.binary(min_size=1, max_size=30), max_size=60), limit=st.integers(1, 100))
 def test_a_tail_is_a_bounded_end_and_knows_when_its_parts_came(writes, limit):
     tail = Tail(limit)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from headway.core.apart import die_with_parent, step_apart
 from headway.core.host import readable
+from headway.core.own_children import unheard
 
 LONGEST_S = 86400.0
 """A child that has worked for so long without an answer hangs, unless the caller says otherwise."""
@@ -28,6 +29,11 @@ def said(work: Callable[[], bytes], timeout_s: float = LONGEST_S, *, apart: str 
     children waited for by others, nobody knows how it ended: 0 then. With `apart`, a key of
     `headway.core.apart.SHARED`, `work` can only read.
     """
+    with unheard():
+        return _said(work, timeout_s, apart)
+
+
+def _said(work: Callable[[], bytes], timeout_s: float, apart: str) -> tuple[bytes, int]:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does

@@ -64,7 +64,7 @@ QUEUE = 1024
 FLUSHED_BEFORE = (
     "logging:Logger.addHandler", "logging:Logger.removeHandler", "logging:shutdown", "logging:Handler.setLevel",
     "logging:Handler.setFormatter", "logging:Filterer.addFilter", "logging:Filterer.removeFilter",
-    "logging:StreamHandler.flush", "logging:FileHandler.close", "logging:Handler.close",
+    "logging:StreamHandler.flush", "logging:FileHandler.close", "logging:Handler.close", "logging:Handler.acquire",
 )  # fmt: skip
 """Functions after which a record that waits would come too late, or would be handled in another way."""
 
@@ -84,7 +84,8 @@ def collect_together(parameters: Mapping[str, Any], context: Context) -> Applied
         raise InputError(f"every_steps is {every!r}; it must be a whole number of at least 1. Plan another one.")
     collector = Collector(context, every, int(parameters.get("rss_growth_bytes", RSS_GROWTH_BYTES)))
     context.listen(collector.step)
-    context.undos.append(collector.undo)
+    atexit.register(collector.undo)  # the interpreter finalises what is in cycles as it ends, but nothing frozen
+    context.undos += [collector.undo, lambda: atexit.unregister(collector.undo)]
     context.patch("gc:collect", collector.around_collect)
     context.patch("gc:get_threshold", collector.around_get_threshold)
     context.patch("gc:get_freeze_count", collector.around_get_freeze_count)
@@ -309,6 +310,9 @@ class LogBuffer:
                 return
             start = now()
             handlers = handlers_of(logger)
+            if any(map(_is_held, handlers)):  # the thread could not have it: what came before is handled by now
+                original(logger, record)
+                return
             if not handlers or (self.judges is not None and not self.judges.all_may_wait(handlers)):
                 self.flush()
                 original(logger, record)
@@ -334,7 +338,8 @@ class LogBuffer:
         @functools.wraps(original)
         def called(*args: Any, **kwargs: Any) -> Any:
             """Flush, then call."""
-            self.flush()
+            if not (args and isinstance(args[0], logging.Handler) and _is_held(args[0])):
+                self.flush()  # else the thread may be waiting for just that lock
             return original(*args, **kwargs)
 
         return called
@@ -380,6 +385,12 @@ class LogBuffer:
         if worker is not None and self._pid == os.getpid():
             with contextlib.suppress(HeadwayError):
                 worker.close()
+
+
+def _is_held(handler: logging.Handler) -> bool:
+    """Whether the calling thread has the lock of a handler, as code does that writes to its stream by hand."""
+    owned = getattr(handler.lock, "_is_owned", None)
+    return bool(owned is not None and owned())
 
 
 def guarded(call: Callable[[], None]) -> None:

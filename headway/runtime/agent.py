@@ -69,6 +69,7 @@ class RankProcess:
             stdout=stdout_fd,
             stderr=stderr_fd,
             start_new_session=True,
+            close_fds=False,  # what the launcher was given to hand on, as in `train.py <(zcat rows.gz)`
             # Runs in the child between fork and exec; it calls into libc only.
             preexec_fn=lambda: die_with(parent),
         )

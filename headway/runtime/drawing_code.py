@@ -40,6 +40,20 @@ MAKING = frozenset({
 """Names in code that has a generator of its own."""
 
 
+OF_THREAD = frozenset({"current_thread", "get_ident", "get_native_id", "main_thread"})
+"""Functions that say which thread calls them."""
+
+
+def names_threads(holder: Any) -> str | None:
+    """Say which function that tells threads apart the code has that `holder` gets at, or None."""
+    for value, by_code in reached(holder):
+        if by_code and isinstance(value, FunctionType) and not value.__module__.startswith(("headway.", "torch.")):
+            found = [name for names in _scopes(value.__code__) for name in names & OF_THREAD]
+            if found:
+                return f"its code names {min(found)!r}, and threads would tell others of themselves"
+    return None
+
+
 def names_draws(holder: Any) -> str | None:
     """Say which such name the code that `holder` gets at has, or None."""
     for value, by_code in reached(holder):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -30,6 +29,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
+from headway.core.beside import say_beside
 from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import Group, Signals
@@ -286,9 +286,8 @@ def _stopped_alone(number: int, endpoint: str, start_ns: int) -> ExitReport:
     """Say that a signal came before the other hosts did."""
     cls = "user" if number == signal.SIGINT else "preempted"
     name = signal.Signals(number).name
-    sys.stderr.write(
+    say_beside(
         f"headway: stopped by {name} while waiting for the other hosts at {endpoint}. "
         "No rank was started, there is no run folder.\n"
     )
-    sys.stderr.flush()
     return ExitReport(128 + number, cls, None, None, (time.perf_counter_ns() - start_ns) / 1e9, None)

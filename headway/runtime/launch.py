@@ -15,13 +15,13 @@ import os
 import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headway.core.beside import say_beside
 from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
@@ -347,6 +347,7 @@ class Attempts:
         if self._status is not None:
             self._status.stop()
         self.streams.close()
+        self.recording.problems += self.streams.problems
 
     def start(self, specs: Sequence[RankSpec], attempt: int, *, plain: bool | None = None) -> Group:
         """Start the ranks, then everything that may take its time."""
@@ -462,10 +463,9 @@ def report(
     for problem in recording.problems:
         say(options, problem)
     if first is not None:
-        sys.stderr.write(
+        say_beside(
             _failure_text(first, own, recording.path, interrupted=signal.SIGINT in signals.stop, alone=len(ends) == 1)
         )
-        sys.stderr.flush()
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
     return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path)
 
@@ -495,5 +495,4 @@ def _failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, al
 def say(options: LaunchOptions, text: str) -> None:
     """Write one line of our own on stderr, unless `quiet`."""
     if not options.quiet:
-        sys.stderr.write(f"headway: {text}\n")
-        sys.stderr.flush()
+        say_beside(f"headway: {text}\n")

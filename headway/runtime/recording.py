@@ -203,8 +203,8 @@ class Recording:
         """Write the final run.json; a failure is kept in `problems`."""
         try:
             self.write(exit_=exit_, end_ns=time.perf_counter_ns())
-        except OSError as cause:
-            self.problems.append(f"run.json could not be written: {cause}")
+        except Exception as cause:  # whatever is wrong with the folder, it must not hide how the job ended
+            self.problems.append(f"run.json could not be written: {cause!r}")
 
     def _own_ranks(self) -> set[int]:
         """Return the ranks of this host: those launched here, and those that wrote their own row."""

@@ -32,6 +32,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from headway.core.apart import DETACHED, name_process, step_apart
+from headway.core.own_children import unheard
 from headway.runtime.draws import own_generators, restorer
 from headway.runtime.probes import NEVER, Probes
 
@@ -111,6 +112,11 @@ def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = Fal
     The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
     With `forks`, `work` may fork children of its own that step apart themselves.
     """
+    with unheard():
+        _start_detached(work, writing, forks=forks)
+
+
+def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
         pid = os.fork()

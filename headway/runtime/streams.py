@@ -50,17 +50,32 @@ class BoundedLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
         self._size = self._file.tell()
+        self.lost_bytes = 0
+        """Bytes that there was no room for."""
+        self.cause: OSError | None = None
+        """Why not."""
 
     def write(self, data: bytes) -> None:
-        """Append `data`, rotating first when it would not fit; one write beyond the half keeps its end."""
-        if self._size and self._size + len(data) > self._half:
-            self._file.close()
-            os.replace(self.path, self.rotated)
-            self._file = self.path.open("wb", buffering=0)
-            self._size = 0
+        """Append `data`, rotating first when it would not fit; one write beyond the half keeps its end.
+
+        What a full disk has no room for is missing from the log, and counted: the rank that printed it trains on.
+        """
         kept = data[-self._half :]
-        self._file.write(kept)
-        self._size += len(kept)
+        try:
+            if self._size and self._size + len(data) > self._half:
+                self._rotate()
+            written = self._file.write(kept) or 0
+        except OSError as cause:
+            written, self.cause = 0, cause
+        self._size += written
+        self.lost_bytes += len(kept) - written
+
+    def _rotate(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # renamed before, when there was no room for the next file
+            os.replace(self.path, self.rotated)
+        fresh = self.path.open("wb", buffering=0)
+        self._file.close()
+        self._file, self._size = fresh, 0
 
     def close(self) -> None:
         """Close the file."""
@@ -129,7 +144,9 @@ class Streams:
         self._closing = self._is_reading = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._broken: set[int] = set()
+        self._broken: dict[int, OSError] = {}
+        self.problems: list[str] = []
+        """What of the ranks' output was lost, and why; known once the streams are closed."""
         self.at_line_start = True
         """Whether the terminal's cursor stands at the start of a line (a status line may be drawn)."""
         self.before_output: Callable[[], None] | None = None
@@ -186,7 +203,7 @@ class Streams:
         return any(readable(source.read_fd, 0.0) for source in sources if rank in (None, source.rank))
 
     def close(self) -> None:
-        """Read what is left and stop the thread."""
+        """Read what is left, stop the thread, and say what was lost."""
         self.finish()
         self._closing = True
         self._wake.ring()
@@ -197,6 +214,10 @@ class Streams:
                 self._end(key.data)
         self._selector.close()
         self._wake.close()
+        for out_fd, cause in self._broken.items():
+            if not isinstance(cause, BrokenPipeError):
+                stream = "stderr" if out_fd == 2 else "stdout"
+                self.problems.append(f"{stream} was cut short, as it could not be written ({cause.strerror})")
 
     def _pump(self) -> None:
         while not self._closing:
@@ -250,6 +271,10 @@ class Streams:
             self._selector.unregister(source.read_fd)
         os.close(source.read_fd)
         source.log.close()
+        if source.log.lost_bytes:
+            self.problems.append(
+                f"{source.log.path} lacks {source.log.lost_bytes} bytes: {source.log.cause or 'no room'}"
+            )
 
     def _show(self, out_fd: int, data: bytes) -> None:
         """Write to the launcher's own stream; a reader that went away (`| head`) costs the output, not the run."""
@@ -259,8 +284,8 @@ class Streams:
             self.before_output()
         try:
             write_all(out_fd, data)
-        except OSError:
-            self._broken.add(out_fd)
+        except OSError as cause:
+            self._broken[out_fd] = cause
         self.at_line_start = data.endswith(b"\n")
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from headway.core.beside import say_beside
 from headway.report.paper import ScreenOptions, screen_of
 
 
@@ -21,7 +22,7 @@ def emit(answer: Mapping[str, Any], render: Callable[[ScreenOptions], str], *, a
 
 def emit_beside(render: Callable[[ScreenOptions], str]) -> None:
     """Print the text that `render` makes on stderr: stdout belongs to the script that was run."""
-    print(render(screen_of(sys.stderr)).rstrip("\n"), file=sys.stderr, flush=True)
+    say_beside(render(screen_of(sys.stderr)).rstrip("\n") + "\n")
 
 
 def finite(value: Any) -> Any:

@@ -48,7 +48,12 @@ def run(
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
     report = launch(options.launch_options({**REHEARSALS, **(REMEDIES if plan else {})}, baseline), script)
     if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last
-        tell(report, plan, baseline, as_json=options.json)
+        try:
+            tell(report, plan, baseline, as_json=options.json)
+        except OSError:  # nobody reads it, or there is no room: how the job ended weighs more
+            if report.code:
+                return report.code
+            raise
     found = verified(report.run) if options.verify and report.run is not None else None
     return 3 if report.code == 0 and found is not None and found["unequal"] else report.code
 

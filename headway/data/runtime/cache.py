@@ -3,8 +3,8 @@
 The user's dataset and loader stay what they are. Only the object that reads
 the dataset for a loader (torch's fetcher) is given a view that looks into the
 cache first. The cache is shared by the rank's forked loader workers and
-outlives them. An example whose reading draws random numbers is never kept;
-what is kept is compared with the dataset at times, and of no use any more
+outlives them. An example whose reading draws random numbers, prints, logs or
+changes files is never kept; what is kept is compared with the dataset at times, and of no use any more
 when it differs, or when the script has changed the dataset (`scrutiny`).
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary, ref
 
 import torch.multiprocessing
@@ -26,15 +26,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway.core.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
+from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.circumstances import modes, outside
 from headway.data.runtime.contents import out_of_sight
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
-from headway.data.runtime.examples import aliased, decode, encode, equal
+from headway.data.runtime.examples import aliased, encode, equal
+from headway.data.runtime.files_read import Noted, files_read, written_since
 from headway.data.runtime.outcome import OfDataset, Report, reporter, speak
 from headway.data.runtime.purity import impurity
+from headway.data.runtime.shelf import Kept, Origin, Shelf, unpacked
 from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.trial import in_child, pretend_worker
 from headway.data.runtime.verification import Verification, notice_change, verification_of
+from headway.data.runtime.visible import listen, noting
 from headway.data.runtime.watch import Watch
 from headway.runtime.probe_input import is_own
 from headway.runtime.remedy import Applied, Context, Refused
@@ -56,6 +60,7 @@ def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     context.undos += [caches.settle, lambda: atexit.unregister(caches.settle)]
     context.patch("torch.utils.data.dataloader:DataLoader.__iter__", caches.around_iter)
     context.patch("torch.utils.data._utils.fetch:_BaseDatasetFetcher.__init__", caches.around_fetcher)
+    listen(context.patch)
     return Applied("data.cache", dict(parameters))
 
 
@@ -67,26 +72,6 @@ LOOKS = 14
 
 LOOK_S = 0.1
 """Time after which no further one is."""
-
-_WRITING = threading.Lock()
-"""Held while an example is kept: an arena keeps processes apart, not the threads of one."""
-
-
-class Kept(Protocol):
-    """Where examples are kept, encoded, by their index."""
-
-    @property
-    def num_slots(self) -> int:
-        """One more than the largest index."""
-        ...
-
-    def get(self, index: int) -> memoryview | None:
-        """Return the encoded example, None when it is not here."""
-        ...
-
-    def keep(self, index: int, example: Any) -> None:
-        """Keep an example, if there is room; raises what `encode` raises."""
-        ...
 
 
 class CachedExamples:
@@ -107,6 +92,7 @@ class CachedExamples:
         self._is_of_now = is_of_now
         self._watch, self._after_first = Watch(dataset), after_first
         self._has_read = self._has_found = False
+        self._files, self._aligned = files_read(), Aligned(dataset)
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
@@ -130,8 +116,8 @@ class CachedExamples:
         found = self._find(index)
         if found is not None:
             return self._handed(index, found, lambda: self._dataset[index])
-        example, drew = self._read(lambda: self._dataset[index])
-        self._keep(index, example, drew)
+        example, drew, files = self._read(lambda: self._dataset[index])
+        self._keep(index, example, drew, files)
         return example, False
 
     def _together(self, many: Callable[[list[Any]], Any], indices: list[Any]) -> list[tuple[Any, bool]]:
@@ -140,8 +126,9 @@ class CachedExamples:
         missing = [index for index, payload in zip(indices, found, strict=True) if payload is None]
         drew: bool | None = None
         fresh: Iterator[Any] = iter(())
+        files: Mapping[str, Noted] = {}
         if missing:
-            examples, drew = self._read(lambda: many(missing))
+            examples, drew, files = self._read(lambda: many(missing))
             # Of several examples nobody knows which one drew.
             fresh, drew = iter(examples), None if drew and len(missing) > 1 else drew
         pairs = []
@@ -150,7 +137,7 @@ class CachedExamples:
                 pairs.append(self._handed(index, payload, partial(_only, many, index)))
                 continue
             example = next(fresh)
-            self._keep(index, example, drew)
+            self._keep(index, example, drew, files)
             pairs.append((example, False))
         return pairs
 
@@ -160,59 +147,38 @@ class CachedExamples:
     def _handed(self, index: int, found: memoryview, read: Callable[[], Any]) -> tuple[Any, bool]:
         """Return the example found, or, where a comparison is due, what the dataset gives."""
         first, self._has_found = not self._has_found, True
-        if self._scrutiny.over or not self._scrutiny.is_due(len(found), first=first):
-            return decode(found), True
-        example, drew = self._read(read)
+        kept, is_old = unpacked(found, self._aligned, index)
+        if not is_old and (self._scrutiny.over or not self._scrutiny.is_due(len(found), first=first)):
+            return kept, True
+        example, drew, _ = self._read(read)
         if drew:
             self._scrutiny.end(DREW, index)
-        elif not equal(decode(found), example):
+        elif not is_old and not equal(kept, example):
             self._scrutiny.end(CHANGED, index)
         speak(self._dataset, self._scrutiny)
         return example, False
 
-    def _read(self, read: Callable[[], Any]) -> tuple[Any, bool | None]:
-        """Read from the dataset; return what came, and whether that drew."""
+    def _read(self, read: Callable[[], Any]) -> tuple[Any, bool | None, Mapping[str, Noted]]:
+        """Read from the dataset; return what came, whether that drew, or did what others see, and from which files."""
         if self._scrutiny.over:
-            return read(), None
-        reading = self._watch.around(read)
+            return read(), None, {}
+        with noting() as acts, self._files.noting() as files:
+            reading = self._watch.around(read)
         if not self._has_read:
             self._has_read = True
             self._after_first()
-        return reading.value, reading.drew
+        return reading.value, True if acts else reading.drew, files
 
     def _is_slot(self, index: Any) -> bool:
         return type(index) is int and 0 <= index < self._kept.num_slots and not self._scrutiny.over
 
-    def _keep(self, index: Any, example: Any, drew: bool | None) -> None:
-        if self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example):
+    def _keep(self, index: Any, example: Any, drew: bool | None, files: Mapping[str, Noted]) -> None:
+        may = self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example)
+        # Of a file that was written just now, another write might leave no trace.
+        if may and written_since(files, time.time_ns()) is None:
             with suppress(Exception):  # an example that cannot be kept is read anew each time
-                self._kept.keep(index, example)
+                self._kept.keep(index, example, Origin(files, self._aligned.of([index])))
         speak(self._dataset, self._scrutiny)
-
-
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """An arena of examples."""
-
-    arena: Arena
-
-    @property
-    def num_slots(self) -> int:
-        """Examples that it may hold."""
-        return self.arena.num_slots
-
-    def get(self, index: int) -> memoryview | None:
-        """Return the encoded example, None when it is not here."""
-        return self.arena.get(index)
-
-    def keep(self, index: int, example: Any) -> None:
-        """Keep an example, if there is room and nobody else is writing."""
-        if not _WRITING.acquire(blocking=False):
-            return  # another thread writes, or wrote when this process was forked: the next reading may keep it
-        try:
-            self.arena.put(index, encode(example))
-        finally:
-            _WRITING.release()
 
 
 def _only(many: Callable[[list[Any]], list[Any]], index: Any) -> Any:

@@ -8,7 +8,7 @@ as that takes about a millisecond; of what is larger only size, identity and som
     file mapped for reading       when it was last written
     file in memory, value of C    its position; its bytes
     long list, dict, set, deque   which objects are in it: numbers and texts by value too, tensors and arrays by
-                                  version or bytes, also one level further inside
+                                  version or bytes, and by what an object holds; also one level further inside
 
 >>> rows = [torch.zeros(2) for _ in range(500)]
 >>> before = contents([rows])
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import logging
 import os
 import sqlite3
 from array import array
@@ -56,6 +57,9 @@ MOST_HASHED = 1 << 14
 
 SAMPLED = 1024
 """Entries of a larger tensor that a look reads; those of an array, a picture samples."""
+
+DEARER = 3
+"""Entries as which one tensor or array counts that lies in an entry itself."""
 
 KINDS = (torch.Tensor, np.ndarray, bytearray, array)
 """What has bytes that may be edited in place."""
@@ -142,15 +146,25 @@ class _Look:
         return identities, inside, hash(tuple(parts)) if entries.plain and self._hashed >= 0 else 0
 
     def _part(self, part: Any) -> object:
-        """What stands for an entry of a long container: of a short container in it, which objects it has."""
+        """What stands for an entry of a long container: of a short container or an object in it, what that holds."""
         if isinstance(part, torch.Tensor):
             return 0 if part.is_inference() else part._version
-        if not isinstance(part, (dict, list, set)):
-            return self.of(part)
-        inner = dict.values(part) if isinstance(part, dict) else part
-        self._inside -= len(inner)
-        versions = [self._part(one) for one in inner if isinstance(one, KINDS)] if self._inside >= 0 else []
-        return tuple(map(id, inner)), versions
+        if isinstance(part, dict):
+            return self._held(dict.values(part))
+        if isinstance(part, (list, set)):
+            return self._held(part)
+        return self._held(_attributes(part)) if _has_attributes(type(part)) else self.of(part)
+
+    def _held(self, values: Iterable[Any]) -> object:
+        """Which objects they are; of tensors and arrays among them the bytes, while there are not many."""
+        found = []
+        for value in values:
+            digest = None
+            if isinstance(value, KINDS) and self._inside > 0:
+                self._inside -= DEARER
+                digest = self.of(value)
+            found.append(id(value) if digest is None else digest)
+        return tuple(found)
 
     def _digest(self, raw: Any) -> object:
         self._bytes -= raw.nbytes
@@ -180,7 +194,7 @@ def _entries_of(identities: bytes, parts: list[Any]) -> _Entries:
         if len(_ENTRIES) > LONG:
             _ENTRIES.clear()
         kinds = set(map(type, parts))
-        edited = {kind for kind in kinds if issubclass(kind, (*KINDS, list, dict, set))}
+        edited = {kind for kind in kinds if is_mutable(kind)}
         is_short = len(parts) <= MOST_HASHED
         mutable = [place for place, part in enumerate(parts if edited else ()) if type(part) in edited]
         tuples = [(place, part) for place, part in enumerate(parts) if type(part) is tuple] if is_short else []
@@ -188,6 +202,25 @@ def _entries_of(identities: bytes, parts: list[Any]) -> _Entries:
         plain = is_short and kinds <= {*PLAIN, tuple} and all(PLAIN.issuperset(map(type, part)) for _, part in tuples)
         found = _ENTRIES[identities] = _Entries(mutable, within, plain)
     return found
+
+
+def is_mutable(kind: type) -> bool:
+    """Tell whether objects of a class may be edited in place."""
+    return issubclass(kind, (*KINDS, list, dict, set)) or _has_attributes(kind)
+
+
+def _has_attributes(kind: type) -> bool:
+    """Tell whether objects of a script's class keep attributes, which may be set in place."""
+    if kind.__module__ == "builtins" or issubclass(kind, (type, BaseException)):
+        return False
+    return kind.__dictoffset__ != 0 or hasattr(kind, "__dataclass_fields__")
+
+
+def _attributes(value: Any) -> list[Any]:
+    """Return what such an object holds."""
+    fields = getattr(type(value), "__dataclass_fields__", {})
+    held = getattr(value, "__dict__", {})
+    return [*held.values(), *(getattr(value, name, None) for name in fields if name not in held)]
 
 
 def _addresses(parts: list[Any] | tuple[Any, ...]) -> Any:
@@ -235,7 +268,20 @@ def out_of_sight(*read: Any) -> str | None:
             return OfDataset(f"it reads {file.filename}, mapped for writing too: give numpy.memmap mode='r'")
         if isinstance(value, sqlite3.Connection):
             return OfDataset("it asks a database, of which a change shows nowhere")
+        if isinstance(value, io.IOBase) and _is_written(value):
+            return OfDataset("it gets at a file that is open for writing, of which it may make more")
     return None
+
+
+def _is_written(file: io.IOBase) -> bool:
+    """Tell whether a file of the script's own is open for writing; log handlers' are noticed when they are used."""
+    handlers = logging._handlerList  # type: ignore[attr-defined]  # its stub does not have it
+    if any(getattr(handler(), "stream", None) is file for handler in handlers):
+        return False
+    try:
+        return not file.closed and file.writable() and file.fileno() > 2
+    except (OSError, ValueError):  # it lies in memory
+        return False
 
 
 def written(mapped: np.memmap[Any, Any]) -> object:

@@ -26,8 +26,10 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from headway.runtime.bootstrap import active
@@ -53,12 +55,18 @@ TICK_NS = 20_000_000
 _stat = os.stat
 
 
+class _OfThread(threading.local):
+    """What the calling thread notes."""
+
+    noted: dict[str, Noted] | None = None
+
+
 class FilesRead:
     """Notes the files that this process reads; for as long as it lives, as audit hooks cannot be taken back."""
 
     def __init__(self, *, looks: bool = False) -> None:
         """Begin to listen; with `looks` also to what only asks whether a file is there, for good in this process."""
-        self._noted: dict[str, Noted] | None = None
+        self._local = _OfThread()
         session = active()  # the recording of this process is no data of the script's
         run = os.environ.get("HEADWAY_RUN") if session is None else session.probes.run
         self._elsewhere = (*ELSEWHERE, f"{os.path.abspath(run)}{os.sep}") if run else ELSEWHERE
@@ -70,31 +78,37 @@ class FilesRead:
     def noting(self) -> Iterator[dict[str, Noted]]:
         """Give a mapping that fills with the files read in the block, each as it was before it was read."""
         found: dict[str, Noted] = {}
-        self._noted = found
+        self._local.noted = found
         try:
             yield found
         finally:
-            self._noted = None
+            self._local.noted = None
 
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._noted is not None and (event == "open" or event in LISTINGS):
+        if (event == "open" or event in LISTINGS) and self._local.noted is not None:
             self._note(arguments[0] if arguments else ".")
 
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def look(*arguments: Any, **named: Any) -> Any:
-            if self._noted is not None:
+            if self._local.noted is not None:
                 self._note(arguments[0] if arguments else named.get("path"))
             return original(*arguments, **named)
 
         return look
 
     def _note(self, path: Any) -> None:
-        found = self._noted
+        found = self._local.noted
         if found is None or not isinstance(path, (str, bytes, os.PathLike)):
             return  # a descriptor: it was opened by a path
         name = os.path.abspath(os.fsdecode(path))
         if not f"{name}{os.sep}".startswith(self._elsewhere) and not name.endswith(CODE):
             found.setdefault(name, noted(name))
+
+
+@cache
+def files_read() -> FilesRead:
+    """Return the listener of this process, which the children that it forks have as well: one, as it stays for good."""
+    return FilesRead()
 
 
 def noted(path: str) -> Noted:

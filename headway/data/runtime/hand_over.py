@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing.process
 import os
 import pickle
 import resource
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -28,10 +30,12 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.data.runtime import account
+from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.examples import encode_plain
 from headway.data.runtime.files_read import FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
 from headway.data.runtime.outcome import OfDataset
+from headway.data.runtime.visible import listen_here, noting
 from headway.data.runtime.watch import Watch
 
 SMALL_BYTES = 1 << 16
@@ -58,6 +62,7 @@ class Ready:
 
     value: Any
     files: Mapping[str, Noted] = field(default_factory=dict)
+    entries: list[object] = field(default_factory=list)
 
     def batch(self) -> Any:
         """Return it."""
@@ -73,6 +78,8 @@ class Packed:
     """Whether its tensors are in shared memory."""
     files: Mapping[str, Noted] = field(default_factory=dict)
     """What it was read from, as that was."""
+    entries: list[object] = field(default_factory=list)
+    """What stands for its entries in large containers of the dataset (`aligned`)."""
 
     def batch(self) -> Any:
         """Return the batch: once."""
@@ -81,7 +88,7 @@ class Packed:
 
     def pin_memory(self) -> Ready:
         """Return it in pinned memory; torch's thread for that asks."""
-        return Ready(pin_memory(pickle.loads(self.payload)), self.files)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return Ready(pin_memory(pickle.loads(self.payload)), self.files, self.entries)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def outdated(batch: Packed | Ready) -> str | None:
@@ -113,30 +120,39 @@ class WorkerBegins:
     """What a worker of a loader whose script has none does first, as its `worker_init_fn`.
 
     From then on, code in it finds what it would find in the training process: no worker information, the same
-    generators. A batch that draws from them, prints, or fails, is not made here.
+    generators. A batch that draws from them, prints, logs, changes files, or fails, is not made here.
     """
 
     states: tuple[Any, ...] | None
     """Where the generators of the training process were; None where the worker may draw from its own."""
     began_ns: int = field(default_factory=time.time_ns)
     """When the workers were started: no file that they read may be newer."""
+    process_name: str = field(default_factory=lambda: multiprocessing.current_process().name)
+    """What multiprocessing calls the training process."""
 
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is number `worker`."""
         account.loads_as(worker)  # torch's own word for it is hidden from here on
-        torch_worker._worker_info = None
+        information, torch_worker._worker_info = torch_worker._worker_info, None
+        multiprocessing.current_process().name = self.process_name
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its stub does not have it
         if self.states is not None:
             set_generators(self.states)
             output = os.memfd_create("headway-output")  # what is printed ahead of the loop is for nobody to see
             os.dup2(output, 1)
             os.close(output)
-        _MapDatasetFetcher.fetch = _packing(_MapDatasetFetcher.fetch, self)  # type: ignore[method-assign]  # one of torch's own, in this process only
+        aligned = Aligned(getattr(information, "dataset", None))
+        packing = _packing(_MapDatasetFetcher.fetch, self, aligned)
+        _MapDatasetFetcher.fetch = packing  # type: ignore[method-assign]  # one of torch's own, in this process only
 
 
-def _packing(fetch: Callable[[Any, Any], Any], begins: WorkerBegins) -> Callable[[Any, Any], Packed | Unmade]:
+def _packing(
+    fetch: Callable[[Any, Any], Any], begins: WorkerBegins, aligned: Aligned
+) -> Callable[[Any, Any], Packed | Unmade]:
     """Wrap the function of a worker that makes batches: it returns one packed, or why there is none."""
     watch: Watch | None = None
     files = FilesRead(looks=True)
+    listen_here()
 
     def read(fetcher: Any, index: Any) -> Any:
         """Return a batch, or why it may not be handed over."""
@@ -152,15 +168,22 @@ def _packing(fetch: Callable[[Any, Any], Any], begins: WorkerBegins) -> Callable
         return reading.value if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:
+        acts: list[str] = []
         try:
-            with files.noting() as noted:  # not around packing: there torch opens files of its own
+            unseen = nullcontext(acts) if begins.states is None else noting(ahead=True)
+            with files.noting() as noted, unseen as acts:  # not around packing: there torch opens files of its own
                 batch = read(fetcher, index)
             if isinstance(batch, Unmade):
                 return batch
+            if acts:
+                return Unmade(OfDataset(f"reading a batch {acts[0]}"))
             if (path := written_since(noted, begins.began_ns)) is not None:
                 return Unmade(OfDataset(FILE.format(path)))
-            return replace(packed(batch), files=noted)
+            entries = aligned.of(index if isinstance(index, list) else [index])
+            return replace(packed(batch), files=noted, entries=entries)
         except BaseException as failure:  # whatever it is, the training process meets it where the script would
+            if acts:
+                return Unmade(OfDataset(f"reading a batch {acts[0]}"))
             return Unmade(f"a batch raised {type(failure).__name__}")
 
     return packing

@@ -40,8 +40,8 @@ from headway.core.errors import InputError
 from headway.data.caches.scrutiny import ALTERED
 from headway.data.runtime import account
 from headway.data.runtime.cache import CachedExamples, Stored, uncacheable
-from headway.data.runtime.examples import encode
 from headway.data.runtime.outcome import speak
+from headway.data.runtime.shelf import Origin, packed
 from headway.data.runtime.views import View
 
 _COUNTS = struct.Struct("<qqqq")
@@ -126,11 +126,11 @@ class ExampleCache:
             self._add(hits=found is not None, misses=found is None)
         return found
 
-    def keep(self, index: int, example: Any) -> None:
-        """Keep an example that was missed, while there is room."""
+    def keep(self, index: int, example: Any, origin: Origin) -> None:
+        """Keep an example that was missed, and read from `origin`, while there is room."""
         size, payload = data_bytes(example), None
         if self.bytes + size <= self.budget_bytes:  # else it is refused below, without being encoded
-            payload = encode(example)
+            payload = packed(example, origin)
             size = size or len(payload)
         assert self._stored is not None
         arena = self._stored.arena

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.portrait import portrait
@@ -62,6 +62,21 @@ def pass_restorer(loader: DataLoader[Any]) -> Callable[[], None]:
     return restorer([torch.default_generator, *order_generators(loader)])
 
 
+def batch_size_of(sampler: Any) -> int | None:
+    """Return the batch size that one of torch's batch samplers goes by at each batch; None for others."""
+    return sampler.batch_size if type(sampler) is BatchSampler and not sampler.drop_last else None
+
+
+def in_batches(indices: Iterator[Any], sampler: Any) -> Iterator[Any]:
+    """Yield the indices of the batches in `indices`, each of the size that the sampler has when it is asked for."""
+    if batch_size_of(sampler) is None:
+        yield from indices
+        return
+    each = chain.from_iterable(indices)
+    while batch := [*islice(each, sampler.batch_size)]:
+        yield batch
+
+
 class Bounded:
     """The index sampler of a loader, which is asked for its last batch when the loader as it was made would ask."""
 
@@ -70,6 +85,7 @@ class Bounded:
         self._sampler, self._window, self.free = loader._index_sampler, window, num_free(loader)
         """Batches that it may be asked for at any time."""
         self._indices: Iterator[Any] = iter(())
+        self._size = batch_size_of(self._sampler)
         self.under_way: deque[Any] = deque()
         """Indices of the batches that were asked for and not handed out, oldest first."""
         self._asked = self.begun = 0
@@ -87,7 +103,12 @@ class Bounded:
 
     def rest(self) -> Iterator[Any]:
         """Return the indices of the batches that were not handed out yet, in order."""
-        return chain(tuple(self.under_way), self._indices)
+        return in_batches(chain(tuple(self.under_way), self._indices), self._sampler)
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether the script has set another batch size since the pass began."""
+        return batch_size_of(self._sampler) != self._size
 
     def __next__(self) -> Any:
         self.owes = self._asked >= max(self.free, self.begun + self._window)

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
 from headway.data.runtime.circumstances import outside
 from headway.data.runtime.hand_over import Packed, Ready, Unmade, WorkerBegins, outdated
@@ -86,11 +87,11 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self._num_in_vain = 0
         self._single: Any = None
         self._draws = None if self._own_workers else PassDraws(loader)
-        self._seen = outside((loader.dataset, loader.collate_fn))
+        self._seen, self._aligned = outside((loader.dataset, loader.collate_fn)), Aligned(loader.dataset)
         try:
             super().__init__(self._view(loader))
         except BaseException:  # the host has no more processes, or this one no more files to open
-            self._shutdown = True
+            self._shutdown = True  # or torch would wait for workers that are not all there
             _end(getattr(self, "_workers", []), self._pid)
             raise
         if not self._own_workers:
@@ -160,7 +161,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         elif self._single is None and not self._own_workers:
             if self._pid != os.getpid():
                 self.leave(FORKED)
-            elif self._seen != outside((self._dataset, self._collate_fn)):
+            elif self._index_sampler.is_resized or self._seen != outside((self._dataset, self._collate_fn)):
                 self.leave(CHANGED)
         if self._single is not None:
             return self._single._next_data()
@@ -197,8 +198,17 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
     def _process_data(self, data: Any, worker_idx: int) -> Any:
         if not self._own_workers:
             _check_made(data)
+            self._check_entries(data)
         data = super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # nor for this
         return data.batch() if isinstance(data, (Packed, Ready)) else data
+
+    def _check_entries(self, data: Any) -> None:
+        """Raise `UnmadeError` where the script has changed what this batch was read from, too large for each look."""
+        entries = getattr(data, "entries", None)
+        if entries and self._index_sampler.under_way:
+            index = self._index_sampler.under_way[0]
+            if self._aligned.of(index if isinstance(index, list) else [index]) != entries:
+                raise UnmadeError(CHANGED)
 
     def _try_get_data(self, timeout: float = ALIVE_S) -> tuple[bool, Any]:
         if self._own_workers:

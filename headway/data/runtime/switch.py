@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO, StringIO
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.utils.data import DataLoader
 
 from headway.data.runtime import account
+from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
 from headway.data.runtime.circumstances import modes, modes_of_threads, outside
 from headway.data.runtime.contents import contents, out_of_sight
@@ -27,14 +29,22 @@ from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.keyed import KeyedDataset, Keys
 from headway.data.runtime.outcome import Report, impure, reporter
-from headway.data.runtime.read_ahead import CHANGED, bound_to_the_loop, num_free, pass_restorer
+from headway.data.runtime.read_ahead import (
+    CHANGED,
+    batch_size_of,
+    bound_to_the_loop,
+    in_batches,
+    num_free,
+    pass_restorer,
+)
 from headway.data.runtime.surroundings import surroundings
-from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Pool, Task, lock_wait_fraction
+from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Making, Pool, Task, lock_wait_fraction
 from headway.data.runtime.trial import EXAMPLES, TriedBatch, in_child, unfit
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.views import View
+from headway.data.runtime.visible import VisibleError, listen, noting
 from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
-from headway.runtime.drawing_code import names_draws
+from headway.runtime.drawing_code import names_draws, names_threads
 from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.runtime.rereading import collated
@@ -57,6 +67,7 @@ def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     )
     switch.watched(withdrawal_of(context, report))
     context.patch("torch.utils.data.dataloader:DataLoader._get_iterator", switch.around_get_iterator)
+    listen(context.patch)
     return Applied("data.threads", dict(parameters))
 
 
@@ -66,13 +77,22 @@ class ScriptWalk:
     def __init__(self, loader: DataLoader[Any]) -> None:
         # Not the loader itself: one that keeps its iterator could never go if that kept it.
         self._indices, self._batched, self.num_batches = loader._index_sampler, loader._auto_collation, len(loader)
-        self.taken, self.finished = 0, False
+        self.taken, self.finished, self._size = 0, False, batch_size_of(self._indices)
         self._window = loader.num_workers * (loader.prefetch_factor or 2)
         self._free = num_free(loader)
 
     def keys(self) -> Iterator[Keys]:
         """Return an iterator over the indices of the batches; it may say that it is at its end and go on later."""
         return ScriptKeys(self, iter(self._indices), batched=self._batched)
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether the script has set another batch size since the pass began."""
+        return batch_size_of(self._indices) != self._size
+
+    def rest(self, taken: list[Any], keys: ScriptKeys) -> Iterator[Any]:
+        """Return the indices of the batches that are left: those in `taken`, then what the sampler has for `keys`."""
+        return in_batches(chain(taken, keys._indices), self._indices)
 
     def may_ask(self, batch: int) -> bool:
         """Whether the sampler may be asked for batch number `batch`: always, or not before torch would ask."""
@@ -124,13 +144,17 @@ class Indices:
 class ScriptThreads(InThreads):
     """The iterator of a script's own loader."""
 
+    walk: ScriptWalk  # type: ignore[assignment]  # of the same shape
+
     def __init__(
         self, loader: DataLoader[Any], num_threads: int, prefetch_factor: int, left: Callable[[str], None]
     ) -> None:
         """`left` is called, with the reason, when a pass leaves the threads."""
         self._as_torch = loader.num_workers > 0
         self._read = (loader.dataset, loader.collate_fn)
-        self._seen, self._left = outside(self._read), left
+        self._seen, self._left, self._aligned = outside(self._read), left, Aligned(loader.dataset)
+        self._entries: dict[int, list[object]] = {}
+        """Identity of a batch in the making -> what it is read from in large containers."""
         self._single: Alone | None = None
         self._sizes = {"num_workers": num_threads, "prefetch_factor": prefetch_factor}
         super().__init__(self._view(loader), work_of(loader), None)
@@ -138,6 +162,7 @@ class ScriptThreads(InThreads):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._seen, self._single = outside(self._read), None
+        self._entries.clear()
         super()._reset(self._view(loader), first_iter)
         self._read_ahead()
 
@@ -155,22 +180,35 @@ class ScriptThreads(InThreads):
         self._read_ahead()
         return data
 
+    def _begin(self) -> bool:
+        is_begun = super()._begin()
+        if is_begun and not self._as_torch:
+            self._entries[id(self._ahead[-1])] = self._aligned.of(self._ahead[-1].keys)
+        return is_begun
+
     def _result(self, task: Task) -> Any:
+        if self._entries.pop(id(task), []) != (self._aligned.of(task.keys) if not self._as_torch else []):
+            self._ahead.appendleft(task)
+            raise UnmadeError(CHANGED)
         if task.failed and not self._as_torch:
             self._ahead.appendleft(task)
-            raise UnmadeError(f"a batch raised {task.failed}")
+            is_visible = task.failed == VisibleError.__name__
+            raise UnmadeError(
+                "reading a batch prints, logs or changes files" if is_visible else f"a batch raised {task.failed}"
+            )
         return super()._result(task)
 
     def _reason_to_leave(self) -> str:
         """Say why threads would read other batches than this process now, or ''."""
         if not self._pool.is_here:
             return FORKED
-        return "" if modes() == modes_of_threads() and self._seen == outside(self._read) else CHANGED
+        same = modes() == modes_of_threads() and self._seen == outside(self._read) and not self.walk.is_resized
+        return "" if same else CHANGED
 
     def _leave(self, reason: str) -> None:
         """Read the rest of the pass in this process: what was read ahead is what the dataset was."""
         tasks = [list(task.keys) if self._auto_collation else task.keys[0] for task in self._ahead]
-        self._single = Alone(self, chain(tasks, self._sampler_iter._indices), pin=self._pin_memory)
+        self._single = Alone(self, self.walk.rest(tasks, self._sampler_iter), pin=self._pin_memory)
         if self._pool.is_here:
             self._left(reason)
             self._close()
@@ -185,9 +223,29 @@ class ScriptThreads(InThreads):
             pass
 
 
+class Unseen(Examples):
+    """The work of a dataset that is read by the training thread in the script: what others could see fails."""
+
+    def fill(self, making: Making, keys: Keys, part: int) -> None:
+        """Read one example, or all."""
+        with noting(ahead=True) as acts:
+            super().fill(making, keys, part)
+        if acts:  # and the script caught what was raised
+            raise VisibleError(acts[0])
+
+    def finish(self, making: Making, keys: Keys) -> Any:
+        """Return what the collate function makes of the examples."""
+        with noting(ahead=True) as acts:
+            batch = super().finish(making, keys)
+        if acts:
+            raise VisibleError(acts[0])
+        return batch
+
+
 def work_of(loader: DataLoader[Any]) -> Examples:
     """Return how threads make the batches of `loader`."""
-    return Examples(KeyedDataset(loader.dataset, 0), loader.collate_fn, batched=loader._auto_collation)
+    kind = Examples if loader.num_workers else Unseen  # worker processes print when they like
+    return kind(KeyedDataset(loader.dataset, 0), loader.collate_fn, batched=loader._auto_collation)
 
 
 def unthreadable(loader: DataLoader[Any]) -> str | None:
@@ -210,12 +268,14 @@ def different(loader: DataLoader[Any]) -> str | None:
     """
     if reason := out_of_sight(loader.dataset):
         return reason
-    finding = unfit(loader)[0] or names_draws((loader.dataset, loader.collate_fn))
+    read = loader.dataset, loader.collate_fn
+    finding = unfit(loader)[0] or names_draws(read) or names_threads(read)
     if finding:
         return impure(finding)
+    if any(isinstance(value, (BytesIO, StringIO)) for value, _ in reached(read)):
+        return "it reads a file in memory, of which threads would move each other's position"
 
     def tried() -> tuple[str | None, int]:
-        read = loader.dataset, loader.collate_fn
         before = surroundings(read)
         batches, work, keys = _tried(loader)
         pool, task = Pool(EXAMPLES), Task(work, keys)
@@ -302,7 +362,8 @@ class Switch:
 
         def _get_iterator(loader: DataLoader[Any]) -> Any:
             with self.withdrawal.making():
-                return made(loader) if not self.withdrawal.is_off and self._takes(loader) else original(loader)
+                is_ours = not self.withdrawal.is_off and self._takes(loader)
+                return made(loader) if is_ours else original(loader)
 
         def made(loader: DataLoader[Any]) -> Any:
             self.withdrawal.has_remedy = True

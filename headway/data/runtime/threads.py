@@ -277,11 +277,12 @@ class Pool:
         try:
             for thread in self._threads:
                 thread.start()
-        except RuntimeError:  # the host has no more of them
+            started.wait()
+        except RuntimeError:  # no room for another thread: those that have begun end
             started.abort()
             raise
-        started.wait()
-        torch.set_num_threads(ours)  # the threads' own setting is also what later threads would begin with
+        finally:
+            torch.set_num_threads(ours)  # the threads' own setting is also what later threads would begin with
 
     def __len__(self) -> int:
         return len(self._threads)

@@ -32,8 +32,11 @@ from headway.data.runtime.contents import out_of_sight
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.files_read import FilesRead
 from headway.data.runtime.keyed import generator_states, set_generators
+from headway.data.runtime.outcome import OfDataset, OfReading
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import PLAIN, surroundings
+from headway.data.runtime.visible import listen_here, noting
+from headway.data.runtime.watch import Sums
 from headway.runtime.reach import reached
 from headway.runtime.rereading import collated
 from headway.runtime.run_delay import read_delay
@@ -44,6 +47,9 @@ TIMEOUT_S = 60.0
 
 ENDS = {-signal.SIGSEGV: "reading it writes to memory that processes share, or crashes in a forked one"}
 """How a child ends -> what that says of the dataset."""
+
+SUMMED = "it computes {} of many numbers with {} threads of torch, and a worker's one adds them up in another order"
+"""Why workers and threads are refused a dataset whose last bits depend on torch's threads."""
 
 EXAMPLES = 2
 """Examples in the batch that is tried, at most."""
@@ -107,14 +113,19 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         pretend_worker(loader)
         if starts:
             loader.worker_init_fn(0)
-        return None, encode(batches[0])
+        listen_here()
+        with noting() as acts, Sums() as sums:
+            batch = encode(batches[0])
+        if num_threads > 1 and sums.operator:
+            return OfReading(SUMMED.format(sums.operator, num_threads)), b""
+        return (OfDataset(f"reading it {acts[0]}") if acts else None), batch
 
     finding, here = in_child(lambda: with_threads(num_threads, as_this_process))
     if finding is not None:
         return finding, 0
     finding, there = in_child(as_a_worker)
     if finding is not None:
-        return f"in a worker, {finding}", 0
+        return finding if isinstance(finding, OfReading) else f"in a worker, {finding}", 0
     same = equal(decode(there), decode(here))
     return (None if same else "in a worker, it reads something else"), len(here)
 

@@ -106,3 +106,42 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch h
         """Run the operator."""
         self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+SUMS = frozenset({
+    "sum", "nansum", "mean", "std", "var", "std_mean", "var_mean", "prod", "norm", "linalg_vector_norm", "logsumexp",
+    "cumsum", "dot", "vdot", "mv", "addmv", "mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution",
+    "mkldnn_convolution", "native_layer_norm", "native_group_norm", "native_batch_norm", "_cdist_forward", "histc",
+    "index_add", "index_add_", "scatter_add", "scatter_add_", "_embedding_bag", "_fft_r2c", "_fft_c2c", "_fft_c2r",
+})  # fmt: skip
+"""Operators whose last bits depend on how many threads torch divides them among."""
+
+MANY = 1 << 12
+"""Numbers from which on torch may divide a sum among threads, with room for larger examples than those tried."""
+
+
+class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Notes a sum over many floating-point numbers: several threads add them up in another order than one.
+
+    >>> with Sums() as sums: _ = torch.zeros(MANY).mean()
+    >>> sums.operator
+    'mean'
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor for this
+        self.operator = ""
+        """Name of such an operator that ran in the block; '' where none did."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        name = func.overloadpacket.__name__
+        if name in SUMS and any(_is_long(part) for part in args):
+            self.operator = name
+        return func(*args, **(kwargs or {}))
+
+
+def _is_long(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.numel() >= MANY and (value.is_floating_point() or value.is_complex())
+    )

@@ -9,6 +9,7 @@ reason is named.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.multiprocessing
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.outcome import Report, impure, reporter
@@ -77,6 +79,8 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
     starts = loader.num_workers == 0 and loader.worker_init_fn is not None
     if starts and (finding := beside_seeding(loader)):
         return f"its worker_init_fn has never run, and would with workers: {finding}"
+    if loader.num_workers == 0 and _hears_of_children():
+        return "the script has the end of its child processes signalled in its own way, which workers would be"
     if loader.num_workers == 0 and loader.timeout:
         return "it has a timeout, which torch refuses without workers of its own"
     # Its seeds need not be those of torch, which differ from worker to worker: so it may draw nothing.
@@ -85,6 +89,13 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
         return impure(finding)
     needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
     return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
+
+
+def _hears_of_children() -> bool:
+    """Tell whether SIGCHLD has a handler that is not torch's, or is ignored: then nobody could wait for a worker."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    of_torch = getattr(handler, "__module__", "") == signal_handling.__name__
+    return handler not in (signal.SIG_DFL, None) and not of_torch
 
 
 def shared_memory_bytes() -> int:

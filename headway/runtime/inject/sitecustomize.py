@@ -3,8 +3,9 @@
 This folder stands first on PYTHONPATH for ranks that `headway run` starts, so
 forked, spawned and fork-served children are covered too. Without HEADWAY_RUN
 in the environment, or with HEADWAY=off, it does nothing but chain. Until the
-script imports torch only one finder is installed (about 1 ms): nothing else
-of headway, and nothing of the standard library that is not there anyway.
+script imports torch only one finder is installed (about 1 ms), and three
+functions of `os` know that a rank leads a session already: nothing else of
+headway, and nothing of the standard library that is not there anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def _record() -> None:
     """Wait for the import of torch; a failure is one line on stderr and never stops the job."""
     if not os.environ.get("HEADWAY_RUN") or os.environ.get("HEADWAY", "").lower() in ("off", "0"):
         return
-    os.environ.setdefault("HEADWAY_MAIN_PID", str(os.getpid()))
+    if os.environ.setdefault("HEADWAY_MAIN_PID", str(os.getpid())) == str(os.getpid()):
+        _lead()
     # By path: `import headway` would load logging and more before the script's first line.
     loader = SourceFileLoader("headway_hooks", os.path.join(_RUNTIME, "hooks.py"))
     spec = spec_from_loader("headway_hooks", loader)
@@ -37,6 +39,24 @@ def _record() -> None:
             hooks.PostImport.first("torch", _begin).install()
     except Exception as cause:
         _warn(cause)
+
+
+def _lead() -> None:
+    """Grant a rank a session or process group of its own: it leads one already, so that the kernel would refuse it."""
+    for name in ("setpgrp", "setpgid", "setsid"):
+        setattr(os, name, _granted(getattr(os, name)))
+
+
+def _granted(original: Any) -> Any:
+    def lead(*arguments: int) -> None:
+        try:
+            original(*arguments)
+        except PermissionError:
+            if os.getsid(0) != os.getpid() or not {*arguments} <= {0, os.getpid()}:
+                raise
+
+    lead.__name__, lead.__doc__ = original.__name__, original.__doc__
+    return lead
 
 
 def _begin(finder: Any) -> None:

@@ -1,0 +1,82 @@
+"""What single examples rest on in memory that is too large to look through before each batch.
+
+A look at memory (`contents`) reads some megabytes. Of an array or a list of records that is larger, and has an entry
+per example, the entries of one batch are compared alone: as they were when it was read, and as they are when the loop
+asks for it.
+
+>>> class Rows:
+...     def __init__(self): self.x = np.zeros((1000, 1000), np.float32)
+...     def __len__(self): return 1000
+>>> rows = Rows()
+>>> aligned = Aligned(rows)
+>>> before = aligned.of([3, 4])
+>>> rows.x[5] = 1
+>>> aligned.of([3, 4]) == before
+True
+>>> rows.x[4, 7] = 1
+>>> aligned.of([3, 4]) == before
+False
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import Subset
+
+from headway.data.runtime.contents import file_of, is_mutable
+from headway.data.runtime.portrait import portrait
+from headway.runtime.reach import reached
+
+LARGE_BYTES = 1 << 20
+"""Arrays with more bytes are compared by their rows as well."""
+
+LARGE = 1 << 10
+"""The same of lists with more entries."""
+
+
+class Aligned:
+    """The large containers of a dataset that have an entry per example; found once."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._subsets = []
+        while type(dataset) is Subset:
+            self._subsets.append(dataset.indices)
+            dataset = dataset.dataset
+        try:
+            size = len(dataset)
+        except Exception:  # one without a length
+            size = -1
+        self._held = [value for value, _ in reached(dataset) if _is_large(value, size)]
+
+    def of(self, indices: Iterable[Any]) -> list[object]:
+        """Return what stands for the entries of these examples, in order; [] where there is nothing to compare."""
+        return [self._entry(value, index) for index in indices for value in self._held]
+
+    def _entry(self, value: Any, index: Any) -> object:
+        try:
+            for subset in self._subsets:
+                index = subset[index]
+            entry = value[index]
+        except (IndexError, KeyError, TypeError):  # examples have other keys
+            return None
+        if isinstance(entry, torch.Tensor):
+            entry = entry.detach().numpy()
+        if isinstance(entry, (np.ndarray, np.generic)):
+            return xxhash.xxh3_128_digest(np.ascontiguousarray(entry).tobytes())
+        return portrait(entry)
+
+
+def _is_large(value: Any, size: int) -> bool:
+    """Tell whether `value` has an entry for each of `size` examples, or more, and is too large to be looked through."""
+    if isinstance(value, np.ndarray):
+        plain = file_of(value) is None and not value.dtype.hasobject
+    elif isinstance(value, torch.Tensor):
+        plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
+    else:
+        return isinstance(value, list) and len(value) >= max(size, LARGE) and size > 0 and is_mutable(type(value[0]))
+    return plain and value.ndim > 0 and len(value) >= size > 0 and value.nbytes > LARGE_BYTES

@@ -1,0 +1,127 @@
+"""Whether reading an example does what others can see: it prints, logs, or changes files.
+
+Such a reading belongs to the training thread, at the moment at which the loop asks for the batch, and each time that
+it does. Where a thread reads ahead of the loop, the act is not done: `VisibleError` is raised in its place, and the
+reading counts as failed even where the script catches that. What native code writes by itself is not seen.
+
+>>> undos = []
+>>> listen(lambda target, wrapper: undos.append(replace_attribute(target, wrapper)))
+>>> with noting() as acts:
+...     print("read")
+read
+>>> acts
+['prints']
+>>> for undo in undos: undo()
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from headway.runtime.bootstrap import active
+from headway.runtime.file_looks import SUPPORTS
+from headway.runtime.patches import replace_attribute
+
+PRINTS, LOGS, CHANGES = "prints", "logs", "changes files"
+
+WRITING = frozenset("wax+")
+"""Letters in the mode of a file that can be changed through it."""
+
+
+def _second(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    return arguments[1] if len(arguments) > 1 else named.get(name)
+
+
+def _to_a_path(*arguments: Any, **named: Any) -> bool:
+    """Whether `torch.save` writes to a file by its name, and not into memory."""
+    return isinstance(_second("f", arguments, named), (str, os.PathLike))
+
+
+def _for_writing(*arguments: Any, **named: Any) -> bool:
+    """Whether `open` opens a file that can be changed through it."""
+    mode = _second("mode", arguments, named)
+    return isinstance(mode, str) and bool(WRITING & set(mode))
+
+
+ACTS: dict[str, tuple[str, Callable[..., bool] | None]] = {
+    "builtins:print": (PRINTS, None),
+    "logging:Logger.handle": (LOGS, None),
+    "builtins:open": (CHANGES, _for_writing),
+    "io:open": (CHANGES, _for_writing),
+    "os:rename": (CHANGES, None),
+    "os:replace": (CHANGES, None),
+    "os:remove": (CHANGES, None),
+    "os:unlink": (CHANGES, None),
+    "torch:save": (CHANGES, _to_a_path),
+}
+"""Function -> what calling it does, and which of its calls do that (None: all)."""
+
+
+class VisibleError(BaseException):
+    """Raised in place of an act that is not due yet. Never seen by a script."""
+
+
+class _Noting(threading.local):
+    """What this thread notes."""
+
+    acts: list[str] | None = None
+    """What its reading has done so far; None while it reads nothing."""
+    ahead = False
+    """Whether it reads ahead of the loop."""
+
+
+_NOTING = _Noting()
+
+
+@contextmanager
+def noting(*, ahead: bool = False) -> Iterator[list[str]]:
+    """Give a list that fills with what this thread does in the block; with `ahead` nothing of it is done."""
+    outer, was_ahead = _NOTING.acts, _NOTING.ahead
+    acts: list[str] = []
+    _NOTING.acts, _NOTING.ahead = acts, ahead or was_ahead
+    try:
+        yield acts
+    finally:
+        _NOTING.acts, _NOTING.ahead = outer, was_ahead
+        if outer is not None:
+            outer += acts
+
+
+def listen(patch: Callable[[str, Callable[[Any], Any]], Any]) -> None:
+    """Have the functions of `ACTS` noted from now on; `patch(target, wrapper)` replaces one of them."""
+    session = active()
+    run = os.environ.get("HEADWAY_RUN") if session is None else session.probes.run
+    for target, (what, counts) in ACTS.items():
+        patch(target, functools.partial(_noted, what, counts, os.path.abspath(run or os.devnull) + os.sep))
+
+
+def listen_here() -> None:
+    """Have them noted for good, in a process of headway's own: a child that tries a dataset, a worker."""
+    listen(replace_attribute)
+
+
+def _noted(what: str, counts: Callable[..., bool] | None, run: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that others see the effect of, but for what lies in the folder `run`: that is the recording."""
+
+    def is_recording(arguments: tuple[Any, ...]) -> bool:
+        path = arguments[0] if what == CHANGES and arguments else None
+        return isinstance(path, (str, os.PathLike)) and os.path.abspath(os.fsdecode(path)).startswith(run)
+
+    @functools.wraps(original)
+    def act(*arguments: Any, **named: Any) -> Any:
+        acts = _NOTING.acts
+        if acts is not None and (counts is None or counts(*arguments, **named)) and not is_recording(arguments):
+            acts.append(what)
+            if _NOTING.ahead:
+                raise VisibleError(what)
+        return original(*arguments, **named)
+
+    for name in SUPPORTS:
+        if original in getattr(os, name):
+            getattr(os, name).add(act)
+    return act
