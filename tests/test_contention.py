@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.host_load import HostLoad
 from headway.sim.contention import Contention
-from headway.sim.loader_model import Costs
+from headway.sim.loader_costs import Costs
 from headway.sim.program import Program
 from headway.sim.recording import COMPUTE, Recording
 from headway.trace.trace import concat

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError
 from headway.sim.edits import Scenario, scenario_of
-from headway.sim.loader_model import Costs, own_service, storage_is_shared
+from headway.sim.loader_costs import Costs
+from headway.sim.loader_model import own_service, storage_is_shared
 from headway.sim.program import Program
 from headway.sim.recording import LABEL, LOAD_PARTS, Recording
 from headway.sim.unroll import straggler_pace

@@ -31,7 +31,8 @@ from headway.sim.contention import Contention
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
 from headway.sim.intervals import CONTENDED_FRACTION, speedup_interval
-from headway.sim.loader_model import Costs, LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
+from headway.sim.loader_costs import Costs
+from headway.sim.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.recording import COMPUTE, LABEL, LABELS, Recording
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.trace.loader_facts import loaders_in

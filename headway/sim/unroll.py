@@ -24,7 +24,8 @@ from headway.sim.contention import Contention, rival_cycles
 from headway.sim.dag import Dag
 from headway.sim.edits import Scenario
 from headway.sim.greedy import greedy
-from headway.sim.loader_model import Costs, Loading
+from headway.sim.loader_costs import Costs
+from headway.sim.loader_model import Loading
 from headway.sim.recording import COMPUTE, LABEL, LABELS, ON_THREAD, Lane, Recording
 
 QUANTUM_NS = 5 * NS_PER_MS
