@@ -48,7 +48,7 @@ CHANGED, DREW, ALTERED = 1, 2, 3
 
 _TEXTS = {
     CHANGED: "example {} had changed when it was read again",
-    DREW: "example {}, read before without a draw, now draws random numbers, prints, logs or changes files",
+    DREW: "example {}, read before without a draw, now draws random numbers, or does what others can see",
     ALTERED: "it was changed, or what it goes by was, after its first examples had been kept",
 }
 _FINDING, _WHICH, _FOUND, _COMPARED, _SIZES, _SAID = range(6)

@@ -52,6 +52,9 @@ CODE = (".pyc", ".so")
 TICK_NS = 20_000_000
 """File systems know the time of a write to some ms: one so close before a moment may have been after it."""
 
+FILE = "the script writes {} while examples are read from it"
+"""Why a batch that was read ahead is not the one that the loop would get."""
+
 _stat = os.stat
 
 

@@ -32,7 +32,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.data.runtime import account
 from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.examples import encode_plain
-from headway.data.runtime.files_read import FilesRead, Noted, changed, written_since
+from headway.data.runtime.files_read import FILE, FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
 from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.visible import listen_here, noting
@@ -43,10 +43,6 @@ SMALL_BYTES = 1 << 16
 
 OPEN_FRACTION = 0.25
 """Where more than this fraction of the files that may be open are, batches are copied out of shared memory."""
-
-
-FILE = "the script writes {} while examples are read from it"
-"""Why a batch that was read ahead is not the one that the loop would get."""
 
 
 @dataclass(frozen=True, slots=True)

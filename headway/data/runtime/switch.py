@@ -11,6 +11,7 @@ batch as torch does, and that they do not mostly wait for the interpreter lock.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO, StringIO
@@ -27,8 +28,9 @@ from headway.data.runtime.circumstances import modes, modes_of_threads, outside
 from headway.data.runtime.contents import contents, out_of_sight
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
+from headway.data.runtime.files_read import FILE, changed, files_read
 from headway.data.runtime.keyed import KeyedDataset, Keys
-from headway.data.runtime.outcome import Report, impure, reporter
+from headway.data.runtime.outcome import OfDataset, Report, impure, reporter
 from headway.data.runtime.read_ahead import (
     CHANGED,
     batch_size_of,
@@ -48,6 +50,9 @@ from headway.runtime.drawing_code import names_draws, names_threads
 from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.runtime.rereading import collated
+
+VISIBLE = "reading a batch prints, logs, changes files or starts a process"
+"""Why a batch is made by the training thread."""
 
 
 def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
@@ -190,12 +195,13 @@ class ScriptThreads(InThreads):
         if self._entries.pop(id(task), []) != (self._aligned.of(task.keys) if not self._as_torch else []):
             self._ahead.appendleft(task)
             raise UnmadeError(CHANGED)
+        if not self._as_torch and (path := changed(task.files)) is not None:
+            self._ahead.appendleft(task)
+            raise UnmadeError(OfDataset(FILE.format(path)))
         if task.failed and not self._as_torch:
             self._ahead.appendleft(task)
             is_visible = task.failed == VisibleError.__name__
-            raise UnmadeError(
-                "reading a batch prints, logs or changes files" if is_visible else f"a batch raised {task.failed}"
-            )
+            raise UnmadeError(VISIBLE if is_visible else f"a batch raised {task.failed}")
         return super()._result(task)
 
     def _reason_to_leave(self) -> str:
@@ -228,18 +234,22 @@ class Unseen(Examples):
 
     def fill(self, making: Making, keys: Keys, part: int) -> None:
         """Read one example, or all."""
-        with noting(ahead=True) as acts:
+        with self._noting(making):
             super().fill(making, keys, part)
-        if acts:  # and the script caught what was raised
-            raise VisibleError(acts[0])
 
     def finish(self, making: Making, keys: Keys) -> Any:
         """Return what the collate function makes of the examples."""
-        with noting(ahead=True) as acts:
-            batch = super().finish(making, keys)
-        if acts:
+        with self._noting(making):
+            return super().finish(making, keys)
+
+    @contextmanager
+    def _noting(self, making: Making) -> Iterator[None]:
+        with noting(ahead=True) as acts, files_read().noting() as files:
+            yield
+        if acts:  # and the script caught what was raised
             raise VisibleError(acts[0])
-        return batch
+        for path, facts in files.items():
+            making.files.setdefault(path, facts)
 
 
 def work_of(loader: DataLoader[Any]) -> Examples:

@@ -31,9 +31,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
 from headway.data.runtime import account
 from headway.data.runtime.account import Clocks, Spent
+from headway.data.runtime.files_read import Noted
 from headway.data.runtime.keyed import Draws, KeyedDataset, Keys, generator_states, reads_batches, set_generators
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.rows import Memory, Rows, default_collate
@@ -134,6 +135,8 @@ class Making:
     examples: list[Any]
     seeds: list[int]
     rows: Rows | None
+    files: dict[str, Noted] = field(default_factory=dict)
+    """What the examples were read from, where somebody notes that."""
 
 
 class Task:
@@ -142,6 +145,8 @@ class Task:
     def __init__(self, work: Work, keys: Keys) -> None:
         self._work, self._keys = work, keys
         self._making = work.begin(keys)
+        self.files: Mapping[str, Noted] = getattr(self._making, "files", {})
+        """What it was read from, where somebody notes that."""
         self._parts = work.parts(keys)
         self._claimed = self._busy = 0
         self._end = max(self._parts, 1)  # a batch of nothing is collated too

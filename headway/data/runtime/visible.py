@@ -1,4 +1,4 @@
-"""Whether reading an example does what others can see: it prints, logs, or changes files.
+"""Whether reading an example does what others can see: it prints, logs, changes files, or starts a process.
 
 Such a reading belongs to the training thread, at the moment at which the loop asks for the batch, and each time that
 it does. Where a thread reads ahead of the loop, the act is not done: `VisibleError` is raised in its place, and the
@@ -27,7 +27,7 @@ from headway.runtime.bootstrap import active
 from headway.runtime.file_looks import SUPPORTS
 from headway.runtime.patches import replace_attribute
 
-PRINTS, LOGS, CHANGES = "prints", "logs", "changes files"
+PRINTS, LOGS, CHANGES, STARTS = "prints", "logs", "changes files", "starts a process"
 
 WRITING = frozenset("wax+")
 """Letters in the mode of a file that can be changed through it."""
@@ -55,6 +55,7 @@ ACTS: dict[str, tuple[str, Callable[..., bool] | None]] = {
     "io:open": (CHANGES, _for_writing),
     "os:rename": (CHANGES, None),
     "os:replace": (CHANGES, None),
+    "os:fork": (STARTS, None),
     "os:remove": (CHANGES, None),
     "os:unlink": (CHANGES, None),
     "torch:save": (CHANGES, _to_a_path),
