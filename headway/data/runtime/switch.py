@@ -28,7 +28,7 @@ from headway.data.runtime.circumstances import modes, modes_of_threads, outside
 from headway.data.runtime.contents import contents, out_of_sight
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
-from headway.data.runtime.files_read import FILE, changed, files_read
+from headway.data.runtime.files_read import FILE, Noted, changed, files_read
 from headway.data.runtime.keyed import KeyedDataset, Keys
 from headway.data.runtime.outcome import OfDataset, Report, impure, reporter
 from headway.data.runtime.read_ahead import (
@@ -229,8 +229,20 @@ class ScriptThreads(InThreads):
             pass
 
 
+@dataclass(frozen=True, slots=True)
+class Sourced(Making):
+    """A batch in the making, and the files that its examples were read from."""
+
+    files: dict[str, Noted] = field(default_factory=dict)
+
+
 class Unseen(Examples):
     """The work of a dataset that is read by the training thread in the script: what others could see fails."""
+
+    def begin(self, keys: Keys) -> Sourced:
+        """Return room for the examples, their seeds and their files."""
+        making = super().begin(keys)
+        return Sourced(making.examples, making.seeds, making.rows)
 
     def fill(self, making: Making, keys: Keys, part: int) -> None:
         """Read one example, or all."""
@@ -248,8 +260,9 @@ class Unseen(Examples):
             yield
         if acts:  # and the script caught what was raised
             raise VisibleError(acts[0])
-        for path, facts in files.items():
-            making.files.setdefault(path, facts)
+        if isinstance(making, Sourced):
+            for path, facts in files.items():
+                making.files.setdefault(path, facts)
 
 
 def work_of(loader: DataLoader[Any]) -> Examples:

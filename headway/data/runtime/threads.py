@@ -33,7 +33,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -45,7 +45,6 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
 from headway.data.runtime import account
 from headway.data.runtime.account import Clocks, Spent
-from headway.data.runtime.files_read import Noted
 from headway.data.runtime.keyed import Draws, KeyedDataset, Keys, generator_states, reads_batches, set_generators
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.rows import Memory, Rows, default_collate
@@ -135,8 +134,6 @@ class Making:
     examples: list[Any]
     seeds: list[int]
     rows: Rows | None
-    files: dict[str, Noted] = field(default_factory=dict)
-    """What the examples were read from, where somebody notes that."""
 
 
 class Task:
@@ -145,15 +142,13 @@ class Task:
     def __init__(self, work: Work, keys: Keys) -> None:
         self._work, self._keys = work, keys
         self._making = work.begin(keys)
-        self.files: Mapping[str, Noted] = getattr(self._making, "files", {})
-        """What it was read from, where somebody notes that."""
+        self.files: Mapping[str, Any] = getattr(self._making, "files", {})  # what it was read from, where that is noted
         self._parts = work.parts(keys)
         self._claimed = self._busy = 0
         self._end = max(self._parts, 1)  # a batch of nothing is collated too
         # Reentrant: the garbage collector may drop this very batch while its lock is held.
         self._lock, self._done = threading.RLock(), threading.Event()
-        self._failure: tuple[int, BaseException, int] | None = None
-        """Part, exception, thread."""
+        self._failure: tuple[int, BaseException, int] | None = None  # part, exception, thread
         self._batch: Any = None
         self._spent, self._began_ns, self._ended_ns = Spent(), 0, 0
         self._clocked = account.on()
