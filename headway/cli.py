@@ -161,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def leave_stdout() -> None:
-    """Let go of what cannot be written to stdout: Python would try again, and end with a code of its own."""
+    """Discard what cannot be written to stdout: Python would try again, and end with a code of its own."""
     try:
         print(end="", flush=True)
     except OSError:

@@ -1,8 +1,8 @@
 """Children of headway's own in a process whose script looks after its children by a signal handler.
 
 A script may stop when a child of it ends, or count those that did. A child that is forked and waited for in a block
-of `unheard` is none of its business: the handler does not run for it. What ends of the script's own meanwhile is
-signalled anew after the block.
+of `unheard` is not a child of the script's: the handler does not run for it. Where a child of the script's own ends
+meanwhile, the signal is raised again after the block.
 
 >>> import os
 >>> heard = []

@@ -68,10 +68,10 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
         ("data.workers", workers, unmovable), ("data.threads", threads, unthreadable), ("data.cache", cache, unkept),
         ("data.server", server, unshared),
     )  # fmt: skip
+    unsafe = any(group >= 0 for group in groups)  # else there is no loader that anything could be given to
     for name, remedy, unfit in remedies:
         reasons = {group: reason for group, fact in facts.items() if (reason := unfit(fact))}
         fit = {group: fact for group, fact in facts.items() if group not in reasons}
-        unsafe = any(group >= 0 for group in groups)  # else there is no loader that anything could be given to
         found = remedy(program, setup, fit) if fit else Refusal(name, "data", _why(reasons, facts), unsafe=unsafe)
         if isinstance(found, Proposal):
             found = replace(found, evaluation_share=_evaluation_share(program, found, evaluation))

@@ -84,8 +84,8 @@ def checksum(batch: Any, crc: int = 0, depth: int = 0) -> int:
         return checksum(batch.ravel().tolist(), crc, depth + 1) if is_of_objects else zlib.crc32(batch.tobytes(), crc)
     crc = zlib.crc32(kind.__name__.encode(), crc)
     # Graph libraries, for example, have a class of their own for a batch.
-    held = {} if isinstance(batch, (type, FunctionType, ModuleType)) else getattr(batch, "__dict__", {})
-    return checksum(held, crc, depth + 1)
+    inside = {} if isinstance(batch, (type, FunctionType, ModuleType)) else getattr(batch, "__dict__", {})
+    return checksum(inside, crc, depth + 1)
 
 
 def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batched: bool) -> Any:

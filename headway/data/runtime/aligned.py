@@ -51,11 +51,11 @@ class Aligned:
             size = len(dataset)
         except Exception:  # one without a length
             size = -1
-        self._held = [value for value, _ in reached(dataset) if _is_large(value, size)]
+        self._large = [value for value, _ in reached(dataset) if _is_large(value, size)]
 
     def of(self, indices: Iterable[Any]) -> list[object]:
         """Return what stands for the entries of these examples, in order; [] where there is nothing to compare."""
-        return [self._entry(value, index) for index in indices for value in self._held]
+        return [self._entry(value, index) for index in indices for value in self._large]
 
     def _entry(self, value: Any, index: Any) -> object:
         try:

@@ -150,12 +150,12 @@ class _Look:
         if isinstance(part, torch.Tensor):
             return 0 if part.is_inference() else part._version
         if isinstance(part, dict):
-            return self._held(dict.values(part))
+            return self._each_of(dict.values(part))
         if isinstance(part, (list, set)):
-            return self._held(part)
-        return self._held(_attributes(part)) if _has_attributes(type(part)) else self.of(part)
+            return self._each_of(part)
+        return self._each_of(_attributes(part)) if _has_attributes(type(part)) else self.of(part)
 
-    def _held(self, values: Iterable[Any]) -> object:
+    def _each_of(self, values: Iterable[Any]) -> object:
         """Which objects they are; of tensors and arrays among them the bytes, while there are not many."""
         found = []
         for value in values:
@@ -219,8 +219,8 @@ def _has_attributes(kind: type) -> bool:
 def _attributes(value: Any) -> list[Any]:
     """Return what such an object holds."""
     fields = getattr(type(value), "__dataclass_fields__", {})
-    held = getattr(value, "__dict__", {})
-    return [*held.values(), *(getattr(value, name, None) for name in fields if name not in held)]
+    own = getattr(value, "__dict__", {})
+    return [*own.values(), *(getattr(value, name, None) for name in fields if name not in own)]
 
 
 def _addresses(parts: list[Any] | tuple[Any, ...]) -> Any:

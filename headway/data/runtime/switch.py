@@ -230,7 +230,7 @@ class ScriptThreads(InThreads):
 
 
 @dataclass(frozen=True, slots=True)
-class Sourced(Making):
+class MakingOfFiles(Making):
     """A batch in the making, and the files that its examples were read from."""
 
     files: dict[str, Noted] = field(default_factory=dict)
@@ -239,10 +239,10 @@ class Sourced(Making):
 class Unseen(Examples):
     """The work of a dataset that is read by the training thread in the script: what others could see fails."""
 
-    def begin(self, keys: Keys) -> Sourced:
+    def begin(self, keys: Keys) -> MakingOfFiles:
         """Return room for the examples, their seeds and their files."""
         making = super().begin(keys)
-        return Sourced(making.examples, making.seeds, making.rows)
+        return MakingOfFiles(making.examples, making.seeds, making.rows)
 
     def fill(self, making: Making, keys: Keys, part: int) -> None:
         """Read one example, or all."""
@@ -260,7 +260,7 @@ class Unseen(Examples):
             yield
         if acts:  # and the script caught what was raised
             raise VisibleError(acts[0])
-        if isinstance(making, Sourced):
+        if isinstance(making, MakingOfFiles):
             for path, facts in files.items():
                 making.files.setdefault(path, facts)
 
