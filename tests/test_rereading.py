@@ -63,10 +63,13 @@ class Recorder:
 
     def __init__(self):
         self.steps, self.due, self.listeners, self.wanted = [0], [1], [], {}
-        self.loaders, self.remedied, self.written = {0: {}}, False, 0
+        self.loaders, self.remedied, self.written, self.spans = {0: {}}, False, 0, []
 
     def write_tables(self):
         self.written += 1
+
+    def emit(self, *span):
+        self.spans.append(span)
 
     def step(self):
         self.steps[0] += 1

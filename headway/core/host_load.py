@@ -98,8 +98,12 @@ class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def demand(self) -> float:
-        """Return the threads of others that want a core: never fewer than the cores they got."""
-        return max(self.other_cores, self.other_runnable or 0.0)
+        """Return the threads of others that want a core: never fewer than the cores they got.
+
+        What waits beside an idle core waits for a moment, and gets all that it wants in the end.
+        """
+        idle = max(0.0, self.cores - self.own_cores - self.other_cores)
+        return max(self.other_cores, (self.other_runnable or 0.0) - idle)
 
     @property
     def left_cores(self) -> float:

@@ -34,7 +34,8 @@ from typing import Any
 from headway.core.apart import DETACHED, name_process, step_apart
 from headway.core.own_children import unheard
 from headway.runtime.draws import own_generators, restorer
-from headway.runtime.probes import NEVER, Probes
+from headway.runtime.probes import NEVER, RECORDING, Probes, now
+from headway.trace.vocabulary import READ_AGAIN
 
 LATER = (8, 64)
 """Optimizer steps after the first load at which its indices are read again."""
@@ -243,7 +244,9 @@ class Rereadings:
         if kept.dataset() is None or kept.collate_fn() is None:
             kept.let_go()
             return NEVER
+        start = now()
         kept.pipe = detached(kept.read)
+        self._probes.emit(RECORDING, start, now() - start, READ_AGAIN)
         return 1
 
     def _judge(self, kept: Kept, answer: bytes) -> None:

@@ -39,6 +39,9 @@ class Loading:
     fetch_ns: NDArray[np.float64]
     """[b] Blocked part."""
 
+    waiting_ns: NDArray[np.float64]
+    """[b] Part in which the load was ready to run and had no core, and has it again in the replay."""
+
     cpu_ns: NDArray[np.float64]
     """[b] CPU part."""
 
@@ -46,7 +49,10 @@ class Loading:
     """[b] From the end of the load until the batch can be taken (with workers)."""
 
     take_ns: NDArray[np.float64]
-    """[b] What the call costs the training thread beside the load."""
+    """[b] What the call costs the training thread beside the load: CPU time."""
+
+    late_ns: NDArray[np.float64]
+    """[b] What it costs more than is usual, which is waiting: for the sender, or for a lock."""
 
     between_ns: NDArray[np.float64]
     """[b] From the end of the worker's load before until it begins this one, although it had been told of it."""
@@ -64,7 +70,7 @@ class Loading:
         """Return the loads with both parts scaled."""
         if fetch == 1.0 and cpu == 1.0:
             return self
-        return replace(self, fetch_ns=self.fetch_ns * fetch, cpu_ns=self.cpu_ns * cpu)
+        return replace(self, fetch_ns=self.fetch_ns * fetch, waiting_ns=self.waiting_ns * cpu, cpu_ns=self.cpu_ns * cpu)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,22 +184,26 @@ class LoaderModel:
         workers = recorded if scenario.workers is None else np.where(tuned, scenario.workers.count, recorded)
         ahead = self.prefetch if scenario.prefetch is None else scenario.prefetch
         prefetch = np.where(tuned, ahead, self.prefetch)
-        fetch, cpu = self._loads(scenario, seed, starved)
+        fetch, waiting, cpu = self._loads(scenario, seed, starved)
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
         take = np.where(now_inline, inline_ns, taking) * scenario.transfer
+        usual = self.costs.receive_ns + self.costs.per_byte_ns * batches.bytes
+        late = np.where(now_inline, 0.0, np.maximum(take - usual, 0.0))
         handoff = np.where(threaded, float(self.costs.thread_handoff_ns), self.handoff_ns) * scenario.transfer
         iter_ns, first_ns, stop_ns = self._turns(scenario, workers)
         return Loading(
             workers=workers,
             prefetch=prefetch,
             fetch_ns=fetch,
+            waiting_ns=waiting,
             cpu_ns=cpu,
             handoff_ns=handoff,
-            take_ns=take,
+            take_ns=take - late,
+            late_ns=late,
             between_ns=np.where(threaded | now_inline | was_inline, 0.0, self.between_ns),
             iter_ns=iter_ns * scenario.factor("input.iter"),
             first_ns=first_ns,
@@ -211,10 +221,12 @@ class LoaderModel:
             self, take_ns=self.take_ns * factor, handoff_ns=self.handoff_ns * factor, first_ns=self.first_ns * factor
         )
 
-    def _loads(self, scenario: Scenario, seed: int, starved: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the blocked and the CPU part of each load, cache hits drawn one by one."""
+    def _loads(
+        self, scenario: Scenario, seed: int, starved: float
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        """Return of each load what is blocked, waits for a core, and is CPU time, cache hits drawn one by one."""
         fetch, starving, prep, collate = self.batches.part_ns.astype(np.float64).T
-        prep = prep + starved * starving
+        waiting = starved * starving * scenario.prep * scenario.factor("input.prep")
         if scenario.cache_fraction > 0:
             size = self.batch_size[self.batches.iterator]
             # Dealt anew among shards, an example was at this rank in one of `e` epochs with 1 - (1 - 1 / shards)^e.
@@ -228,10 +240,11 @@ class LoaderModel:
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
             copy_ns = copy_ns + self.costs.keep_ns * (copied - hits)
             look_ns = self.costs.look_ns * (kept > 0)
+            waiting = waiting * (1 - share)
             fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns + look_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
         prep = prep * scenario.factor("input.prep") + collate * scenario.factor("input.collate")
-        return fetch, prep * scenario.prep
+        return fetch, waiting, prep * scenario.prep
 
     def _turns(
         self, scenario: Scenario, workers: NDArray[np.int64]

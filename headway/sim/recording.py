@@ -26,23 +26,25 @@ from headway.trace.parts import Parts
 from headway.trace.pauses import without_pauses
 from headway.trace.sweep import sweep
 from headway.trace.trace import Trace
-from headway.trace.vocabulary import GC_CALLED
+from headway.trace.vocabulary import GC_CALLED, READ_AGAIN
 
 PRIORITY: dict[str, int] = {
     "compute": 0,
     "host.script": 1,
     "optimizer.step": 2,
     "host.recording": 3,
-    "host.import": 4, "host.compile": 4,
-    "comm.init": 5, "comm.wait": 5, "comm.collective": 5, "comm.send": 5, "comm.recv": 5,
-    "input.transfer": 6, "input.iter": 6, "input.next": 6,
-    "host.logging": 7,
-    "checkpoint.load": 8, "checkpoint.save": 8, "checkpoint.sync": 8, "checkpoint.rename": 8,
-    "checkpoint.snapshot": 8, "checkpoint.wait": 8, "checkpoint.restore": 8,
-    "host.gc": 9, "host.collect": 9,
+    "host.rereading": 4,
+    "host.import": 5, "host.compile": 5,
+    "comm.init": 6, "comm.wait": 6, "comm.collective": 6, "comm.send": 6, "comm.recv": 6,
+    "input.transfer": 7, "input.iter": 7, "input.next": 7,
+    "host.logging": 8,
+    "checkpoint.load": 9, "checkpoint.save": 9, "checkpoint.sync": 9, "checkpoint.rename": 9,
+    "checkpoint.snapshot": 9, "checkpoint.wait": 9, "checkpoint.restore": 9,
+    "host.gc": 10, "host.collect": 10,
 }  # fmt: skip
 """Names of what the training thread does -> who owns an instant that several cover; the largest wins.
 
+'host.rereading' are the forks among 'host.recording' that read data again, which a run with a remedy does not do.
 'host.collect' are the collections among 'host.gc' that the script called for: no edit of the collector puts them off.
 """
 
@@ -55,10 +57,11 @@ LABEL: dict[str, int] = {name: index for index, name in enumerate(LABELS)}
 COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
 """[LABELS] What the accelerator does."""
 
-ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script", "host.recording"])
+ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script", "host.recording", "host.rereading"])
 """[LABELS] What the training thread runs itself; one share of it, for compute and script alike, is on a core.
 
-Headway's own work keeps its recorded duration in a replay: the run that is predicted is recorded as well.
+Headway's own work keeps its recorded duration in a replay, except for 'host.rereading': the run that is predicted is
+recorded as well.
 """
 
 GARBAGE = np.isin(LABELS, ["host.gc", "host.collect"])
@@ -270,6 +273,8 @@ def _codes(rows: Trace) -> NDArray[np.int64]:
     code = table[rows.events["name"]]
     called = (code == LABEL["host.gc"]) & (rows.events["corr"] >= GC_CALLED)
     code = np.where(called, LABEL["host.collect"], code)
+    again = (code == LABEL["host.recording"]) & (rows.events["corr"] == READ_AGAIN)
+    code = np.where(again, LABEL["host.rereading"], code)
     main = [index for index, lane in enumerate(rows.lanes) if lane == "main"]
     return np.where(np.isin(rows.events["lane"], main), code, -1)
 

@@ -242,6 +242,7 @@ def _segment_parts(
     inline = loading.workers[batches.iterator] == 0
     parts[batches.segment, 0] = np.where(inline, loading.fetch_ns, 0)
     parts[batches.segment, 1] = np.where(inline, loading.cpu_ns, 0) + loading.take_ns
+    parts[batches.segment, 2] = np.where(inline, loading.waiting_ns, 0) + loading.late_ns
     if shared_storage:
         lanes[batches.segment, 0] = STORAGE
     for segments, turn_ns in ((batches.iter_segment, loading.iter_ns), (batches.end_segment, loading.stop_ns)):
@@ -323,9 +324,9 @@ def _workers(
     if not mine.size:
         return
     fetch_lane = STORAGE if shared_storage else FREE
-    parts = np.stack([loading.fetch_ns[mine], loading.cpu_ns[mine]], axis=1)
-    lanes = np.tile(np.array([fetch_lane, CORES]), (mine.size, 1))
-    load_begin, load_end = _chain(ops, parts, lanes, keep=1)
+    parts = np.stack([loading.fetch_ns[mine], loading.waiting_ns[mine], loading.cpu_ns[mine]], axis=1)
+    lanes = np.tile(np.array([fetch_lane, FREE, CORES]), (mine.size, 1))
+    load_begin, load_end = _chain(ops, parts, lanes, keep=2)
     ops.link(load_end, begin[batches.segment[mine]], np.rint(loading.handoff_ns[mine]).astype(np.int64))
     for which in np.unique(batches.iterator[mine]):
         own = np.flatnonzero(batches.iterator[mine] == which)
@@ -369,6 +370,8 @@ def edited_segments(
     factor[COMPUTE] /= scenario.accelerator
     factor[COMM] /= scenario.bandwidth
     factor[LABEL["input.transfer"]] *= scenario.transfer
+    if scenario != Scenario():
+        factor[LABEL["host.rereading"]] = 0
     pace = straggler_pace(recording, scenario.straggler)
     result = []
     for index, lane in enumerate(recording.lanes):

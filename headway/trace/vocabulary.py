@@ -36,6 +36,9 @@ class Span:
     """One line for the documentation of the run folder."""
 
 
+READ_AGAIN = 1
+"""What marks headway's own work that no run with a remedy does: forks that read data again."""
+
 GC_CALLED = 4
 """What a garbage collection's generation is raised by where the script called `gc.collect`."""
 
@@ -139,9 +142,10 @@ SPANS: dict[str, Span] = {
     "host.script": Span(85, "HOST", ("corr",),
                         "derived when the run is finalised: from the end of a step to the first forward of the next "
                         "one, evaluation left out; what has a name inside keeps its own time; corr = -1"),
-    "host.recording": Span(86, "HOST", (),
+    "host.recording": Span(86, "HOST", ("corr",),
                            "headway's own work on the training thread behind a step (deep windows opened and closed, "
-                           "forks that read data again, what a remedy does there), where it took 0.2 ms or more"),
+                           "forks that read data again, what a remedy does there), where it took 0.2 ms or more; "
+                           "corr = 1 of a fork that reads data again, which no run with a remedy does"),
     # What a script, or a callback of its trainer, says of itself.
     "eval.mark": Span(90, "MARK", ("corr",), "the script (or a callback) marks evaluation; corr = n-th of its mark"),
     "epoch": Span(91, "MARK", ("corr",), "instant: the script (or a callback) begins an epoch; corr = its index"),
