@@ -248,7 +248,7 @@ def main() -> int:
         print(json.dumps({"bench": "calibration", "pairs": len(pairs), "failures": failures, "met": False}))
         return 3
     stored, checked = [(pair, MODEL_ERROR) for pair in pairs], cross_validated(pairs)
-    inside = sum(pair.inside for pair in pairs) / len(pairs)
+    inside = coverage(stored)
     errors = [abs(math.expm1(pair.error)) for pair in pairs]
     median = statistics.median(errors)
     met = median <= 0.05 and (0.85 <= inside <= 0.95 if options.full else inside >= 0.5)

@@ -148,6 +148,21 @@ os.write(out, b"second\\n"); os.close(out); os.close(err); streams.close()
     assert (tmp_path / "r0.out").read_bytes() == b"first\nsecond\n"
 
 
+def test_a_full_disk_ends_a_run_as_it_ends_python(tmp_path):
+    script = tmp_path / "prints.py"
+    script.write_text("print('x' * 100_000)\n")
+    plain = [sys.executable, str(script)]
+    recorded = [sys.executable, "-m", "headway.cli", "run", "--out", str(tmp_path / "run"), "--", str(script)]
+    with open("/dev/full", "wb") as full:
+        codes = [
+            subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT) for command in (plain, recorded)
+        ]
+
+    assert {done.returncode for done in codes} <= {1, 120}
+    assert codes[1].returncode == 120
+    assert b"stdout was cut short" in codes[1].stderr
+
+
 def test_a_slow_reader_gets_every_byte():
     read, write = os.pipe()
     os.set_blocking(write, False)

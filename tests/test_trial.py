@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from headway.data.runtime.cache import uncacheable
 from headway.data.runtime.sharing import followed
 from headway.data.runtime.switch import unthreadable
-from headway.data.runtime.trial import limited, unfit
+from headway.data.runtime.trial import limited, read_here, unfit
 from headway.data.runtime.workers import untunable
 from headway.data.serving.server import DataServer
 from tests.loaders_made import Squares
@@ -124,6 +124,44 @@ def test_a_dataset_that_counts_its_readings_is_left_as_it_was():
 
     assert "changes attributes" in unfit(loader)[0]
     assert loader.dataset.count == 0
+
+
+class Centred(Squares):
+    """Its first reading sets what the later ones go by."""
+
+    source, mean = 1.0, None
+
+    def __getitem__(self, index):
+        if self.mean is None:
+            self.mean = self.source
+        return index - self.mean
+
+
+class Keeping(Squares):
+    """It keeps what it has read."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = {}
+
+    def __getitem__(self, index):
+        return self.kept.setdefault(index, index * index)
+
+
+def test_what_the_first_reading_sets_is_set_here_before_workers_read():
+    loader = DataLoader(Centred(), 4)
+
+    assert unfit(loader)[0] is None
+    assert loader.dataset.mean is None
+    read_here(loader)
+    assert loader.dataset.mean == 1.0
+
+
+def test_a_dataset_that_keeps_each_example_is_left_to_this_process():
+    loader = DataLoader(Keeping(), 4)
+
+    assert "keeps something of each example" in unfit(loader)[0]
+    assert not loader.dataset.kept
 
 
 SHARED_FILE = open(__file__, "rb")  # noqa: SIM115 - open as long as the tests run, like a script's own

@@ -243,7 +243,8 @@ def run_elastic(options: LaunchOptions, script: Sequence[str], start_ns: int, ho
         if agent is not None and not signals.stop:
             agent.leave()
     if agent is not None and agent.attempts is not None:
-        return report(options, agent.attempts.recording, agent.ends, signals)
+        attempts = agent.attempts
+        return report(options, attempts.recording, agent.ends, signals, output_lost=attempts.streams.output_lost)
     if signals.stop:
         return _stopped_alone(signals.stop[0], endpoint, start_ns)
     raise InputError(

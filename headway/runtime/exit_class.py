@@ -232,6 +232,9 @@ def failed_at_exit(run: Path, rank: int) -> bool:
         return False
 
 
+FLUSH_CODE: Final = 120
+"""What Python exits with when it could not flush its output at the end."""
+
 HUNG_CODE: Final = 124
 """Exit status of a run that was ended for making no progress and whose ranks left with 0: that of timeout(1)."""
 

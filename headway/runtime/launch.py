@@ -27,6 +27,7 @@ from headway.runtime import rank_env
 from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
 from headway.runtime.exit_class import (
     BLAME,
+    FLUSH_CODE,
     HEADER,
     HUNG_CODE,
     OomWatch,
@@ -307,7 +308,7 @@ def _run_local(options: LaunchOptions, script: Sequence[str], start_ns: int) -> 
                 break
             if attempt < options.max_restarts:
                 say(options, f"attempt {attempt} failed; starting attempt {attempt + 1} of {options.max_restarts}")
-    return report(options, recording, ends, signals)
+    return report(options, recording, ends, signals, output_lost=streams.output_lost)
 
 
 def _port(options: LaunchOptions, attempt: int) -> Port:
@@ -446,17 +447,18 @@ def report(
     signals: Signals,
     *,
     peers: Sequence[Exit] = (),
+    output_lost: bool = False,
 ) -> ExitReport:
     """Class the exit, write the last run.json, and show the first failing rank's traceback last.
 
-    `peers` are the ends that other launchers of this run saw: a fault of its
-    own there explains what looked like a stop from outside here.
+    `peers` are the ends that other launchers of this run saw: a fault of its own there explains what looked like a
+    stop from outside here. With `output_lost` a run that did not fail exits like Python with output it cannot flush.
     """
     first = first_failure(ends)
     cls = classify(first, preempted=signals.preempted)
     if cls == "ok" and signals.stop:
         cls = "user"  # Ctrl-C, and every rank left with 0
-    code = (exit_status(first.code) or HUNG_CODE) if first else 0
+    code = (exit_status(first.code) or HUNG_CODE) if first else FLUSH_CODE * output_lost
     own = Exit(code, cls, first.rank if first else None, traceback_of(first.stderr) if first else None)
     shown = min([own, *peers], key=lambda end: BLAME.index(end.cls))
     recording.end(shown)

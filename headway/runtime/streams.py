@@ -145,6 +145,8 @@ class Streams:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._broken: dict[int, OSError] = {}
+        self.output_lost = False
+        """Whether stdout could not be written, for another reason than that its reader went away."""
         self.problems: list[str] = []
         """What of the ranks' output was lost, and why; known once the streams are closed."""
         self.at_line_start = True
@@ -216,6 +218,7 @@ class Streams:
         self._wake.close()
         for out_fd, cause in self._broken.items():
             if not isinstance(cause, BrokenPipeError):
+                self.output_lost |= out_fd == 1
                 stream = "stderr" if out_fd == 2 else "stdout"
                 self.problems.append(f"{stream} was cut short, as it could not be written ({cause.strerror})")
 

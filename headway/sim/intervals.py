@@ -64,9 +64,9 @@ class ModelError:
 LARGE = 0.3
 """log(speedup) from which on the loss to others is as large as it gets."""
 
-MODEL_ERROR = ModelError(floor=0.004, slope=0.12, contended=0.02)
-"""As `headway bench calibration` fitted them to 105 pairs of 13 jobs beside five loads (docs/results.md): the narrowest
-intervals that hold 90 % of these. Fitted without the job that is asked about, they hold 86 % of its pairs."""
+MODEL_ERROR = ModelError(floor=0.012, slope=0.06, contended=0.02)
+"""From the 211 pairs of `headway bench calibration`, 18 jobs beside five loads (docs/results.md): they hold 94 % of these.
+The narrowest that hold 90 % have no slope; fitted without the job that is asked about, those hold 90 % of its pairs."""
 
 CONTENDED_FRACTION = 0.05
 """Share of a host's cores that others take from which on it counts as contended."""

@@ -130,7 +130,7 @@ class Program:
     """First step that counts: those before it are warm-up."""
 
     measured_s: float
-    """Mean time of a steady step, as recorded."""
+    """Mean time of a steady step, as recorded; what headway itself does once in a run is left out."""
 
     replayed_s: float
     """The same over those steps that are replayed: the first ones, when the run is long."""
@@ -185,8 +185,9 @@ class Program:
         share = facts.get("compute_cpu_fraction")
         busy = recording.busy if share is None else np.full(len(models), float(share))
         steady = np.array([lane.step_end_ns[warm] for lane in recording.lanes])
-        kept = np.array([lane.step_end_ns[-1] for lane in recording.lanes]) - steady
-        whole = recording.last_end_ns - steady
+        once = np.array([lane.once_ns(warm) for lane in recording.lanes])
+        kept = np.array([lane.step_end_ns[-1] for lane in recording.lanes]) - steady - once
+        whole = recording.last_end_ns - steady - once
         program = cls(
             recording=recording,
             models=models,

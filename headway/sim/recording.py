@@ -60,8 +60,8 @@ COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
 ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script", "host.recording", "host.rereading"])
 """[LABELS] What the training thread runs itself; one share of it, for compute and script alike, is on a core.
 
-Headway's own work keeps its recorded duration in a replay, except for 'host.rereading': the run that is predicted is
-recorded as well.
+Headway's own work keeps its recorded duration in a replay: the run that is predicted is recorded as well. That of
+'host.rereading', which is done once, is left out of what was measured, and of every replay.
 """
 
 GARBAGE = np.isin(LABELS, ["host.gc", "host.collect"])
@@ -98,6 +98,10 @@ class Lane:
 
     step_end_ns: NDArray[np.int64]
     """[k + 1] Start of step 0, then the end of each step."""
+
+    def once_ns(self, first_step: int) -> int:
+        """Return how much of the steps from `first_step` on is work of headway's own that is done once in a run."""
+        return int(self.duration_ns[(self.label == LABEL["host.rereading"]) & (self.step >= first_step)].sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -370,8 +370,7 @@ def edited_segments(
     factor[COMPUTE] /= scenario.accelerator
     factor[COMM] /= scenario.bandwidth
     factor[LABEL["input.transfer"]] *= scenario.transfer
-    if scenario != Scenario():
-        factor[LABEL["host.rereading"]] = 0
+    factor[LABEL["host.rereading"]] = 0
     pace = straggler_pace(recording, scenario.straggler)
     result = []
     for index, lane in enumerate(recording.lanes):

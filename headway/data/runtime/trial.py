@@ -106,6 +106,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         finding = handle(loader.dataset) or handle(loader.collate_fn) or _keeps_a_file(loader, batches)
         finding = finding or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
         finding = finding or handle(loader.dataset) or _moved(before) or _remembers(loader, batches)
+        finding = finding or _collects(loader, batches)
         set_generators(states)
         return finding, b"" if finding else encode(batches[0])
 
@@ -128,6 +129,19 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         return finding if isinstance(finding, OfReading) else f"in a worker, {finding}", 0
     same = equal(decode(there), decode(here))
     return (None if same else "in a worker, it reads something else"), len(here)
+
+
+def read_here(loader: Any) -> None:
+    """Read the first examples in this process, after `unfit` has found nothing; raises what reading them raises.
+
+    What the first reading of all sets once, such as a mean, is then what the script's own first reading would have set,
+    at the same time. Workers that are forked later have it too, and so has this process where it goes on without them.
+    """
+    states = generator_states()
+    try:
+        TriedBatch(loader)[0]
+    finally:
+        set_generators(states)
 
 
 def with_threads(num_threads: int, work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:
@@ -203,6 +217,17 @@ def _keeps_a_file(loader: Any, batches: TriedBatch) -> str | None:
     if not once:
         return None
     return handle(loader.dataset) or f"it keeps what it read first in {min(once)}: workers would read that later"
+
+
+def _collects(loader: Any, batches: TriedBatch) -> str | None:
+    """Say that the reading of another example leaves more behind, or None: each worker would collect its own part."""
+    read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
+    if last in (batches.indices or [0]):
+        return None
+    before = surroundings(read)
+    with contextlib.suppress(Exception):  # as it would raise in the script's own process
+        loader.dataset[last]
+    return "it keeps something of each example that it reads" if surroundings(read) != before else None
 
 
 def keeps(loader: Any) -> str | None:
