@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from headway.core.host_load import HostLoad
 from headway.sim.contention import Contention
+from headway.sim.lane import COMPUTE
 from headway.sim.loader_costs import Costs
 from headway.sim.program import Program
-from headway.sim.recording import COMPUTE, Recording
+from headway.sim.recording import Recording
 from headway.trace.trace import concat
 from headway.verbs.compare import load_notes
 from tests.runs_made import MS, Made, Rows, RunMaker

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import headway
 from headway.checkpoint import CheckpointPolicy, Keep
 from headway.checkpoint.runtime import saver
+from headway.checkpoint.runtime.snapshot import Snapshot
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
 from headway.storage.commit import committed
 
@@ -449,3 +450,30 @@ def test_waiting_for_a_save_is_booked_to_the_checkpoint(tmp_path, monkeypatch):
     ours = [(start, end) for start, end, step in booked if step == 1]
     assert sum(end - start for start, end in ours) >= 0.9 * waited_ns
     assert all(earlier[1] <= later[0] for earlier, later in pairwise(ours))
+
+
+def test_while_a_graph_is_captured_nothing_is_begun_and_later_snapshots_are_waited_for_at_once(tmp_path, monkeypatch):
+    """What is captured would hold our copies, and its replays update parameters without a call of our hooks."""
+    calls = []
+    for name in ("copy", "fence", "is_ready", "wait"):
+        original = getattr(Snapshot, name)
+
+        def noted(self, *args, name=name, original=original, **named):
+            calls.append(name)
+            return original(self, *args, **named)
+
+        monkeypatch.setattr(Snapshot, name, noted)
+    job = Job(tmp_path).run(2)
+    job.ckpt.wait()
+    parameter = next(job.model.parameters())
+    assert job.ckpt._saver.settled(parameter)
+    calls.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr("headway.checkpoint.runtime.engine.capturing", lambda: True)
+        job.run(3, save=True)
+        assert calls == []
+    job.run(1)
+    job.ckpt.close()
+
+    assert calls
+    assert not job.ckpt._saver.settled(parameter)

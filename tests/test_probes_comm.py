@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -128,3 +130,26 @@ def test_fsdp2_gives_the_same_losses_and_its_waits_are_seen(tmp_path):
     assert recorded == plain
     assert sum("all_gather" in name for name in names) >= 4 * 3
     assert sum("reduce_scatter" in name for name in names) >= 4 * 3
+
+
+def test_functions_that_a_script_imported_before_the_recording_or_in_it_make_operations_as_ever(tmp_path):
+    """`P2POp` compares functions: those of before, of during and of after a recording are all `isend`."""
+    code = f"""
+import torch, torch.distributed as dist
+from torch.distributed import P2POp, irecv, isend
+import headway
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+made = [P2POp(op, torch.ones(1), 0) for op in (isend, irecv)]
+with headway.run({str(tmp_path / "run")!r}):
+    made += [P2POp(op, torch.ones(1), 0) for op in (isend, irecv, dist.isend, dist.irecv)]
+    kept = dist.isend
+made += [P2POp(op, torch.ones(1), 0) for op in (isend, kept, dist.irecv)]
+try:
+    P2POp(dist.send, torch.ones(1), 0)
+except ValueError as cause:
+    print(len(made), "Invalid" in str(cause))
+dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+    assert done.stdout.split()[-2:] == ["9", "True"], done.stderr

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError
 from headway.sim.edits import Scenario, scenario_of
+from headway.sim.lane import LABEL
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import own_service, storage_is_shared
 from headway.sim.program import Program
-from headway.sim.recording import LABEL, LOAD_PARTS, Recording
+from headway.sim.recording import LOAD_PARTS, Recording
 from headway.sim.unroll import straggler_pace
 from headway.trace.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker

@@ -135,12 +135,28 @@ def test_what_may_not_be_read_in_a_child_is_not_checked_and_says_why():
 def test_a_child_that_hangs_holds_nobody_up_and_ends_itself(monkeypatch):
     monkeypatch.setattr("headway.runtime.rereading.TIMEOUT_S", 1)
     before = psutil.Process().children()
-    pipe = detached(lambda: b"%d" % time.sleep(600))
+    pipe, _ = detached(lambda: b"%d" % time.sleep(600))
 
     assert select.select([pipe], [], [], 60)[0]
     assert os.read(pipe, 8) == b""
     os.close(pipe)
     assert psutil.Process().children() == before
+
+
+def test_a_child_that_still_reads_at_the_end_of_the_job_is_ended():
+    recorder = Recorder()
+    again = Rereadings(recorder)
+    dataset = Hangs()
+    again.keep(0, dataset, DataLoader(dataset, 5).collate_fn, [0])
+    for _ in range(LATER[0]):
+        recorder.step()
+    (kept,) = again._kept.values()
+    assert psutil.pid_exists(kept.pid)
+    again.finish()
+
+    assert select.select([kept.pipe], [], [], 10)[0]
+    assert os.read(kept.pipe, 8) == b""
+    os.close(kept.pipe)
 
 
 def test_checksums_tell_batches_apart():

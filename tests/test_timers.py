@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 import headway
 from headway.core.errors import InputError
 from headway.runtime import patches, timers
-from headway.runtime.timers import BACKWARD, FORWARD, DeviceTimers
+from headway.runtime.device import emulate
+from headway.runtime.device_timers import MAX_PENDING, WORK, AllTimers, DeviceTimers
+from headway.runtime.timers import BACKWARD, FORWARD
 from headway.trace.records import RingReader
 from headway.trace.trace import Trace
 from tests.recorded import recording, rows, run_script
@@ -28,7 +30,7 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.clock_ns = 7_000_000
+        self.clock_ns, self.live = 7_000_000, 0
         self.queue: deque[FakeEvent | int] = deque()
 
     def work(self, duration_ns: int) -> None:
@@ -44,9 +46,18 @@ class Device:
             else:
                 entry.passed_ns = self.clock_ns
 
-    def event(self) -> FakeEvent:
-        """Return a new event."""
-        return FakeEvent(self)
+    is_capturing = False
+
+    def record(self) -> FakeEvent:
+        """Return an event that was queued."""
+        event = FakeEvent(self)
+        self.queue.append(event)
+        self.live += 1
+        return event
+
+    def release(self, event: FakeEvent) -> None:
+        """Take one back."""
+        self.live -= 1
 
 
 class FakeEvent:
@@ -55,13 +66,6 @@ class FakeEvent:
     def __init__(self, device: Device) -> None:
         self.device = device
         self.passed_ns: int | None = None
-
-    def record(self, stream: object = None) -> None:
-        """Queue it; on a stream of its own, where nothing else runs, it passes at once."""
-        if stream is None:
-            self.device.queue.append(self)
-        else:
-            self.passed_ns = self.device.clock_ns
 
     def query(self) -> bool:
         """Say whether it has passed."""
@@ -81,7 +85,7 @@ class FakeEvent:
 def device_timers(device: Device) -> tuple[DeviceTimers, list[tuple[int, ...]]]:
     """Return timers on `device` and the list that their records go to."""
     written: list[tuple[int, ...]] = []
-    return DeviceTimers(lambda *r: written.append(r), device.event, lambda event: event.record("side")), written
+    return DeviceTimers(lambda *r: written.append(r), device), written
 
 
 segment_ns = st.integers(1_000, 50_000_000)
@@ -101,13 +105,12 @@ def test_device_segments_are_what_the_device_worked_however_late_they_are_resolv
         timing.updated()
         device.run(lag)
     device.run(10_000)
-    timing.resolve()
+    timing.finish()
     found = {code: [r[2] for r in written if r[0] == code] for code in (FORWARD, BACKWARD)}
 
     assert found[FORWARD] == pytest.approx([forward for forward, _, _ in steps], rel=1e-6, abs=1)
     assert found[BACKWARD] == pytest.approx([backward for _, backward, _ in steps], rel=1e-6, abs=1)
-    starts = [r[1] for r in written]
-    assert starts == sorted(starts)
+    assert device.live == 1  # the last one, which the next stretch is measured from
 
 
 def test_what_has_not_passed_is_left_for_later_and_nothing_is_waited_for():
@@ -122,7 +125,7 @@ def test_what_has_not_passed_is_left_for_later_and_nothing_is_waited_for():
     assert written == []
     device.run(100)
     timing.updated()
-    assert [r[0] for r in written] == [FORWARD, BACKWARD]
+    assert [r[0] for r in written if r[0] != WORK] == [BACKWARD]
 
 
 def test_microbatches_follow_each_other_and_a_backward_inside_another_is_part_of_it():
@@ -137,37 +140,38 @@ def test_microbatches_follow_each_other_and_a_backward_inside_another_is_part_of
         timing.ended()
         timing.ended()
     device.run(100)
-    timing.resolve()
+    timing.finish()
 
-    assert [(r[0], r[2]) for r in written] == [(FORWARD, 3_000_000), (BACKWARD, 5_000_000)] * 2
+    segments = [(r[0], r[2]) for r in written if r[0] != WORK]
+    assert segments == [(FORWARD, 3_000_000), (BACKWARD, 5_000_000)] * 2
 
 
 def test_a_device_that_never_gets_through_costs_bounded_memory_and_is_counted():
-    timing, written = device_timers(Device())
-    for _ in range(timers.MAX_PENDING):
+    timing, written = device_timers(device := Device())
+    for _ in range(MAX_PENDING + 10):
         timing.turned()
         timing.ended()
+        timing.updated()
 
-    assert timing.dropped == timers.MAX_PENDING - 1
+    assert timing.dropped == 10
+    assert device.live == 3 * MAX_PENDING
     assert written == []
 
 
-def test_a_device_that_refuses_an_event_ends_its_timing_and_not_the_job(tmp_path, capsys, monkeypatch):
-    class Broken:
-        broken = False
-
-        def turned(self) -> None:
+def test_a_device_that_refuses_an_event_ends_its_timing_and_not_the_job(tmp_path, capsys):
+    class Broken(Device):
+        def record(self) -> FakeEvent:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(timers, "usable", lambda: True)
+    undo = emulate(lambda tensor: broken, {("cuda", 0): (broken := Broken())})
     with recording(tmp_path) as session:
-        session.probes.device_timers = Broken()
+        every = AllTimers(session.probes)
         for _ in range(2):
-            timers.on_device(session.probes, session.probes.device_timers.turned)
+            every.act(every.of(torch.ones(1)), DeviceTimers.turned)
 
-        assert session.probes.device_timers.broken
+        assert every.of(torch.ones(1)).broken
         assert "illegal memory access" in session.probes.tables["patches"]["segments on the device"]
-        session.probes.device_timers = None
+    undo()
     assert capsys.readouterr().err.count("illegal memory access") == 1
 
 
@@ -264,7 +268,7 @@ def test_device_patches_need_a_device_and_the_timers():
     wanted = [name for name in patches.PATCHES if name.startswith("segment.") and name.endswith(".device")]
 
     assert wanted
-    assert all(patches.PATCHES[name].needs == "cuda timers" for name in wanted)
+    assert all(patches.PATCHES[name].needs == "device timers" for name in wanted)
 
 
 def test_a_device_without_events_keeps_the_hosts_clock_and_says_so(tmp_path):
@@ -308,15 +312,16 @@ def test_a_timer_is_checked_and_otherwise_idle_without_a_recording():
         timer.end()
 
 
-def test_a_timer_on_a_device_is_resolved_with_the_segments(tmp_path, monkeypatch):
-    device = Device()
-    monkeypatch.setattr(timers, "usable", lambda: True)
+def test_a_timer_on_a_device_is_resolved_with_the_segments(tmp_path):
+    undo = emulate(lambda tensor: device, {("cuda", 0): (device := Device())})
     with recording(tmp_path) as session:
-        probes = session.probes
-        probes.device_timers = DeviceTimers(probes.emit, device.event, lambda event: event.record("side"))
+        every = session.probes.device_timers = AllTimers(session.probes)
+        every.of(torch.ones(1)).ready()
         with headway.timer("augment"):
             device.work(4_000_000)
+        every.updated()
         device.run(10)
+    undo()
     found = rows(tmp_path)["region"]
 
     assert [row["duration_ns"] for row in found] == [4_000_000]

@@ -22,8 +22,8 @@ from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_s
 from headway.ledger.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
+from headway.sim.lane import LABEL
 from headway.sim.program import Prediction, Program
-from headway.sim.recording import LABEL
 from headway.trace.sweep import Ints
 
 BUDGET = 0.035

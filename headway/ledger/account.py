@@ -36,6 +36,28 @@ def no_steps() -> Ints:
     return np.zeros(0, np.int64)
 
 
+BUSY = 0.75
+"""Share of the steps' time at work from which on a device bounds them."""
+
+
+def bound_of(step_ns: Ints) -> tuple[str, float]:
+    """Return what bounds the steps [len(BUCKETS), n], and the share of their time in which the device is at work.
+
+    That is 'device' where it is at work for most of the time, else the bucket that takes most of the rest, '' without
+    steps.
+
+    >>> step_ns = blank_steps()
+    >>> bound_of(step_ns)
+    ('', 0.0)
+    """
+    total = dict(zip(BUCKETS, step_ns.sum(axis=1).tolist(), strict=True))
+    steps_ns = sum(total.values())
+    if not steps_ns:
+        return "", 0.0
+    share = total.pop("useful") / steps_ns
+    return "device" if share >= BUSY else max(total, key=lambda bucket: total[bucket]), share
+
+
 @dataclass(frozen=True, slots=True)
 class SpanFacts:
     """Totals of one recorded name on the training threads of all ranks; of background work, on the saver's lane."""

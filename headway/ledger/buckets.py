@@ -124,6 +124,8 @@ class Booking:
 
 
 BUCKET_OF: dict[str, Booking] = {
+    # A device at work is at work, whatever its host does.
+    "device.work": Booking("useful.compute", 95),
     # gc > checkpoint > logging > input > comm > startup > recording > the rest of a step; a child is above its parent.
     "host.gc": Booking("host.gc", 90),
     "checkpoint.restore": Booking("checkpoint.load", 86),
@@ -147,6 +149,7 @@ BUCKET_OF: dict[str, Booking] = {
     "host.import": Booking("startup.import", 40),
     "host.recording": Booking("host.recording", 30),
     "dropped": Booking("unknown.dropped", 20),
+    "host.sync": Booking("useful.compute", 11),
     # These nest in every way: forward and backward in a closure in an update, an update in a hook of backward.
     "segment.backward": Booking("useful.backward", 10),
     "segment.grad": Booking("useful.backward", 10),
@@ -181,6 +184,7 @@ IN_EVALUATION: dict[str, str] = {
     "input.next": "eval.input",
     "input.iter": "eval.input",
     "forward": "eval.forward",
+    "device.work": "eval.forward",
 }
 """Recorded name -> its sub-line inside a row named 'eval'. Useful and unowned time there is `eval.other`; other names
 keep their sub-lines."""

@@ -23,7 +23,7 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
-from headway.ledger.account import Account, SpanFacts, blank_steps, blank_subs, no_steps
+from headway.ledger.account import Account, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
 from headway.ledger.arrivals import Lateness
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_LINES, SUBS
 from headway.ledger.cause import Cause
@@ -170,6 +170,12 @@ class Ledger:
     def goodput(self) -> float:
         """Useful device-time whose result was kept / allocated device-time, 0..1."""
         return self.ledger_ns["useful"] / self.total_ns if self.total_ns else 0.0
+
+    @property
+    def bound(self) -> str:
+        """What bounds the steps: 'device' where that is at work for most of their time, else the bucket that takes most
+        of the rest; '' without steps."""
+        return bound_of(self.step_ns)[0]
 
     @property
     def unknown_fraction(self) -> float:

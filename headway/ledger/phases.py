@@ -15,7 +15,7 @@ import numpy as np
 
 from headway.ledger.buckets import REMAINDER_SUB, SUB_CODE
 from headway.ledger.rows import NAME_ID, Life, Rows
-from headway.trace.intervals import Intervals, merged
+from headway.trace.intervals import Intervals, inside, merged
 from headway.trace.segments import ON_DEVICE
 from headway.trace.sweep import Ints
 
@@ -24,6 +24,27 @@ def evaluations_of(rows: Rows) -> Intervals:
     """Return when the training thread evaluated, as sorted disjoint intervals."""
     picked = rows.of("eval")
     return merged(rows.start_ns[picked], rows.end_ns[picked])
+
+
+def device_phases(rows: Rows) -> tuple[Intervals, Intervals]:
+    """Return when a device ran forward, and when backward, as its events say: sorted disjoint intervals of each."""
+    found = []
+    for name in ("segment.forward", "segment.backward"):
+        picked = rows.of(name)
+        picked = picked[rows.column("corr", picked) == ON_DEVICE]
+        found.append(merged(rows.start_ns[picked], rows.end_ns[picked]))
+    return found[0], found[1]
+
+
+def phase_of(moment_ns: Ints, phases: tuple[Intervals, Intervals]) -> Ints:
+    """Return [m] the sub-line of moments at which a device was at work, by its `device_phases`."""
+    forward, backward = phases
+    if not len(forward[0]) and not len(backward[0]):
+        return np.full(len(moment_ns), SUB_CODE["useful.compute"], np.int64)
+    sub: Ints = np.full(len(moment_ns), SUB_CODE["useful.optimizer"], np.int64)
+    sub[inside(moment_ns, forward)] = SUB_CODE["useful.forward"]
+    sub[inside(moment_ns, backward)] = SUB_CODE["useful.backward"]
+    return sub
 
 
 def by_host(rows: Rows, picked: Ints) -> Ints:

@@ -19,7 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from headway.ledger.account import Account, SpanFacts, blank_subs
+from headway.core.units import format_fraction
+from headway.ledger.account import Account, SpanFacts, blank_subs, bound_of
 from headway.ledger.arrivals import Lateness
 from headway.ledger.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
@@ -33,6 +34,9 @@ from headway.trace.trace import Trace
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
 """Names that only headway's recorder writes."""
+
+BOUND = {"device": "the device", "input": "waiting for input", "host": "the host"}
+"""What bounds a job, in words; other buckets go by their name."""
 
 WINDOW_FILE = re.compile(r"r(?P<rank>\d+)-w(?P<number>\d+)\.json(\.gz)?")
 
@@ -151,11 +155,18 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
     """Sum a booked run."""
     last = book.attempts[-1]
     basis = {bucket: "remainder" if bucket == "useful" else "recorded" for bucket in BUCKETS}
+    if "device.work" in last.spans:
+        basis["useful"] = "device events"
     if windows is not None and windows.num_windows:
         basis.update(dict.fromkeys(("useful", "comm", "input", "host"), windows.basis))
     cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
     notes = [f"the end of {cut} processes was not seen: they are booked up to their last record"] if cut else []
     notes += said_of_steps(traces)
+    step_ns = _by_step(last)
+    if "device.work" in last.spans:
+        bound, share = bound_of(step_ns)
+        by, at_work = BOUND.get(bound, bound), format_fraction(share, 0)
+        notes.append(f"steps are bound by {by}: the device is at work {at_work} of their time")
     return Account(
         wall_ns=book.wall[1] - book.wall[0],
         sub_ns={
@@ -163,7 +174,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
         },
         steps=sum(attempt.kept_steps for attempt in book.attempts),
         basis=basis,
-        step_ns=_by_step(last),
+        step_ns=step_ns,
         step_wall_ns=last.step_wall_ns,
         lateness=_joined_lateness([attempt.lateness for attempt in book.attempts]),
         spans=_span_facts(book),

@@ -1,10 +1,19 @@
 """Runs on devices: what sampled profiler windows say about the time between them.
 
-The always-on records of a CUDA run tell what the training thread did; whether
-the device computed meanwhile is visible in profiler windows only. Each
-window is cut against the host's labels at the same moments; the shares found
-there split the whole run's time under each label. Whole nanoseconds that add
-up exactly; how much of the step time was seen is part of the basis.
+The always-on records of a device's run tell what the training thread did, and
+by events when the device had nothing to do between the parts of a step; pauses
+between its kernels, and what the kernels are for, show in profiler windows
+only. Each window is cut against the host's labels at the same moments; the
+shares found there split the whole run's time under each label. Whole
+nanoseconds that add up exactly; how much of the step time was seen is part of
+the basis.
+
+A window shows the kernels that were launched in it. Where the host is ahead,
+the device is busy before the first of them with what was launched earlier and
+is not seen: the window says nothing of that time.
+
+    host      | launches 1 | launches 2 | launches 3 |
+    device    ( not seen )[ kernels 1  ][ kernels 2  ]
 
 >>> Windows({}, num_windows=4, window_ns=3_000, step_ns=1_000_000).basis
 'sampled (4 windows, 0.30 % of step time)'
@@ -28,7 +37,7 @@ from headway.trace.intervals import inside
 from headway.trace.sweep import Ints, share_out, sweep
 from headway.trace.trace import Trace, concat
 
-SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy")
+SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy", "comm.p2p")
 """What a window can show of a device at work; a last column, 'own', holds the time in which it did not work."""
 
 OWN = len(SEEN)
@@ -48,6 +57,7 @@ CLASS_OF_BUCKET = {bucket: index for index, buckets in enumerate(CLASSES) for bu
 _CLASS_OF_NAME = np.array(
     [CLASS_OF_BUCKET.get(bucket_of_sub(BUCKET_OF[name].sub), 0) if name in BUCKET_OF else 0 for name in NAMES] + [0]
 )
+_AT_WORK = [SUB_CODE[sub] for sub in SEEN]
 _SEEN_OF_SUB = np.array([SEEN.index(sub) if sub in SEEN else OWN for sub in SUB_CODE])
 
 
@@ -67,6 +77,12 @@ class Windows:
     step_ns: int
     """Device-ns inside steps."""
 
+    num_blind: int = 0
+    """Windows that show no kernel."""
+
+    by_events: bool = False
+    """Whether events of the devices say when these were at work."""
+
     @property
     def basis(self) -> str:
         """How the split buckets are known."""
@@ -76,9 +92,19 @@ class Windows:
     @property
     def notes(self) -> tuple[str, ...]:
         """What a reader must know."""
+        notes = []
+        if self.num_blind:
+            notes.append(
+                f"{self.num_blind} profiler windows show no kernel and are not used: another profiler has the device, "
+                "or the profiler's library is missing or not allowed"
+            )
         if self.num_windows:
-            return (f"device activity is extrapolated: {self.basis}",)
-        return ("no profiler window was recorded: `useful` is what host records leave over, device gaps included",)
+            notes.append(f"device activity is extrapolated: {self.basis}")
+        elif self.by_events:
+            notes.append("pauses of the device between the kernels of one forward or backward are not seen")
+        else:
+            notes.append("device work is not seen: `useful` is what host records leave over, device gaps included")
+        return tuple(notes)
 
 
 def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Windows:
@@ -88,12 +114,16 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
     """
     ranks = {one.rank: one for one in book.attempts[-1].books}
     seen: dict[int, list[tuple[DeviceBook, Ints]]] = {}
+    blind = 0
     for traces in windows.values():
         trace = concat(list(traces))
-        found = device_books(trace)
+        found = device_books(trace, any_device=True)
         late, _ = lateness_of(trace, found)
         for device, waited in zip(found, late, strict=True):
-            seen.setdefault(device.rank, []).append((device, waited))
+            if np.isin(device.sub, _AT_WORK).any():
+                seen.setdefault(device.rank, []).append((device, waited))
+            else:
+                blind += 1
     shares: dict[int, Ints] = {}
     used = 0
     for rank in sorted(seen.keys() & ranks.keys()):  # rank by rank, because the host's labels are read again
@@ -103,7 +133,9 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
                 shares[rank] = shares.get(rank, 0) + table
                 used += 1
     step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
-    return Windows(shares, used, sum(int(table.sum()) for table in shares.values()), step_ns)
+    window_ns = sum(int(table.sum()) for table in shares.values())
+    by_events = "device.work" in book.attempts[-1].spans
+    return Windows(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events)
 
 
 def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | None:
@@ -118,11 +150,11 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | N
     seen = np.stack([np.full(len(waited), SEEN.index("straggler.device")), _SEEN_OF_SUB[device.sub]], axis=1).reshape(
         -1
     )
-    low, high = max(int(start.min()), host.first_ns), min(int(end.max()), host.last_ns)
-    if high <= low:
-        return None
     kept = end > start
     start, end, seen = start[kept], end[kept], seen[kept]
+    low, high = max(int(start[seen != OWN].min()), host.first_ns), min(int(end.max()), host.last_ns)
+    if high <= low:
+        return None
     picked, evaluations = by_host(rows, rows.of(*BUCKET_OF)), evaluations_of(rows)
     level = np.array([BUCKET_OF[NAMES[code]].precedence for code in rows.name[picked].tolist()], np.int64)
     cuts = np.concatenate([start, *evaluations])

@@ -27,7 +27,7 @@ from headway.ledger.buckets import (
     bucket_of_sub,
 )
 from headway.ledger.input_waits import INPUT_IDS, book_evaluation, book_input
-from headway.ledger.phases import by_host, evaluations_of, remainder
+from headway.ledger.phases import by_host, device_phases, evaluations_of, phase_of, remainder
 from headway.ledger.rows import NAME_ID, NAMES, Life, Rows
 from headway.ledger.sheet import Sheet
 from headway.trace.intervals import inside
@@ -108,7 +108,7 @@ def _book_startup(sheet: Sheet, rows: Rows, life: Life, bucket: str) -> None:
 def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> OpenWaits:
     """Sweep from the first step to the last trusted record; returns the communication pieces."""
     picked = by_host(rows, rows.of(*BUCKET_OF))
-    evaluations = evaluations_of(rows)
+    evaluations, phases = evaluations_of(rows), device_phases(rows)
     gap_start, gap_end = checkpoint_gaps(rows)
     owner_of = np.concatenate([picked, np.full(len(gap_start), GAP, np.int64), np.array([-1])])
     pieces = sweep(
@@ -116,7 +116,9 @@ def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> Ope
         np.concatenate([rows.end_ns[picked], gap_end]),
         np.concatenate([_STEP_TABLE.precedence[rows.name[picked]], np.full(len(gap_start), GAP_PRECEDENCE, np.int64)]),
         window=(life.first_ns, life.record_ns),
-        cuts=np.concatenate([life.step_start, life.step_end, *evaluations]),
+        cuts=np.concatenate(
+            [life.step_start, life.step_end, *evaluations, *(bound for phase in phases for bound in phase)]
+        ),
     )
     owner = owner_of[pieces.row]
     name = np.where(owner >= 0, rows.name[owner], -1)
@@ -125,8 +127,15 @@ def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> Ope
     # Collections with nothing else behind them are the interpreter going down: part of what follows the steps.
     over = (name == NAME_ID["host.gc"]) & (pieces.start_ns >= trained_until(rows, life))
     # Forwards and the like outside steps are no part of one.
-    over |= (column == len(life.step_start) + 1) & _IS_USEFUL[_STEP_TABLE.sub[name]]
+    by_device = name == NAME_ID["device.work"]
+    over |= (column == len(life.step_start) + 1) & _IS_USEFUL[_STEP_TABLE.sub[name]] & ~by_device
     sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], place)
+    if by_device.any():
+        # What the host computes while its device has nothing to do is no work of the device.
+        sub = np.where(
+            _IS_COMPUTE[sub] & (pieces.start_ns >= pieces.start_ns[by_device][0]), SUB_CODE["host.launch"], sub
+        )
+        sub = np.where(by_device, phase_of(pieces.start_ns, phases), sub)
     evaluates = inside(pieces.start_ns, evaluations) & (_IN_EVALUATION[name] | over | (owner == -1) | _IS_USEFUL[sub])
     sub = np.where(evaluates, _EVALUATION_SUB[name], sub)
     sub = np.where(owner == GAP, SUB_CODE["checkpoint.persist"], sub)
@@ -202,6 +211,7 @@ _STARTUP_TABLE = _as_table(STARTUP_OF, "startup.script")
 _EVALUATION_SUB = np.array([SUB_CODE[IN_EVALUATION.get(name, "eval.other")] for name in (*NAMES, "")], np.int64)
 """[len(NAMES) + 1] Sub-line of each name inside an evaluation; the last entry is that of time which no name owns."""
 _IN_EVALUATION = np.array([name in IN_EVALUATION for name in (*NAMES, "")])
+_IS_COMPUTE = np.array([bucket_of_sub(sub) == "useful" for sub in SUBS])
 _IS_USEFUL = np.array([bucket_of_sub(sub) == "useful" or sub == "host.script" for sub in SUBS])
 """[len(SUBS)] What an evaluation takes over, and what there is none of after the last step."""
 

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.core.errors import InputError
-from headway.runtime import timers
 from headway.runtime.probes import now
 from headway.trace.vocabulary import SPANS
 
@@ -42,7 +41,7 @@ EPOCH = SPANS["epoch"].code
 class Timer:
     """Records how long stretches take under a name of the script's own: `with`, or `begin()` and `end()`.
 
-    Timers nest; each one times one stretch at a time. Once the rank computes on a CUDA device its events time the
+    Timers nest; each one times one stretch at a time. Once the rank computes on a device its events time the
     stretch, without synchronising; else the host's clock does. Without a recording nothing is recorded.
     """
 
@@ -70,15 +69,16 @@ class Timer:
                 f"timer {self.name!r} is ended in {self._where()} but was not begun. "
                 f"Call begin() before it, or write: with headway.timer({self.name!r}): ..."
             )
-        (start, event, _), self._begun = self._begun, None
+        (start, begun, _), self._begun = self._begun, None
         probes = self._probes
         if probes is None:
             return
         probes.open_timers.pop(id(self), None)
         code = self._code(probes)
-        ended = self._event() if event is not None else None
+        ended = self._event() if begun is not None else None
         if ended is not None:
-            probes.device_timers.add(REGION, code, event, ended, start)
+            on_device, end = ended
+            on_device.add(REGION, code, begun[1], end, start)
         else:
             probes.emit(REGION, start, now() - start, code)
 
@@ -92,11 +92,9 @@ class Timer:
         self.end()
 
     def _event(self) -> Any:
-        """Return an event recorded on the device, None where the host's clock has to do."""
+        """Return a device's timers and an event recorded on it, None where the host's clock has to do."""
         probes = self._probes
-        if probes is None or probes.device_timers is None:
-            return None
-        return timers.event_of(probes)
+        return probes.device_timers.event() if probes is not None and probes.device_timers else None
 
     def _code(self, probes: Any) -> int:
         """Return the number of the name, which the tables keep."""

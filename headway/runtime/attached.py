@@ -124,6 +124,8 @@ def _spec(options: LaunchOptions, script: Sequence[str], place: Place, run: Path
         windows_fraction=options.windows,
         verify=options.verify,
     )
+    # What tells the rank here need not tell it there: the local rank may have been counted.
+    recorded |= {"HEADWAY_RANK": str(place.rank), "HEADWAY_LOCAL_RANK": str(place.local_rank)}
     return RankSpec(place.rank, place.local_rank, argv, base | recorded)
 
 

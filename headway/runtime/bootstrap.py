@@ -35,8 +35,11 @@ IMPORT = SPANS["host.import"].code
 KINETO_QUIET = "5"
 """KINETO_LOG_LEVEL that silences the profiler's library, unless the user set one."""
 
-FLIGHT_ENTRIES = "1024"
-"""TORCH_FR_BUFFER_SIZE: collectives that the Flight Recorder keeps, unless the user set a number."""
+FLIGHT_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Variables that say how many collectives the Flight Recorder keeps; the first one wins."""
+
+FLIGHT_ENTRIES = "2000"
+"""How many, unless the user says: as many as torch keeps by itself; older versions keep none."""
 
 WATCHED = frozenset(patch.module for patch in patches.PATCHES.values()) | {"torch"}
 
@@ -80,7 +83,8 @@ class Session:
 
     def finish(self) -> None:
         """Write what is still in memory, and note the end of the process; what fails leaves the rest to be done."""
-        for act in (self._end_of_steps, self._end_of_windows, self._end_of_remedies, self._end_of_memory):
+        acts = (self._end_of_rereadings, self._end_of_steps, self._end_of_windows, self._end_of_remedies)
+        for act in (*acts, self._end_of_memory):
             try:
                 act()
             except Exception as cause:  # after an error of the device, say, even asking for its memory fails
@@ -88,13 +92,17 @@ class Session:
         self.probes.write_tables()
         self.probes.recorder.close()
 
+    def _end_of_rereadings(self) -> None:
+        if self.probes.rereadings is not None:
+            self.probes.rereadings.finish()
+
     def _end_of_steps(self) -> None:
         self.probes.gap.stop()
         timers.flush_backward(self.probes)
         for name, step in self.probes.open_timers.values():
             warn(f"timer {name!r} was begun in step {step} and never ended: that stretch is not recorded")
-        if self.probes.device_timers is not None:
-            self.probes.tables["timers"] = timers.device_facts(self.probes.device_timers)
+        if self.probes.device_timers:
+            self.probes.tables["timers"] = self.probes.device_timers.facts()
         if self.probes.steps[0]:
             self.probes.mark_cpu()
 
@@ -139,13 +147,15 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, 
     recorder = Recorder(
         os.path.join(environ["HEADWAY_RUN"], "rings"),
         rank=rank_of(environ),
-        local_rank=number(environ, "local_rank") or 0,
+        local_rank=local_rank_of(environ),
         attempt=int(environ.get("HEADWAY_ATTEMPT") or 0),
         role=MAIN if is_main else CHILD,
     )
-    os.environ.pop("HEADWAY_RANK", None)  # processes that the script starts may be ranks of their own
+    for name in ("HEADWAY_RANK", "HEADWAY_LOCAL_RANK"):
+        os.environ.pop(name, None)  # processes that the script starts may be ranks of their own
     os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", FLIGHT_ENTRIES)
+    if not any(name in os.environ for name in FLIGHT_SIZES):
+        os.environ[FLIGHT_SIZES[0]] = FLIGHT_ENTRIES
     if is_main:
         recorder.open()  # a child waits for its first record: most have none
     session = Session(Probes(recorder, environ["HEADWAY_RUN"]), finder)
@@ -202,3 +212,10 @@ def rank_of(environ: Mapping[str, str]) -> int:
     if environ.get("HEADWAY_RANK", "").isdigit():
         return int(environ["HEADWAY_RANK"])
     return max(number(environ, "rank") or 0, 0)
+
+
+def local_rank_of(environ: Mapping[str, str]) -> int:
+    """Return its rank on this host, by the same rule."""
+    if environ.get("HEADWAY_LOCAL_RANK", "").isdigit():
+        return int(environ["HEADWAY_LOCAL_RANK"])
+    return max(number(environ, "local_rank") or 0, 0)

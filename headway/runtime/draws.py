@@ -23,6 +23,7 @@ from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
+from headway.runtime import device
 from headway.runtime.reach import reached
 
 OWN = "own"
@@ -39,8 +40,7 @@ def fingerprints(own: Sequence[Any] = ()) -> dict[str, object]:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if hasattr(torch, "get_rng_state"):
         found["torch"] = _state(torch.default_generator)  # type: ignore[union-attr]  # it has the attribute
-        if torch.cuda.is_initialized():  # type: ignore[union-attr]  # the same
-            found["cuda"] = [_state(generator) for generator in torch.cuda.default_generators]  # type: ignore[union-attr]  # the same
+        found["device"] = [_state(generator) for generator in device.generators()]
     if hasattr(getattr(numpy, "random", None), "get_state"):
         found["numpy"] = _state(numpy.random.mtrand._rand)  # type: ignore[union-attr]  # the same
     return {**found, OWN: [_state(generator) for generator in own]} if own else found

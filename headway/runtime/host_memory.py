@@ -8,10 +8,10 @@ True
 from __future__ import annotations
 
 import resource
-import sys
 from pathlib import Path
 
 from headway.core.cgroups import group_folders, lines_of, number_in
+from headway.runtime.device import device_memory
 
 NO_LIMIT = 1 << 60
 """A cgroup limit as large as this is none."""
@@ -29,14 +29,9 @@ def host_memory(root: Path = Path("/")) -> dict[str, int | None]:
 
 
 def process_memory() -> dict[str, int]:
-    """Return the most memory that this process has held: of the host, and of its CUDA device where it used one."""
+    """Return the most memory that this process has held: of the host, and of its device where it used one."""
     facts = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is not None and cuda.is_initialized():
-        facts["device_peak_bytes"] = int(cuda.max_memory_reserved())
-        facts["device_total_bytes"] = int(cuda.get_device_properties(cuda.current_device()).total_memory)
-    return facts
+    return {**facts, **device_memory()}
 
 
 def meminfo(root: Path, name: str) -> int | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.runtime import (
+    device_timers,
     probe_comm,
     probe_copy,
     probe_functional,
@@ -32,8 +33,10 @@ from headway.runtime import (
     probe_model,
     probe_state,
     probe_step,
+    probe_sync,
     timers,
 )
+from headway.runtime.device import host_has_devices
 from headway.runtime.probes import Probes, timers_off
 
 Undo = Callable[[], None]
@@ -64,7 +67,7 @@ class Patch:
     """(replacement, original) -> None; raises when the replacement must not go in."""
 
     needs: str = ""
-    """Words: 'cuda' only where there is such a device, 'timers' only where they are not switched off; '' everywhere."""
+    """Words: 'device' only where the host has one, 'timers' only where they are not switched off; '' everywhere."""
 
     copies: tuple[str, ...] = ()
     """Modules that import the function by name; their copy is replaced too when they are there already."""
@@ -93,16 +96,18 @@ PATCHES: dict[str, Patch] = {
     "optimizer.step.existing": Patch("torch.optim.optimizer:Optimizer", register=probe_step.join_existing),
     "GradScaler.step": Patch("torch.amp.grad_scaler:GradScaler.step", probe_step.scaler_step),
     "segment.backward": Patch("torch.autograd:backward", timers.backward, needs="timers"),
-    "segment.backward.device": Patch("torch.autograd:backward", timers.device_backward, needs="cuda timers"),
-    "segment.forward.device": Patch(_LOADER + "_BaseDataLoaderIter.__next__", timers.batch_ready, needs="cuda timers"),
-    "segment.update.device": Patch(_HOOKS, register=timers.join_updates, needs="cuda timers"),
+    "segment.backward.device": Patch("torch.autograd:backward", device_timers.device_backward,
+                                     needs="device timers"),
+    "segment.forward.device": Patch(_LOADER + "_BaseDataLoaderIter.__next__", device_timers.batch_ready,
+                                    needs="device timers"),
+    "segment.update.device": Patch(_HOOKS, register=device_timers.join_updates, needs="device timers"),
     # What the steps are made of.
     "forward": Patch("torch:nn.Module.__call__", probe_model.module_call, needs="timers"),
     "mode": Patch("torch:nn.Module.train", probe_model.module_train, needs="timers"),
     "segment.grad": Patch("torch:autograd.grad", probe_gradient.autograd_grad, needs="timers"),
     "segment.grad.func": Patch("torch:_functorch.eager_transforms.grad_and_value_impl", probe_gradient.func_grad,
                                needs="timers", optional=True),
-    "graph.replay": Patch("torch.cuda.graphs:CUDAGraph.replay", probe_gradient.graph_replay, needs="cuda timers",
+    "graph.replay": Patch("torch.cuda.graphs:CUDAGraph.replay", probe_gradient.graph_replay, needs="device timers",
                           optional=True),
     # Input.
     "DataLoader.__iter__": Patch(_LOADER + "DataLoader.__iter__", probe_input.loader_iter),
@@ -112,9 +117,14 @@ PATCHES: dict[str, Patch] = {
     "fetcher": Patch(_FETCH + "_BaseDatasetFetcher.__init__", probe_input.fetcher_init),
     "input.load": Patch(_FETCH + "_MapDatasetFetcher.fetch", probe_input.fetch),
     "input.load.iterable": Patch(_FETCH + "_IterableDatasetFetcher.fetch", probe_input.fetch),
-    "input.transfer.to": Patch("torch._tensor:Tensor.to", probe_copy.to_device, needs="cuda"),
-    "input.transfer.cuda": Patch("torch._tensor:Tensor.cuda", probe_copy.to_device, needs="cuda"),
-    "input.transfer.copy_": Patch("torch._tensor:Tensor.copy_", probe_copy.copy_in, needs="cuda"),
+    "input.transfer.to": Patch("torch._tensor:Tensor.to", probe_copy.to_device, needs="device"),
+    "input.transfer.cuda": Patch("torch._tensor:Tensor.cuda", probe_copy.to_device, needs="device"),
+    "input.transfer.copy_": Patch("torch._tensor:Tensor.copy_", probe_copy.copy_in, needs="device"),
+    # Waits for the device.
+    **{f"host.sync.{name}": Patch(f"torch._tensor:Tensor.{name}", probe_sync.read, needs="device", optional=True)
+       for name in probe_sync.READS},
+    **{f"host.sync.{target}": Patch(target, probe_sync.synchronize, needs="device", optional=True)
+       for target in probe_sync.SYNCHRONIZES},
     # Communication.
     "init_process_group": Patch(_C10D + "init_process_group", probe_comm.init_group, copies=_DIST),
     "new_group": Patch(_C10D + "new_group", probe_comm.new_group, copies=_DIST),
@@ -123,6 +133,7 @@ PATCHES: dict[str, Patch] = {
        for name in probe_comm.COLLECTIVES_SEEN},
     **{name: Patch(_C10D + name, probe_comm.point_to_point, copies=_DIST, optional=True)
        for name in probe_comm.POINT_TO_POINT},
+    "P2POp": Patch(_C10D + "P2POp", register=probe_comm.join_p2p, optional=True),
     **{f"functional.{name}": Patch(_FUNCTIONAL + name, probe_functional.launch, optional=True)
        for name in probe_functional.LAUNCHES},
     "functional.launched": Patch(_FUNCTIONAL + "_maybe_wrap_tensor", probe_functional.launched, optional=True),
@@ -196,7 +207,7 @@ _INHERITED = object()
 def install(name: str, probes: Probes) -> Undo | None:
     """Put one patch of the table in; None, and a warning, when that is impossible."""
     patch = PATCHES[name]
-    if ("cuda" in patch.needs and not has_cuda()) or ("timers" in patch.needs and timers_off()):
+    if ("device" in patch.needs and not host_has_devices()) or ("timers" in patch.needs and timers_off()):
         return None
     try:
         undo = _install(name, patch, probes)
@@ -233,8 +244,3 @@ def install_for(module: str, probes: Probes) -> list[Undo]:
     """Put in every patch whose target lives in `module`, which has been executed; return the undos."""
     undos = [install(name, probes) for name, patch in PATCHES.items() if patch.module == module]
     return [undo for undo in undos if undo is not None]
-
-
-def has_cuda() -> bool:
-    """Whether the kernel knows an NVIDIA device; asking torch would initialise it."""
-    return os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0")

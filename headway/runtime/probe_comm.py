@@ -398,3 +398,38 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
     watched = {id(p): p for p in (parameters[-1], *(parameters[:1] if ddp.find_unused_parameters else ()))}
     for parameter in watched.values():
         parameter.register_post_accumulate_grad_hook(ready)
+
+
+def join_p2p(p2p_op: Any, probes: Probes) -> Callable[[], None]:
+    """Have `P2POp` take `isend` and `irecv` by whatever name a script got hold of them: it compares functions.
+
+    A script may have imported them before they were replaced, or keep the replacement when the recording is over: so
+    this stays, and its undo does nothing.
+    """
+    import torch.distributed.distributed_c10d as c10d
+
+    if getattr(p2p_op.__new__, "headway_takes_both", False):
+        return lambda: None
+
+    def present(op: Any) -> Any:
+        """Return the function that the module has now where `op` is what it stands for, or what stands for it."""
+        name = getattr(op, "__name__", "")
+        now_there = getattr(c10d, name, None) if name in ("isend", "irecv") else None
+        wraps = getattr(op, "__wrapped__", op), getattr(now_there, "__wrapped__", now_there)
+        return now_there if now_there is not None and wraps[0] is wraps[1] else op
+
+    new, init = p2p_op.__new__, p2p_op.__init__
+
+    @functools.wraps(new)
+    def __new__(cls: Any, op: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - the name it has in torch
+        """Make one of the function that the module has now."""
+        return new(cls, present(op), *args, **kwargs)
+
+    @functools.wraps(init)
+    def __init__(self: Any, op: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - the name it has in torch
+        """The same."""
+        init(self, present(op), *args, **kwargs)
+
+    __new__.headway_takes_both = True  # type: ignore[attr-defined]
+    p2p_op.__new__, p2p_op.__init__ = staticmethod(__new__), __init__
+    return lambda: None

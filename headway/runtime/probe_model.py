@@ -102,6 +102,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             gap_open[0], between = False, -1
             if gap_asks[0]:
                 gap.note_forward()
+            if probes.device_timers:
+                probes.device_timers.begun()
         else:
             between = thread_time_ns() - cpu_ended[0]
         start = now()
@@ -121,6 +123,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             cpu_ended[0] = thread_time_ns()
             if learns and model >= 0:
                 gradients.parameter = parameters[model]
+                if probes.device_timers:
+                    probes.device_timers.computed()
             if not begun[0] and gradients.inferred():
                 trainer[0], gap_open[0] = ident(), True
                 if gap.asks[0]:

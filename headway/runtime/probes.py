@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.runtime.device import device_type
 from headway.runtime.gap_stacks import GapStacks
 from headway.runtime.gradients import Gradients
 from headway.runtime.loop_depth import loop_depth
@@ -57,7 +58,7 @@ class Probes:
     """`recorder.page`, or one that writes nowhere when the timers are switched off."""
 
     device_timers: Any = None
-    """The process's `timers.DeviceTimers`; None before the first backward on a device."""
+    """The process's `device_timers.AllTimers`; None where the host has no device."""
 
     last_backward: list[int] = field(default_factory=lambda: [0, 0, 0])
     """[3] Start and duration of a backward that is not recorded yet (duration 0 = none), 1 if it began a new cycle."""
@@ -294,16 +295,6 @@ class Probes:
 def timers_off() -> bool:
     """Whether HEADWAY_TIMERS=off leaves out the timers of segments, the progress page and the stacks on demand."""
     return os.environ.get("HEADWAY_TIMERS", "").lower() in ("off", "0")
-
-
-def device_type() -> str:
-    """Return the name of the CUDA device that this process trains on, 'cpu' while it has touched none."""
-    torch = sys.modules.get("torch")
-    try:
-        cuda = torch.cuda  # type: ignore[union-attr]  # no torch, or one half imported: the except below
-        return str(cuda.get_device_name()) if cuda.is_initialized() else "cpu"
-    except (AttributeError, RuntimeError, AssertionError):
-        return "cpu"
 
 
 def write_json(path: str, content: object) -> None:

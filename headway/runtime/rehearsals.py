@@ -15,11 +15,11 @@ import fcntl
 import importlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from headway.runtime.device import in_use
 from headway.runtime.probes import Probes
 from headway.runtime.rereading import start_detached
 
@@ -38,7 +38,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
     function = json.loads(os.environ.get("HEADWAY_REMEDIES") or "{}").get(NAME)
     if not function or group >= MOST_LOADERS or probes.remedied or not probes.leads or probes.recorder.rank != 0:
         return
-    if sys.modules["torch"].cuda.is_initialized():  # what was forked then could not use the device
+    if in_use():  # what was forked then could not use the device
         return
     folder = f"{probes.run}/loaders"
     os.makedirs(folder, exist_ok=True)

@@ -33,6 +33,7 @@ from typing import Any
 
 from headway.core.apart import DETACHED, name_process, step_apart
 from headway.core.own_children import unheard
+from headway.runtime.device import in_use
 from headway.runtime.draws import own_generators, restorer
 from headway.runtime.probes import NEVER, RECORDING, Probes, now
 from headway.trace.vocabulary import READ_AGAIN
@@ -97,33 +98,39 @@ def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batc
     return collate_fn(many(index) if many else [dataset[one] for one in index])
 
 
-def detached(work: Callable[[], bytes]) -> int:
-    """Run `work` apart in a child of a child; return a pipe that will carry what it returns, b"" if it fails."""
+def detached(work: Callable[[], bytes]) -> tuple[int, int]:
+    """Run `work` apart in a child of a child; return a pipe that will carry what it returns, and the child's pid.
+
+    b"" comes through the pipe if it fails.
+    """
     reading, writing = os.pipe()
     try:
-        start_detached(work, writing)
+        return reading, start_detached(work, writing)
     finally:
         os.close(writing)
-    return reading
 
 
-def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = False) -> None:
-    """Run `work` apart in a child of a child, which writes what it returns into the descriptor `writing`.
+def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = False) -> int:
+    """Run `work` apart in a child of a child, which writes what it returns into `writing`; return its process id.
 
     The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
     With `forks`, `work` may fork children of its own that step apart themselves.
     """
     with unheard():
-        _start_detached(work, writing, forks=forks)
+        return _start_detached(work, writing, forks=forks)
 
 
-def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> None:
+def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> int:
+    told, telling = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
         pid = os.fork()
     if pid == 0:
         try:
-            if os.fork() == 0:
+            grandchild = os.fork()
+            if grandchild:
+                os.write(telling, b"%d" % grandchild)
+            else:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
                 signal.alarm(TIMEOUT_S)
@@ -135,8 +142,20 @@ def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> 
                 os.write(writing, answer)
         finally:
             os._exit(0)
+    os.close(telling)
     with contextlib.suppress(ChildProcessError):  # a handler of the script may have waited for it already
         os.waitpid(pid, 0)
+    try:
+        return int(os.read(told, 20) or 0)
+    finally:
+        os.close(told)
+
+
+def end_detached(pid: int) -> None:
+    """End a child of `start_detached`, unless it has ended by itself."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8") as file:  # or it is gone
+        if file.read().strip() == DETACHED:
+            os.kill(pid, signal.SIGKILL)
 
 
 @dataclass(slots=True)
@@ -159,6 +178,8 @@ class Kept:
     """Checksum of the batch; None until it is known."""
     pipe: int = -1
     """What carries the answer of the child under way; -1 without one."""
+    pid: int = 0
+    """That child."""
     at: int = 0
     """Steps after the load at which that child was forked."""
 
@@ -237,17 +258,23 @@ class Rereadings:
             return kept.due[0] - since
         kept.at = since
         del kept.due[0]
-        if sys.modules["torch"].cuda.is_initialized():
+        if in_use():
             kept.let_go()
-            self._note(kept, unchecked="the process uses CUDA, and was not forked to read its data again")
+            self._note(kept, unchecked="the process uses a device, and was not forked to read its data again")
             return NEVER
         if kept.dataset() is None or kept.collate_fn() is None:
             kept.let_go()
             return NEVER
         start = now()
-        kept.pipe = detached(kept.read)
+        kept.pipe, kept.pid = detached(kept.read)
         self._probes.emit(RECORDING, start, now() - start, READ_AGAIN)
         return 1
+
+    def finish(self) -> None:
+        """End the children that still read: the job does not wait for them, and leaves nobody behind."""
+        for kept in self._kept.values() if self._pid == os.getpid() else ():
+            if kept.pipe >= 0:
+                end_detached(kept.pid)
 
     def _judge(self, kept: Kept, answer: bytes) -> None:
         if not answer:

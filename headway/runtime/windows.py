@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from headway.runtime import device
 from headway.runtime.ddp_facts import note_models
 from headway.runtime.probes import NEVER, Probes, now
 from headway.trace.vocabulary import SPANS
@@ -153,9 +154,8 @@ class Windows:
         if torch._C._autograd._profiler_enabled():
             self.stopped = "the script runs a profiler"
             return NEVER
-        cuda: Any = torch.cuda
-        if cuda.is_initialized() and cuda.is_current_stream_capturing():
-            return self._cycle  # starting the profiler would spoil the script's CUDA graph
+        if device.capturing():
+            return self._cycle  # starting the profiler would spoil the script's graph
         started = now()
         usual = self._step_ns()
         with quiet_stderr():
@@ -290,12 +290,11 @@ class Schedule:
 
 
 def low_level_start() -> None:
-    """Switch the profiler on: CPU, and CUDA where there is one.
+    """Switch the profiler on: for the CPU, and for the devices in use.
 
     CUPTI stays attached afterwards, as `torch.profiler` has it too: CUDA graphs do not survive its coming and going.
     That is said to the profiler's library in the C environment alone: what the script sees in `os.environ` stays.
     """
-    import torch
     from torch._C._autograd import _enable_profiler, _prepare_profiler
     from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
 
@@ -303,7 +302,8 @@ def low_level_start() -> None:
         if name not in os.environ:
             os.putenv(name, value)
     config = ProfilerConfig(ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig())
-    activities = {ProfilerActivity.CPU, *({ProfilerActivity.CUDA} if torch.cuda.is_available() else set())}
+    known = ProfilerActivity.__members__
+    activities = {ProfilerActivity.CPU, *(known[name] for name in device.activities() if name in known)}
     _prepare_profiler(config, activities)
     _enable_profiler(config, activities)
 
@@ -315,14 +315,22 @@ def low_level_stop() -> Any:
     return _disable_profiler()
 
 
+FLIGHT_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Functions of torch that return a Flight Recorder's entries: NCCL has one of its own beside that of other backends."""
+
+
 def flight_entries() -> bytes:
-    """Return the Flight Recorder's entries as JSON, empty when no process group exists."""
+    """Return the Flight Recorders' entries as JSON, empty when no process group exists: of the one that has the most.
+
+    Raises what torch raises.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         return b""
-    dump = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace_json", None)
-    return bytes(dump()) if dump is not None else b""
+    module = sys.modules["torch._C._distributed_c10d"]
+    dumps = [bytes(getattr(module, name)()) for name in FLIGHT_DUMPS if hasattr(module, name)]
+    return max(dumps, key=lambda dump: dump.count(b'"state"'), default=b"")
 
 
 @contextlib.contextmanager

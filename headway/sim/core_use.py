@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from headway.trace.trace import Trace
 
 if TYPE_CHECKING:
-    from headway.sim.recording import Batches, Lane
+    from headway.sim.lane import Lane
+    from headway.sim.recording import Batches
 
 
 def cores_used(

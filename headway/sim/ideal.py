@@ -12,8 +12,8 @@ import numpy as np
 
 from headway.sim.edits import Edit
 from headway.sim.greedy import greedy
+from headway.sim.lane import LABEL, LABELS
 from headway.sim.program import Program
-from headway.sim.recording import LABEL, LABELS
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND, SPANS
 

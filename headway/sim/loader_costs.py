@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_MS, NS_PER_US
-from headway.sim.recording import Batches, Lane
+from headway.sim.lane import Lane
+from headway.sim.recording import Batches
 
 SLACK_NS = 3 * NS_PER_MS
 """A batch that was loaded this long before it was asked for had surely been handed over."""

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
 from headway.sim.edits import Scenario
+from headway.sim.lane import Lane
 from headway.sim.loader_costs import Costs, between_loads, first_loads, measure_handoff
-from headway.sim.recording import Batches, Lane, Recording
+from headway.sim.recording import Batches, Recording
 from headway.trace.loader_facts import LoaderFacts, bound, facts_of, uncacheable
 
 MAX_PRESSURE = 10.0

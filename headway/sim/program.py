@@ -31,9 +31,10 @@ from headway.sim.contention import Contention
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
 from headway.sim.intervals import CONTENDED_FRACTION, speedup_interval
+from headway.sim.lane import COMPUTE, LABEL, LABELS
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
-from headway.sim.recording import COMPUTE, LABEL, LABELS, Recording
+from headway.sim.recording import Recording
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.trace.loader_facts import loaders_in
 from headway.trace.parts import Parts
@@ -233,7 +234,6 @@ class Program:
         if rest != scenario and rest == Scenario():
             return self._from_windows(inside, Prediction(self.measured_s, self.measured_s, (1.0, 1.0), ()), given)
         if rest != scenario:
-            # The edits that by themselves are not for the windows.
             others = [edit for edit in given if self._split(scenario_of([edit]))[0] != scenario_of([edit])]
             plain = self.predict(others, max_discrepancy=max_discrepancy, interval=interval, seed=seed)
             return self._from_windows(inside, plain, given)
@@ -367,6 +367,7 @@ class Program:
             contention=self.contention(scenario),
             shared_storage=shared,
             horizon_ns=horizon_ns,
+            accelerator=scenario.accelerator,
         )
 
     def contention(self, scenario: Scenario) -> Contention:

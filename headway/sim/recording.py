@@ -1,13 +1,9 @@
 """What a recorded run did, rank by rank: the training thread cut into segments, and the batches it consumed.
 
 Use it below `program`: it turns rows (names of `SPANS`) into arrays that can
-be replayed. Where spans overlap on the training thread, the innermost cause
-owns the time: gc > checkpoint > logging > input > comm > compile > headway's
-own work > optimizer > code of the script between steps > the rest, which is
-compute. All times are int64 ns on the clock of the host.
-
->>> LABELS[LABEL["compute"]], PRIORITY["host.gc"] > PRIORITY["checkpoint.save"] > PRIORITY["input.next"]
-('compute', True)
+be replayed (`lane` says what owns an instant that several cover), and what
+the device of each rank did beside it. All times are int64 ns on the clock of
+the host.
 """
 
 from __future__ import annotations
@@ -21,6 +17,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.sim.core_use import cores_used
+from headway.sim.device_work import DeviceWork
+from headway.sim.lane import GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
 from headway.trace.nesting import enclosing
 from headway.trace.parts import Parts
 from headway.trace.pauses import without_pauses
@@ -28,80 +26,11 @@ from headway.trace.sweep import sweep
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import GC_CALLED, READ_AGAIN
 
-PRIORITY: dict[str, int] = {
-    "compute": 0,
-    "host.script": 1,
-    "optimizer.step": 2,
-    "host.recording": 3,
-    "host.rereading": 4,
-    "host.import": 5, "host.compile": 5,
-    "comm.init": 6, "comm.wait": 6, "comm.collective": 6, "comm.send": 6, "comm.recv": 6,
-    "input.transfer": 7, "input.iter": 7, "input.next": 7,
-    "host.logging": 8,
-    "checkpoint.load": 9, "checkpoint.save": 9, "checkpoint.sync": 9, "checkpoint.rename": 9,
-    "checkpoint.snapshot": 9, "checkpoint.wait": 9, "checkpoint.restore": 9,
-    "host.gc": 10, "host.collect": 10,
-}  # fmt: skip
-"""Names of what the training thread does -> who owns an instant that several cover; the largest wins.
-
-'host.rereading' are the forks among 'host.recording' that read data again, which a run with a remedy does not do.
-'host.collect' are the collections among 'host.gc' that the script called for: no edit of the collector puts them off.
-"""
-
-LABELS: tuple[str, ...] = tuple(PRIORITY)
-"""Values of `Lane.label`, by index."""
-
-LABEL: dict[str, int] = {name: index for index, name in enumerate(LABELS)}
-"""Name -> value of `Lane.label`."""
-
-COMPUTE = np.isin(LABELS, ["compute", "optimizer.step"])
-"""[LABELS] What the accelerator does."""
-
-ON_THREAD = COMPUTE | np.isin(LABELS, ["host.script", "host.recording", "host.rereading"])
-"""[LABELS] What the training thread runs itself; one share of it, for compute and script alike, is on a core.
-
-Headway's own work keeps its recorded duration in a replay: the run that is predicted is recorded as well. That of
-'host.rereading', which is done once, is left out of what was measured, and of every replay.
-"""
-
-GARBAGE = np.isin(LABELS, ["host.gc", "host.collect"])
-"""[LABELS] Collections, which are CPU time of the training thread."""
-
 Events = Mapping[str, NDArray[Any]]
 """Columns of a trace."""
 
 LOAD_PARTS: tuple[str, ...] = ("input.fetch", "input.cpu_wait", "input.prep", "input.collate")
 """Children of input.load, in the order in which they partition it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Lane:
-    """The training thread of one rank as `m` segments in the order of time, without gaps."""
-
-    rank: int
-    """Which rank."""
-
-    label: NDArray[np.int64]
-    """[m] Index into `LABELS`."""
-
-    step: NDArray[np.int64]
-    """[m] Step it belongs to; segments are cut where a step ends."""
-
-    start_ns: NDArray[np.int64]
-    """[m] Start."""
-
-    duration_ns: NDArray[np.int64]
-    """[m] Duration, >= 0."""
-
-    row: NDArray[np.int64]
-    """[m] Row of the rank's trace that owns it, -1 for compute. The last segment of a row ends that row."""
-
-    step_end_ns: NDArray[np.int64]
-    """[k + 1] Start of step 0, then the end of each step."""
-
-    def once_ns(self, first_step: int) -> int:
-        """Return how much of the steps from `first_step` on is work of headway's own that is done once in a run."""
-        return int(self.duration_ns[(self.label == LABEL["host.rereading"]) & (self.step >= first_step)].sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,6 +134,9 @@ class Recording:
     last_end_ns: NDArray[np.int64]
     """[ranks] End of the last step that the run completed."""
 
+    devices: tuple[DeviceWork | None, ...]
+    """[ranks] What the device of each did; None where it was not seen, or is the training thread itself."""
+
     @classmethod
     def from_trace(cls, source: Trace | Parts, *, max_steps: int) -> Recording:
         """Cut a finalised run into segments; keep the first `max_steps` steps.
@@ -221,7 +153,7 @@ class Recording:
             )
         recorded = min(counts.values())
         kept = min(recorded, max_steps)
-        own, lanes, batches, cut, seen, last, used = [], [], [], [], [], [], []
+        own, lanes, batches, cut, seen, last, used, devices = [], [], [], [], [], [], [], []
         for rank in ranks:
             rows = _in_order(without_pauses(parts.read({"rank": (rank, rank + 1)})))
             lanes.append(_lane(rows, rank, kept))
@@ -232,6 +164,7 @@ class Recording:
             seen.append(mean > 0)
             last.append(_step_ends(rows, recorded)[-1])
             used.append(cores_used(rows, lanes[-1], batches[-1], ON_THREAD, GARBAGE))
+            devices.append(DeviceWork.of(rows, lanes[-1], used[-1][0]))
         busy, waiting, beside = np.array(used).T
         return cls(
             tuple(lanes),
@@ -245,6 +178,7 @@ class Recording:
             beside,
             _hosts(parts.ranks, ranks),
             np.array(last, dtype=np.int64),
+            tuple(devices),
         )
 
 

@@ -22,11 +22,13 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_MS
 from headway.sim.contention import Contention, rival_cycles
 from headway.sim.dag import Dag
+from headway.sim.device_work import DeviceWork
 from headway.sim.edits import Scenario
 from headway.sim.greedy import greedy
+from headway.sim.lane import COMPUTE, LABEL, LABELS, ON_THREAD, Lane
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import Loading
-from headway.sim.recording import COMPUTE, LABEL, LABELS, ON_THREAD, Lane, Recording
+from headway.sim.recording import Recording
 
 QUANTUM_NS = 5 * NS_PER_MS
 """CPU work is cut into quanta of this length where more threads want cores than there are."""
@@ -139,11 +141,13 @@ def unroll(
     contention: Contention,
     shared_storage: bool,
     horizon_ns: float,
+    accelerator: float = 1.0,
 ) -> Unrolled:
     """Build the operations.
 
     `loading` and `segment_ns` ([m] durations after the edits) are per rank.
-    Other load competes until `horizon_ns`.
+    Other load competes until `horizon_ns`; devices that were seen are
+    `accelerator` times as fast.
     """
     wanted = [
         int(busy > 0 or (part.workers == 0).any()) + math.ceil(beside) + int(part.workers.max(initial=0))
@@ -164,6 +168,9 @@ def unroll(
         last.append(end)
         _beside(ops, lane, parts[:, 1] * ON_THREAD[lane.label], float(occupancy.beside[index]), begin, end)
         _workers(ops, recording, index, loading[index], begin, end, shared_storage)
+        work = recording.devices[index]
+        if work is not None:
+            _device(ops, work, begin, end, accelerator)
         assert begin.size == lane.label.size
         ops.move(HOST_LANES * int(recording.host[index]))
     _meet(ops, recording, first, last)
@@ -342,6 +349,29 @@ def _workers(
             ops.link(np.full(starts.size, end[before]), load_begin[starts], lag)
 
 
+def _device(ops: _Ops, work: DeviceWork, begin: NDArray[np.int64], end: NDArray[np.int64], accelerator: float) -> None:
+    """Append what a device does beside its training thread, and the edges by which each holds up the other."""
+    total = np.cumsum(work.duration_ns / accelerator)
+    base = ops.add(np.full(total.size, FREE, np.int64), np.diff(np.rint(total), prepend=0.0).astype(np.int64))
+    done = ops.add(np.full(total.size, FREE, np.int64), np.zeros(total.size, np.int64))
+    each = np.arange(total.size)
+    ops.link(base + each, done + each)
+    ops.link(done + each[:-1], base + each[1:])
+    launched = work.after_segment >= 0
+    ops.link(end[work.after_segment[launched]], base + each[launched])
+    ops.link(end[work.launched_segment], done + each)
+    # The host goes on when so much of its work is left as the queue holds.
+    left = total - work.ahead_ns / accelerator
+    by = np.searchsorted(total, left, side="right") - 1
+    held = np.flatnonzero((work.ahead_ns > 0) & (by >= 0) & (work.launched_segment + 1 < begin.size))
+    lag = np.rint(left[held] - total[by[held]]).astype(np.int64)
+    ops.link(done + by[held], begin[work.launched_segment[held] + 1], lag)
+    # Where it waits, for all that it had launched by then.
+    waits = work.waits[work.waits + 1 < begin.size]
+    last = np.searchsorted(work.launched_segment, waits, side="left") - 1
+    ops.link(done + last[last >= 0], begin[waits[last >= 0] + 1])
+
+
 def _meet(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], last: list[NDArray[np.int64]]) -> None:
     """Append a point at which the ranks of each collective have all come."""
     if not recording.meetings:
@@ -367,14 +397,18 @@ def edited_segments(
     """
     own = _own_comm(recording)
     factor = np.array([scenario.factor(label) for label in LABELS])
-    factor[COMPUTE] /= scenario.accelerator
     factor[COMM] /= scenario.bandwidth
     factor[LABEL["input.transfer"]] *= scenario.transfer
     factor[LABEL["host.rereading"]] = 0
     pace = straggler_pace(recording, scenario.straggler)
     result = []
     for index, lane in enumerate(recording.lanes):
-        duration = own[index] * factor[lane.label]
+        duration, work = own[index] * factor[lane.label], recording.devices[index]
+        if work is None:
+            duration[COMPUTE[lane.label]] /= scenario.accelerator
+        else:
+            duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
+            duration[work.waits] = 0
         if whole:
             duration *= recording.cut_factor[index][lane.label]
         duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)

@@ -93,8 +93,15 @@ ANNOTATIONS: tuple[tuple[str, str], ...] = (
 """Beginning of an annotation's name -> kind: the host's own collectives, the optimizer, the loader. An NCCL annotation
 only surrounds the enqueueing."""
 
-COMMUNICATION = re.compile(r"(void )?(\w+::)*(nccl|rccl|msccl|oneccl|nvshmem)", re.IGNORECASE)
-"""Kernels that communicate: ncclKernel_..., ncclDevKernel_..., ncclAllReduceRingLLKernel, over the years."""
+COMMUNICATION = re.compile(
+    r"(void )?((\w+::)*(nccl|rccl|msccl|oneccl|nvshmem)"
+    r"|deep_ep::|flashinfer::comm|(\w+::)*cross_device_reduce|(\w+::)*\w*(multimem|one_shot|two_shot)_"
+    r"|tensorrt_llm::\S*all_?reduce)",
+    re.IGNORECASE,
+)
+"""Kernels that communicate: ncclKernel_..., ncclDevKernel_..., ncclAllReduceRingLLKernel over the years; of DeepEP, of
+torch's symmetric memory (multimem_all_reduce_kernel, one_shot_all_reduce_kernel), of flashinfer, TensorRT-LLM and
+vLLM (cross_device_reduce)."""
 
 SYNCHRONIZING = re.compile(r"(cuda|hip|cu|ze)\w*Synchronize")
 """Runtime calls that hold the host until the device has got somewhere."""

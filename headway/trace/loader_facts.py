@@ -24,7 +24,7 @@ SAFE_SAMPLERS = (
 )  # fmt: skip
 """Samplers whose order depends on nothing that training changes: reading them ahead is safe."""
 
-UNSEEDED = {"cuda": "a device's generator", "own": "a generator of its own"}
+UNSEEDED = {"device": "a device's generator", "own": "a generator of its own"}
 """Generators that torch does not seed in loader workers, in words: forked ones would all draw the same numbers."""
 
 CHANGES = "the examples of its dataset change while training goes on: {}"

@@ -4,8 +4,8 @@ Use it while a rank's trace is put together. On the host's clock a backward is
 recorded as it is and a forward derived: it reaches from the last thing that
 comes before a forward (a batch, an update, the backward of the micro-batch
 before, a save, a compilation) to the backward that follows. Where device
-events timed a rank's segments their rows stand, and the host's, which only
-show launches, go. Rows are bookkeeping: they own no time. Times in int64 ns.
+events timed a backward their rows stand, and the host's, which only show its
+launch, go. Rows are bookkeeping: they own no time. Times in int64 ns.
 
 >>> rows = Rows.concat([Rows.of(CODE["input.next"], np.array([0]), np.array([10]), kind=KIND["DATA"]),
 ...                     Rows.of(BACKWARD, np.array([40]), np.array([20]), kind=KIND["MARK"])])
@@ -28,6 +28,7 @@ CODE = {name: index for index, name in enumerate(SPANS)}
 """Name -> its index in the name table of recorded traces."""
 
 FORWARD, BACKWARD, REGION = CODE["segment.forward"], CODE["segment.backward"], CODE["region"]
+WORK = CODE["device.work"]
 
 BEFORE_FORWARD = [
     CODE[name] for name in SPANS
@@ -47,9 +48,9 @@ def with_forwards(main: Rows) -> Rows:
     """
     raw = main.where((main.name == FORWARD) | (main.name == BACKWARD))
     timed = raw.corr == ON_DEVICE
-    if timed.any():
-        return raw.where(timed)
-    backward = outermost(raw)
+    on_device = raw.where(timed)
+    backward = outermost(raw.where(~timed))
+    backward = backward.where(~_launched_in(backward, on_device.where(on_device.name == BACKWARD)))
     before = main.where(np.isin(main.name, BEFORE_FORWARD))
     ends = np.sort(np.concatenate([before.start_ns + before.duration_ns, backward.start_ns + backward.duration_ns]))
     at = np.searchsorted(ends, backward.start_ns, side="right")
@@ -58,7 +59,16 @@ def with_forwards(main: Rows) -> Rows:
     forward = Rows.of(FORWARD, start, backward.start_ns[known] - start, kind=KIND["MARK"])
     for rows in (forward, backward):
         rows.corr[:], rows.seq[:], rows.peer[:] = 0, -1, -1
-    return Rows.concat([forward, backward])
+    return Rows.concat([on_device, forward, backward])
+
+
+def _launched_in(host: Rows, on_device: Rows) -> NDArray[np.bool_]:
+    """Return [n] whether device events timed each backward of the host: theirs were recorded at its end."""
+    found = np.zeros(len(host), bool)
+    if len(host) and len(on_device):
+        at = np.searchsorted(host.start_ns, on_device.seq, side="right") - 1
+        found[at[at >= 0]] = True
+    return found
 
 
 def outermost(rows: Rows) -> Rows:
@@ -75,6 +85,9 @@ def place(rows: Rows, bounds_ns: NDArray[np.int64]) -> None:
     `rows` have their steps by their own start already; changes them.
     """
     segment = (rows.name == FORWARD) | (rows.name == BACKWARD)
+    worked = np.flatnonzero(rows.name == WORK)
+    rows.step[worked] = step_of(rows.seq[worked], bounds_ns)
+    rows.seq[worked] = rows.start_ns[worked] + rows.duration_ns[worked] - rows.seq[worked]
     late = np.flatnonzero((rows.seq >= 0) & (segment | (rows.name == REGION)))
     rows.step[late] = step_of(rows.seq[late], bounds_ns)
     rows.seq[late] = ON_DEVICE

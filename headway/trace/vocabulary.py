@@ -70,6 +70,9 @@ SPANS: dict[str, Span] = {
     "graph.replay": Span(12, "MARK", ("corr",), "replay of a captured device graph; corr = graph"),
     "mode": Span(13, "MARK", ("corr", "seq"),
                  "instant: train() or eval() of a whole model; corr = model, seq = 1 for training"),
+    "device.work": Span(16, "MARK", ("corr", "seq"),
+                        "a device is at work without a pause, by its events; corr = n-th device of the rank, seq = how "
+                        "far the host was ahead of its end, ns (raw: the host's moment of launch of its end)"),
     "optimizer.closure": Span(14, "COMPUTE", ("corr",),
                               "one call of the closure that an optimizer's step was given; corr = optimizer"),
     "eval": Span(15, "MARK", ("corr", "seq"),
@@ -146,6 +149,9 @@ SPANS: dict[str, Span] = {
                            "headway's own work on the training thread behind a step (deep windows opened and closed, "
                            "forks that read data again, what a remedy does there), where it took 0.2 ms or more; "
                            "corr = 1 of a fork that reads data again, which no run with a remedy does"),
+    "host.sync": Span(87, "HOST", (),
+                      "the host waits for a device (item, cpu, synchronize), where it took "
+                      "0.02 ms or more"),
     # What a script, or a callback of its trainer, says of itself.
     "eval.mark": Span(90, "MARK", ("corr",), "the script (or a callback) marks evaluation; corr = n-th of its mark"),
     "epoch": Span(91, "MARK", ("corr",), "instant: the script (or a callback) begins an epoch; corr = its index"),

@@ -51,6 +51,7 @@ from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
 from headway.runtime import state_account
+from headway.runtime.device import capturing
 from headway.storage.manifest import COMMIT, METADATA
 from headway.storage.objects import url_of
 from headway.storage.redundancy.stripes import scheme_of
@@ -135,7 +136,7 @@ class Checkpointer(Closing):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
         self._step = 0
-        self._closed = False
+        self._closed = self._is_captured = False
 
     # The training loop.
 
@@ -162,6 +163,8 @@ class Checkpointer(Closing):
         Call it at the end of every step. Without an attached optimizer each call counts one step, else the optimizer
         does; `step` sets the number. Raises as `save` does.
         """
+        if self._postponed():
+            return None
         saver = self._ready()
         if saver.pending is not None:  # the hook has begun it
             ticket = saver.pending
@@ -244,7 +247,7 @@ class Checkpointer(Closing):
 
     def _before_update(self) -> None:
         """An update begins: what the last save has left to read is read now, and not overwritten before."""
-        if self._pid != os.getpid() or self._saver is None or self._saver.pending is None:
+        if self._pid != os.getpid() or self._postponed() or self._saver is None or self._saver.pending is None:
             return
         before_s = time.perf_counter()
         self._saver.fence()
@@ -253,7 +256,7 @@ class Checkpointer(Closing):
 
     def _after_update(self) -> None:
         """An update is over, and a step with it."""
-        if self._pid != os.getpid():
+        if self._pid != os.getpid() or self._postponed():
             return
         saver = self._opened()
         self._step += 1
@@ -261,6 +264,17 @@ class Checkpointer(Closing):
         if self._planned().is_due(self._step):
             late = {name: thing for name, thing in self._objects.items() if changes_after_update(thing)}
             self._begin(saver, self._step, late)
+
+    def _postponed(self) -> bool:
+        """Whether a graph is being captured: a copy or a query of ours would become part of it, or spoil it.
+
+        Replays of what is captured now update the parameters without a call of our hooks: from then on later work waits
+        for a snapshot at once, and not from the next update on.
+        """
+        if capturing():
+            self._is_captured = True
+            return True
+        return False
 
     def _end_step(self, saver: Saver) -> None:
         """Hear of saves, tell the policy of the step, and the caller of failures."""
@@ -275,7 +289,7 @@ class Checkpointer(Closing):
         saver.raise_failures()
 
     def _begin(self, saver: Saver, step: int, late: Mapping[str, Any] | None = None) -> SaveTicket:
-        saver.settled = _Settled(self._optimizers)
+        saver.settled = (lambda tensor: False) if self._is_captured else _Settled(self._optimizers)
         ticket = saver.begin(step, late or {})
         self._meter.stall(ticket.blocked_s, saved=True)
         self._planned().saved(step)

@@ -67,7 +67,7 @@ class RngStates:
                 f"this is no state of random number generators ({cause}). Restore another step."
             ) from cause
         torch.set_rng_state(_tensor(found.torch))
-        if torch.cuda.is_available():
+        if found.cuda and torch.cuda.is_available():
             for index, one in enumerate(found.cuda[: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(_tensor(one), index)
         random.setstate((found.python_version, tuple(found.python), found.python_gauss))

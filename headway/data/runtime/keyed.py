@@ -33,6 +33,7 @@ from torch.utils.data import Subset
 
 from headway.core.rng import derived_seed
 from headway.data.orders.order import item_seeds
+from headway.runtime.device import generators as device_generators
 
 WORD = 0xFFFFFFFFFFFFFFFF
 
@@ -46,7 +47,7 @@ def seed_generators(seed: int) -> None:
 
 def generator_states() -> tuple[Any, ...]:
     """Return the states of the global generators, those of devices in use included; 50 us, nearly all of it numpy's."""
-    devices = [device.get_state() for device in _device_generators()]
+    devices = [device.get_state() for device in device_generators()]
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state(), devices
 
 
@@ -56,13 +57,8 @@ def set_generators(states: tuple[Any, ...]) -> None:
     np.random.set_state(states[1])
     torch.default_generator.set_state(states[2])
     # A device that came into use since has no earlier state to go back to.
-    for device, state in zip(_device_generators(), states[3], strict=False):
+    for device, state in zip(device_generators(), states[3], strict=False):
         device.set_state(state)
-
-
-def _device_generators() -> tuple[torch.Generator, ...]:
-    """Return the generators of the CUDA devices; none while CUDA is not in use, and looking does not start it."""
-    return torch.cuda.default_generators if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 @contextmanager

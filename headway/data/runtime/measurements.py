@@ -38,12 +38,12 @@ from time import perf_counter_ns
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch.utils.data import DataLoader
 
 from headway.data.runtime.cold_files import ColdFiles
 from headway.data.runtime.resident import ResidentLoaders, group_of
 from headway.data.runtime.usage import usage
+from headway.runtime.device import synchronize
 from headway.runtime.probes import write_json
 from headway.runtime.remedy import Applied, Context
 
@@ -158,7 +158,7 @@ class Stopwatch:
         if self.counts[optimizer] <= len(self.step_s):
             return 1
         if len(self.step_s) + 1 in (self.warmup, self.steps):
-            _wait_for_device()
+            synchronize()
         end_ns = perf_counter_ns() - self.paused_ns
         self.step_s.append((end_ns - self.last_ns) / 1e9)
         self.last_ns = end_ns
@@ -228,12 +228,6 @@ class Stopwatch:
             return batch
 
         return __next__
-
-
-def _wait_for_device() -> None:
-    """Wait for what the device still has to do, so that the steps so far are really done."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types for it
-        torch.cuda.synchronize()
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ FEEDER = "QueueFeederThread"
 OURS = (FEEDER, "headway-")
 """Beginnings of the names of threads that run the script's code only where it is watched."""
 
-BY_TORCH = {"torch", "cuda"}
+BY_TORCH = {"torch", "device"}
 """Generators whose draws are operators of torch."""
 
 

@@ -30,6 +30,7 @@ from headway.data.runtime.trial import EXAMPLES, keeps, read_here, unfit
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
 from headway.data.runtime.worker_start import beside_seeding
+from headway.runtime.device import in_use
 from headway.runtime.remedy import Applied, Context, Refused
 
 WAITS = "the script waits for any of its child processes, which workers would be"
@@ -46,7 +47,7 @@ def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
         num_workers=int(parameters.get("num_workers", 2)),
         prefetch_factor=int(parameters.get("prefetch_factor", 2)),
         persistent_workers=bool(parameters.get("persistent_workers", True)),
-        pin_memory=bool(parameters.get("pin_memory", False)) and torch.cuda.is_available(),
+        pin_memory=bool(parameters.get("pin_memory", False)),
         max_workers=int(parameters.get("max_workers", parameters.get("num_workers", 2))),
         may_draw=context.allow == "result-equivalent",
         report=report,
@@ -136,7 +137,7 @@ class LoaderTuner:
     persistent_workers: bool
     """Whether to keep workers between epochs."""
     pin_memory: bool
-    """Whether to stage batches in pinned memory."""
+    """Whether to stage batches in pinned memory, once the script uses a device."""
     max_workers: int
     """Where the search for a better number ends."""
     may_draw: bool
@@ -264,7 +265,7 @@ class LoaderTuner:
             num_workers=tuning.num_workers,
             prefetch_factor=max(self.prefetch_factor, loader.prefetch_factor or 2),
             keep=(self.persistent_workers and tuning.keeps) or loader.persistent_workers,
-            pin_memory=loader.pin_memory or self.pin_memory,
+            pin_memory=loader.pin_memory or (self.pin_memory and in_use()),
             may_draw=self.may_draw,
         )
         iterator = ScriptWorkers(loader, settings, partial(self._ended, ref(loader)), partial(self._left, ref(loader)))

@@ -1,0 +1,59 @@
+"""A plain training loop on a device: a loader that waits, a host that works between launches, an update, maybe a read.
+
+It is not edited for the emulated device: run it by itself where there is a CUDA device, or under tests.accelerator.
+"""
+
+import argparse
+import time
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+
+class Examples(Dataset):
+    """Examples that take a while to read."""
+
+    def __init__(self, size, sleep_s):
+        self.size, self.sleep_s = size, sleep_s
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        time.sleep(self.sleep_s)
+        return torch.full((8,), index % 7 / 7.0)
+
+
+def main():
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--load-ms", type=float, default=1.0, help="for each batch")
+    parser.add_argument("--host-ms", type=float, default=0.0, help="between forward and backward")
+    parser.add_argument("--read-every", type=int, default=0, help="read the loss every so many steps; 0 = never")
+    parser.add_argument("--workers", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    batch_size = 4
+    loader = DataLoader(
+        Examples(batch_size * options.steps, options.load_ms / 1e3 / batch_size), batch_size,
+        num_workers=options.workers,
+    )  # fmt: skip
+    model = torch.nn.Linear(8, 8).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, x in enumerate(loader):
+        loss = model(x.to("cuda")).square().mean()
+        if options.host_ms:
+            time.sleep(options.host_ms / 1e3)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if options.read_every and step % options.read_every == 0:
+            loss.item()
+    torch.cuda.synchronize()
+    print(f"loss {loss.item():.6f}")
+
+
+if __name__ == "__main__":
+    main()

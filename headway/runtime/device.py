@@ -1,0 +1,223 @@
+"""The devices that a job computes on: the only module here that names a backend of torch.
+
+A `Device` is made when a tensor on it is first seen, and nothing is asked before: asking torch how many devices there
+are initialises the driver, which spoils forks and fixes what CUDA_VISIBLE_DEVICES says. What a kind of device lacks
+(events, capture, a name) is absent here, and no error.
+
+>>> device_of("no tensor") is None
+True
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PRETEND = "HEADWAY_PRETEND"
+"""Variable whose value 'device' has a host without devices taken for one that has some, for tests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What is known of one kind of device."""
+
+    files: tuple[str, ...]
+    """The host has such a device where one of these exists."""
+
+    activity: str = ""
+    """`torch.profiler.ProfilerActivity` that shows its kernels; '' = none does."""
+
+
+OTHER = Backend((), "PrivateUse1")
+"""A kind that is not listed."""
+
+BACKENDS: dict[str, Backend] = {
+    # ROCm calls itself 'cuda' as well. WSL 2 has /dev/dxg, Jetson /dev/nvhost-gpu.
+    "cuda": Backend(
+        ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu"),
+        "CUDA",
+    ),
+    "xpu": Backend(("/dev/dri/renderD128",), "XPU"),
+    "hpu": Backend(("/dev/accel/accel0",), "HPU"),
+    "npu": Backend(("/dev/davinci0", "/dev/davinci_manager"), "PrivateUse1"),
+    "mtia": Backend((), "MTIA"),
+    "mps": Backend(()),
+}
+"""`torch.device.type` -> what is known of it."""
+
+ON_HOST = frozenset({"cpu", "meta"})
+"""Values of `torch.device.type` that are no device."""
+
+
+class Device:
+    """One device, by `torch.accelerator`. An event is recorded in the stream that is current on this device.
+
+    Events are reused: what was resolved goes back by `release`.
+    """
+
+    def __init__(self, kind: str, index: int) -> None:
+        self.kind, self.index = kind, index
+        torch = sys.modules["torch"]
+        self._place = torch.device(kind, index)
+        self._accelerator = getattr(torch, "accelerator", None)
+        self._free: list[Any] = []
+
+    def __repr__(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+    def record(self) -> Any:
+        """Record an event now and return it. Raises what torch raises where the device has none that can be timed."""
+        event = self._free.pop() if self._free else sys.modules["torch"].Event(self._place, enable_timing=True)
+        event.record(self._stream())
+        return event
+
+    def release(self, event: Any) -> None:
+        """Take an event back, of which nothing is asked any more."""
+        self._free.append(event)
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph: what is recorded now would become part of it."""
+        capturing = getattr(self._stream(), "is_capturing", None)  # torch 2.13
+        if capturing is None:
+            capturing = getattr(module_of(self.kind), "is_current_stream_capturing", None)
+        return bool(capturing()) if capturing is not None else False
+
+    @property
+    def name(self) -> str:
+        """What the device calls itself; its kind where it has no name."""
+        named = getattr(module_of(self.kind), "get_device_name", None)
+        return str(named(self.index)) if named is not None else self.kind
+
+    def memory(self) -> dict[str, int]:
+        """Return the most memory that this process has reserved on it, and what it has; {} where that is not known."""
+        module = module_of(self.kind)
+        try:
+            return {
+                "device_peak_bytes": int(module.max_memory_reserved(self.index)),
+                "device_total_bytes": int(module.get_device_properties(self.index).total_memory),
+            }
+        except (AttributeError, RuntimeError):
+            return {}
+
+    def _stream(self) -> Any:
+        if self._accelerator is None:
+            return module_of(self.kind).current_stream(self.index)
+        return self._accelerator.current_stream(self._place)
+
+
+_SEEN: dict[tuple[str, int], Device] = {}
+"""(kind, index) -> a device of which a tensor was seen."""
+
+_EMULATED: list[Callable[[Any], Device | None]] = []
+"""What stands in for `device_of` where devices are emulated, see `emulate`."""
+
+
+def device_of(tensor: Any) -> Device | None:
+    """Return the device that holds a tensor; None for one in the host's memory, and for what is no tensor."""
+    if _EMULATED:
+        return _EMULATED[-1](tensor)
+    place = getattr(tensor, "device", None)
+    kind = getattr(place, "type", "cpu")
+    if kind in ON_HOST:
+        return None
+    key = kind, place.index or 0  # type: ignore[union-attr]  # only a torch.device has such a type
+    device = _SEEN.get(key)
+    if device is None:
+        device = _SEEN[key] = Device(*key)
+    return device
+
+
+def seen() -> list[Device]:
+    """Return the devices of which a tensor was seen in this process, the first one first."""
+    return list(_SEEN.values())
+
+
+def emulate(find: Callable[[Any], Device | None], devices: Mapping[tuple[str, int], Device]) -> Callable[[], None]:
+    """Have `find` stand in for `device_of`, and `devices` be those seen; returns the undo. For emulated devices."""
+    before = dict(_SEEN)
+    _EMULATED.append(find)
+    _SEEN.update(devices)
+
+    def undo() -> None:
+        _EMULATED.remove(find)
+        _SEEN.clear()
+        _SEEN.update(before)
+
+    return undo
+
+
+def module_of(kind: str) -> Any:
+    """Return torch's module of a kind of device ('cuda' -> torch.cuda); None where torch has none, or is not there."""
+    return getattr(sys.modules.get("torch"), kind, None)
+
+
+def kinds_in_use() -> list[str]:
+    """Return the kinds of device that this process has initialised; asking does not initialise any."""
+    found = [kind for kind, _ in _SEEN]
+    for kind in BACKENDS:
+        initialised = getattr(module_of(kind), "is_initialized", None)
+        if kind not in found and initialised is not None and initialised():
+            found.append(kind)
+    return list(dict.fromkeys(found))
+
+
+def in_use() -> bool:
+    """Whether this process uses a device: a fork of it could not, and might hang."""
+    return bool(kinds_in_use())
+
+
+def capturing() -> bool:
+    """Whether a graph is being captured on one of the devices in use: then nothing of ours may be asked of them."""
+    if any(device.is_capturing for device in _SEEN.values()):
+        return True
+    asked = (getattr(module_of(kind), "is_current_stream_capturing", None) for kind in kinds_in_use())
+    return any(is_capturing() for is_capturing in asked if is_capturing is not None)
+
+
+def generators() -> list[Any]:
+    """Return the generators of the devices in use; looking starts none."""
+    return [one for kind in kinds_in_use() for one in getattr(module_of(kind), "default_generators", ())]
+
+
+def synchronize() -> None:
+    """Wait for what the devices in use still have to do."""
+    for kind in kinds_in_use():
+        module_of(kind).synchronize()
+
+
+def device_type() -> str:
+    """Return the name of the device that this process trains on, 'cpu' while it has touched none."""
+    try:
+        for device in _SEEN.values():
+            return device.name
+        for kind in kinds_in_use():
+            return str(module_of(kind).get_device_name())
+    except (AttributeError, RuntimeError, AssertionError):
+        pass
+    return "cpu"
+
+
+def device_memory() -> dict[str, int]:
+    """Return `Device.memory` of the first device seen, or of the current one; {} without one in use."""
+    for device in _SEEN.values():
+        return device.memory()
+    for kind in kinds_in_use():
+        current = getattr(module_of(kind), "current_device", None)
+        return Device(kind, int(current())).memory() if current is not None else {}
+    return {}
+
+
+def activities() -> set[str]:
+    """Return the names of the profiler's activities that show kernels of the devices in use."""
+    return {BACKENDS.get(kind, OTHER).activity for kind in kinds_in_use()} - {""}
+
+
+def host_has_devices() -> bool:
+    """Whether the kernel knows some device; asking torch would initialise it."""
+    if os.environ.get(PRETEND) == "device":
+        return True
+    return any(os.path.exists(path) for backend in BACKENDS.values() for path in backend.files)

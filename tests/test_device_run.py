@@ -1,0 +1,58 @@
+"""A training script that is not edited, on an emulated device, under `headway run`: its ledger and its predictions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.ledger.ledger import Ledger
+from headway.runtime.device import PRETEND
+from headway.sim.program import Program
+from headway.trace.runs import Run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MIXES = {
+    # forward and backward ms, launches in the queue, load ms, read every; what bounds it
+    "the host two steps ahead": (4, 8, 24, 3, 0, "device"),
+    "a read in each step": (4, 8, 1000, 1, 1, "device"),
+    "a slow loader": (1, 2, 1000, 14, 0, "input"),
+}
+
+
+def run(folder: Path, mix: tuple[int, int, int, int, int, str]) -> tuple[Run, list[list[int]]]:
+    forward, backward, depth, load, read_every, _ = mix
+    command = [
+        sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder / "run"), "--module", "--",
+        "tests.accelerator", "--truth", str(folder / "truth.json"), "--launches", "4", "--depth", str(depth),
+        "--forward-ms", str(forward), "--backward-ms", str(backward), "--update-ms", "1",
+        "--", str(ROOT / "benchmarks" / "jobs" / "device_loop.py"),
+        "--steps", "80", "--load-ms", str(load), "--read-every", str(read_every),
+    ]  # fmt: skip
+    environ = {**os.environ, PRETEND: "device"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return Run.open(folder / "run"), json.loads((folder / "truth.json").read_text())["work"]
+
+
+@pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
+def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix):
+    recorded, work = run(tmp_path, mix)
+    ledger, program = Ledger.of(recorded), Program.from_run(recorded)
+    busy_ns = sum(end - start for start, end in work)
+    loading = program.predict(["input.fetch=none"], interval=False, max_discrepancy=0.2).speedup
+
+    assert sum(ledger.ledger_ns.values()) == ledger.wall_ns
+    assert abs(ledger.ledger_ns["useful"] - busy_ns) <= 0.06 * ledger.step_wall_ns.sum()
+    assert ledger.bound == mix[-1]
+    assert ledger.basis["useful"] == "device events"
+    if mix[2] < 1000:  # nothing is won by a faster loader where the device is never idle
+        assert loading <= 1.03
+        assert program.predict(["accelerator=2x"], interval=False, max_discrepancy=0.2).speedup >= 1.3
+    elif mix[-1] == "input":
+        assert loading >= 1.5
