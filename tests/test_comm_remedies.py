@@ -55,7 +55,8 @@ def test_each_bucket_gets_its_own_size_and_losses_stay_the_same(group):
         ddp = model(bucket_cap_mb=25)
         losses = trained(ddp)
 
-    assert list(ddp.bucket_bytes_cap_list) == [int(size * MIB) for size in SIZES]
+    assert list(ddp._bucket_config.per_bucket_bytes_caps) == [int(size * MIB) for size in SIZES]
+    assert (ddp.bucket_bytes_cap, list(ddp.bucket_bytes_cap_list)) == (25 * MIB, [])  # what the script asked for
     assert context.outcomes[-1].facts["per_bucket"] is True
     assert losses == plain
     assert not model().bucket_bytes_cap_list
@@ -79,7 +80,8 @@ def test_a_torch_without_a_list_gets_the_single_size(group, monkeypatch):
     with applied(bucket, {"bucket_mb": 3, "bucket_mb_list": SIZES}) as context:
         ddp = model()
 
-    assert ddp.bucket_bytes_cap == 3 * MIB
+    assert ddp._get_ddp_logging_data()["bucket_cap_bytes"] == 3 * MIB
+    assert ddp.bucket_bytes_cap == runtime.DEFAULT_MB * MIB  # what the script asked for
     assert context.outcomes[-1].facts["per_bucket"] is False
 
 

@@ -3,7 +3,6 @@
 Remedies: data.workers data.threads data.cache
 """
 
-import torch
 from _training import ROWS, Rows, Training
 from torch.utils.data import DataLoader
 

@@ -86,6 +86,7 @@ def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
         facts["bit_exact"] = model.process_group.size() <= 2
         if given:
             own_sizes[model] = given[0]
+            _show(model, *given[0])
         context.note(_outcome(facts))
 
     def before_hook(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,17 +170,28 @@ def _construct(
     return wrapper
 
 
-def _rebuild(model: Any, size: float | None, sizes: list[float] | None) -> None:
-    """Build a DDP model's reducer anew with these bucket sizes in MiB (None = DDP's own), as unpickling it does."""
+def _show(model: Any, size: float | None, sizes: list[float] | None) -> Any:
+    """Have a DDP model show these bucket sizes in MiB (None = DDP's own); return its settings, None before torch 2.13.
+
+    Its reducer keeps those that it has: a subclass, or a script, may read the attributes and go by them.
+    """
     config = getattr(model, "_bucket_config", None)
     if config is not None:
-        config = model._bucket_config = type(config).create(size, sizes, model._use_python_reducer)
+        config = type(config).create(size, sizes, model._use_python_reducer)
         model.bucket_bytes_cap = config.bucket_bytes_cap
         model.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
         model.bucket_bytes_cap_default = config.first_bucket_bytes_cap < config.bucket_bytes_cap
     else:  # before torch 2.13: one size
         model.bucket_bytes_cap_default = size is None
         model.bucket_bytes_cap = int((DEFAULT_MB if size is None else size) * 1024 * 1024)
+    return config
+
+
+def _rebuild(model: Any, size: float | None, sizes: list[float] | None) -> None:
+    """Build a DDP model's reducer anew with these bucket sizes in MiB (None = DDP's own), as unpickling it does."""
+    config = _show(model, size, sizes)
+    if config is not None:
+        model._bucket_config = config
     parameters, sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)

@@ -390,7 +390,7 @@ def probed(loader: DataLoader[Any]) -> tuple[str | None, int]:
 
     def probe() -> tuple[str | None, int]:
         last = len(dataset) - 1
-        finding = impurity(dataset, [0, last])
+        finding = impurity(dataset, [0, last], fresh=True)  # else the dataset has it in memory, and it is one object
         if finding is None and not _reads_one_by_one(dataset, [0, last]):
             finding = "what it reads depends on what is read with it"
         finding = finding or _unsteady(dataset)
