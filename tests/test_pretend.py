@@ -71,3 +71,42 @@ def test_every_patch_goes_in_and_no_driver_is_asked(tmp_path, applied):
     assert set(patches.values()) == {"ok"}
     wanted = {name for name, patch in PATCHES.items() if "device" in patch.needs and not patch.optional}
     assert wanted <= set(patches)
+
+
+COMPILED = """
+import torch
+
+def compiled(function):
+    return torch.compile(function, backend="eager")
+
+@compiled
+def reads(x):
+    return x + x.sum().item() + x.tolist()[0]
+
+@compiled
+def decides(x):
+    return x + 1 if x.sum() > 0 else x - 1
+
+@compiled
+def moves(x):
+    return (x.cpu() * 2).to(torch.float64).sum()
+
+if __name__ == "__main__":
+    found = [function(torch.ones(3)).tolist() for function in (reads, decides, moves) for _ in range(2)]
+    counters = torch._dynamo.utils.counters
+    print(found, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+"""
+
+
+def test_compiled_regions_have_the_graphs_and_breaks_that_they_have_without_headway(tmp_path):
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED)
+    environ = {**os.environ, PRETEND: "device"}
+    recorded = ["-m", "headway.cli", "run", "--quiet", "--out", str(tmp_path / "run"), "--"]
+    told = [
+        subprocess.run([sys.executable, *before, str(script)], capture_output=True, text=True, timeout=120, cwd=ROOT,
+                       env=environ).stdout
+        for before in ([], recorded)
+    ]  # fmt: skip
+
+    assert told[0] == told[1] != ""

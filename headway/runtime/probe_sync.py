@@ -1,6 +1,8 @@
-"""Probes of what makes the host wait for a device: reading a value, copies back, `synchronize`.
+"""Probes of what makes the host wait for a device: copies back, `synchronize`.
 
-They go in only where the host has devices. What the host waits for is the device at work, no time of its own.
+They go in only where the host has devices. What the host waits for is the device at work, no time of its own. `item()`
+and the like are left alone: torch.compile traces them by identity, and a function around them would break its graphs.
+That the host waited there shows in the device's events (`headway.sim.device_work`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ SYNC = SPANS["host.sync"].code
 LEAST_NS = 20_000
 """A wait that took less has no record."""
 
-READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__")
-"""Methods of `torch.Tensor` that read what a device computed."""
+READS = ("cpu",)
+"""Methods of `torch.Tensor` that read what a device computed, and that a compiled region may call as ever."""
 
 SYNCHRONIZES = (
     "torch.cuda:synchronize", "torch.cuda:Event.synchronize", "torch.cuda:Stream.synchronize",

@@ -32,6 +32,12 @@ CHAINED_NS = 50 * NS_PER_US
 AHEAD_FRACTION = 0.1
 """A host that is ahead of its device by more of a step's work, and without a pause of the device, is held up by it."""
 
+LEAST_WAIT_NS = 500 * NS_PER_US
+"""Shorter waits are not looked for."""
+
+AFTER_WAIT = 0.2
+"""A segment that goes on after the device is done for more of the wait than this need not have waited."""
+
 FEW = 2
 """Steps in which the host got ahead that say what it takes by itself."""
 
@@ -61,6 +67,9 @@ class DeviceWork:
     waits: NDArray[np.int64]
     """[s] Segments in which the training thread waited for all that it had launched."""
 
+    after_wait_ns: NDArray[np.int64]
+    """[s] What it did in each of them when the wait was over."""
+
     @classmethod
     def of(cls, rows: Trace, lane: Lane, busy: float) -> DeviceWork | None:
         """Return the work that the steps of `lane` launched; None for a rank whose device was not seen.
@@ -85,7 +94,8 @@ class DeviceWork:
         compute = np.flatnonzero(COMPUTE[lane.label])
         behind = np.searchsorted(compute, np.concatenate([[-1], launched_segment[:-1]]), side="right")
         queued = np.append(compute, lane.label.size)[behind] - 1
-        ahead, own = _held_up(lane, step, end - start, end - launched, paused, busy)
+        waits, after_wait = _waits(lane, end, launched)
+        ahead, own = _held_up(lane, step, end - start, end - launched, paused, busy, waits)
         return cls(
             step=step,
             duration_ns=end - start,
@@ -93,8 +103,31 @@ class DeviceWork:
             launched_segment=launched_segment,
             ahead_ns=ahead,
             own=own,
-            waits=np.flatnonzero(lane.label == LABEL["host.sync"]),
+            waits=waits,
+            after_wait_ns=after_wait,
         )
+
+
+def _waits(
+    lane: Lane, end_ns: NDArray[np.int64], launched_ns: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return [s] the segments in which the training thread waited for its device, and what it did after each wait.
+
+    Rows tell of some waits (`host.sync`). Another one shows where the device gets done: a segment of the script's or of
+    compute that ends just after all that was launched before it is done, and not at any other time, was a wait for it.
+
+        host      |- update -|------ item() ------|-- next batch
+        device    ----------------- work --------|
+    """
+    holder = np.searchsorted(lane.start_ns, end_ns, side="right") - 1
+    began, ended = lane.start_ns[holder], lane.start_ns[holder] + lane.duration_ns[holder]
+    left, waited = ended - end_ns, end_ns - np.maximum(began, launched_ns)
+    last = np.append(launched_ns[1:] > end_ns[:-1], True)  # nothing more was launched meanwhile
+    quiet = np.isin(lane.label[holder], [LABEL["host.script"], LABEL["compute"]])
+    found = last & quiet & (left >= 0) & (waited > LEAST_WAIT_NS) & (left <= AFTER_WAIT * waited)
+    known = np.flatnonzero(lane.label == LABEL["host.sync"])
+    segments, first = np.unique(np.concatenate([known, holder[found]]), return_index=True)
+    return segments, np.concatenate([np.zeros(known.size, np.int64), left[found]])[first]
 
 
 def _nearest(sorted_ns: NDArray[np.int64], moment_ns: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -111,13 +144,14 @@ def _held_up(
     ahead_ns: NDArray[np.int64],
     paused: NDArray[np.bool_],
     busy: float,
+    waits: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return [w] how far ahead a host that is held up may get, and [k] the share of its compute that is its own."""
     num_steps = len(lane.step_end_ns) - 1
     compute, waited = np.zeros(num_steps), np.zeros(num_steps, bool)
     mine = COMPUTE[lane.label]
     np.add.at(compute, lane.step[mine], lane.duration_ns[mine])
-    waited[lane.step[lane.label == LABEL["host.sync"]]] = True
+    waited[lane.step[waits]] = True
     work, pauses, ahead = np.zeros(num_steps), np.zeros(num_steps, bool), np.zeros(num_steps)
     np.add.at(work, step, work_ns)
     pauses[step[paused]] = True

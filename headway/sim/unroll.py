@@ -367,9 +367,8 @@ def _device(ops: _Ops, work: DeviceWork, begin: NDArray[np.int64], end: NDArray[
     lag = np.rint(left[held] - total[by[held]]).astype(np.int64)
     ops.link(done + by[held], begin[work.launched_segment[held] + 1], lag)
     # Where it waits, for all that it had launched by then.
-    waits = work.waits[work.waits + 1 < begin.size]
-    last = np.searchsorted(work.launched_segment, waits, side="left") - 1
-    ops.link(done + last[last >= 0], begin[waits[last >= 0] + 1])
+    last = np.searchsorted(work.launched_segment, work.waits, side="left") - 1
+    ops.link(done + last[last >= 0], begin[work.waits[last >= 0]])
 
 
 def _meet(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], last: list[NDArray[np.int64]]) -> None:
@@ -408,7 +407,7 @@ def edited_segments(
             duration[COMPUTE[lane.label]] /= scenario.accelerator
         else:
             duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
-            duration[work.waits] = 0
+            duration[work.waits] = work.after_wait_ns
         if whole:
             duration *= recording.cut_factor[index][lane.label]
         duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)

@@ -150,7 +150,7 @@ SPANS: dict[str, Span] = {
                            "forks that read data again, what a remedy does there), where it took 0.2 ms or more; "
                            "corr = 1 of a fork that reads data again, which no run with a remedy does"),
     "host.sync": Span(87, "HOST", (),
-                      "the host waits for a device (item, cpu, synchronize), where it took "
+                      "the host waits for a device (cpu, synchronize), where it took "
                       "0.02 ms or more"),
     # What a script, or a callback of its trainer, says of itself.
     "eval.mark": Span(90, "MARK", ("corr",), "the script (or a callback) marks evaluation; corr = n-th of its mark"),
