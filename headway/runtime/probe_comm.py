@@ -430,6 +430,6 @@ def join_p2p(p2p_op: Any, probes: Probes) -> Callable[[], None]:
         """The same."""
         init(self, present(op), *args, **kwargs)
 
-    __new__.headway_takes_both = True  # type: ignore[attr-defined]
+    __new__.headway_takes_both = True  # type: ignore[attr-defined]  # the mark by which this is done once
     p2p_op.__new__, p2p_op.__init__ = staticmethod(__new__), __init__
     return lambda: None

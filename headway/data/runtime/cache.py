@@ -362,10 +362,13 @@ class ExampleCaches:
         self.report({"dataset": type(dataset).__name__, "reason_not_applied": reason})
 
 
-def uncacheable(loader: DataLoader[Any]) -> tuple[str | None, int]:
-    """Say why the examples of this loader's dataset must be read anew each time, or None; and the bytes of one."""
+def uncacheable(loader: DataLoader[Any], *, fresh: bool = True) -> tuple[str | None, int]:
+    """Say why the examples of this loader's dataset must be read anew each time, or None; and the bytes of one.
+
+    `fresh`: a script that knows nothing of a cache must not get copies of what its dataset has in memory.
+    """
     reason = barred(loader)
-    return probed(loader) if reason is None else (reason, 0)
+    return probed(loader, fresh=fresh) if reason is None else (reason, 0)
 
 
 def barred(loader: DataLoader[Any]) -> str | None:
@@ -384,13 +387,13 @@ def barred(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-def probed(loader: DataLoader[Any]) -> tuple[str | None, int]:
+def probed(loader: DataLoader[Any], *, fresh: bool = True) -> tuple[str | None, int]:
     """Say the same by reading some examples in a forked child; and the bytes of one."""
     dataset: Any = loader.dataset
 
     def probe() -> tuple[str | None, int]:
         last = len(dataset) - 1
-        finding = impurity(dataset, [0, last], fresh=True)  # else the dataset has it in memory, and it is one object
+        finding = impurity(dataset, [0, last], fresh=fresh)
         if finding is None and not _reads_one_by_one(dataset, [0, last]):
             finding = "what it reads depends on what is read with it"
         finding = finding or _unsteady(dataset)

@@ -154,7 +154,7 @@ class ExampleCache:
         """Probe the dataset and return the memory for it."""
         # Threads need nothing of what only separate processes do.
         alike: Any = View(loader, num_workers=0) if loader._workers == "threads" else loader
-        reason, example_bytes = uncacheable(alike)
+        reason, example_bytes = uncacheable(alike, fresh=False)
         if reason is not None:
             raise InputError(f"cache_bytes is {self.budget_bytes}, but {reason}. Mend that, or leave cache_bytes out.")
         wanted, free = min(self.budget_bytes, example_bytes * size), psutil.virtual_memory().available
