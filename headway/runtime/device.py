@@ -48,6 +48,9 @@ BACKENDS: dict[str, Backend] = {
 }
 """`torch.device.type` -> what is known of it."""
 
+_MODULES = {kind: f"torch.{kind}" for kind in BACKENDS}
+"""`torch.device.type` -> name of torch's module of it, also of one that a plug-in brings."""
+
 ON_HOST = frozenset({"cpu", "meta"})
 """Values of `torch.device.type` that are no device."""
 
@@ -152,15 +155,16 @@ def emulate(find: Callable[[Any], Device | None], devices: Mapping[tuple[str, in
 
 def module_of(kind: str) -> Any:
     """Return torch's module of a kind of device ('cuda' -> torch.cuda); None where torch has none, or is not there."""
-    return getattr(sys.modules.get("torch"), kind, None)
+    return sys.modules.get(_MODULES.get(kind) or f"torch.{kind}")
 
 
 def kinds_in_use() -> list[str]:
     """Return the kinds of device that this process has initialised; asking does not initialise any."""
     found = [kind for kind, _ in _SEEN]
-    for kind in BACKENDS:
-        initialised = getattr(module_of(kind), "is_initialized", None)
-        if kind not in found and initialised is not None and initialised():
+    for kind, name in _MODULES.items():
+        # Asked around every load that is looked at: kinds whose module nobody has imported cost one look-up.
+        initialised = getattr(sys.modules.get(name), "is_initialized", None)
+        if initialised is not None and initialised():
             found.append(kind)
     return list(dict.fromkeys(found))
 

@@ -282,9 +282,8 @@ class AllTimers:
     def event(self) -> tuple[DeviceTimers, Any] | None:
         """Return the first timers and an event that was recorded now, None where that is impossible."""
         made: list[tuple[DeviceTimers, Any]] = []
-        for timers in self._timers.values():
-            self.act(timers, lambda one: made.append((one, one.mark())))
-            break
+        if self._timers:
+            self.act(next(iter(self._timers.values())), lambda one: made.append((one, one.mark())))
         return made[0] if made else None
 
     def _each(self, act: Callable[[DeviceTimers], None]) -> None:

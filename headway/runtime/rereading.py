@@ -106,6 +106,9 @@ def detached(work: Callable[[], bytes]) -> tuple[int, int]:
     reading, writing = os.pipe()
     try:
         return reading, start_detached(work, writing)
+    except OSError:
+        os.close(reading)
+        raise
     finally:
         os.close(writing)
 
@@ -122,9 +125,14 @@ def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = Fal
 
 def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> int:
     told, telling = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
-        pid = os.fork()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
+            pid = os.fork()
+    except OSError:  # no process is left: then no descriptor is to be lost as well
+        os.close(told)
+        os.close(telling)
+        raise
     if pid == 0:
         try:
             grandchild = os.fork()

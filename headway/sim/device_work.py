@@ -46,9 +46,6 @@ FEW = 2
 class DeviceWork:
     """The work of one rank's devices, in order, [w] stretches without a pause."""
 
-    step: NDArray[np.int64]
-    """[w] Step that launched it."""
-
     duration_ns: NDArray[np.int64]
     """[w] How long the device was at work."""
 
@@ -97,7 +94,6 @@ class DeviceWork:
         waits, after_wait = _waits(lane, end, launched)
         ahead, own = _held_up(lane, step, end - start, end - launched, paused, busy, waits)
         return cls(
-            step=step,
             duration_ns=end - start,
             after_segment=np.minimum(np.where(paused, at_once, queued), launched_segment),
             launched_segment=launched_segment,
