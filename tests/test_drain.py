@@ -22,7 +22,7 @@ from tests.rings_made import Process
 def test_every_record_drained_in_time_is_there_in_the_end(bursts, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     process = Process(run, capacity=256)
-    drainer = Drainer(run, attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(run / "rings", attempt=0, budget_bytes=1 << 20)
     for burst in bursts:
         for _ in range(burst):
             process.write("host.logging", 10, 20)
@@ -36,7 +36,7 @@ def test_every_record_drained_in_time_is_there_in_the_end(bursts, tmp_path_facto
 
 def test_listeners_see_every_record_once(tmp_path):
     process = Process(tmp_path)
-    drainer = Drainer(tmp_path, attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
     seen: list[int] = []
     drainer.listeners.append(lambda header, records: seen.extend(records["number"].tolist()))
     for _ in range(3):
@@ -51,7 +51,7 @@ def test_listeners_see_every_record_once(tmp_path):
 def test_beyond_the_budget_the_oldest_pieces_go_but_not_the_start_and_the_loss_is_exact(tmp_path):
     rng = np.random.default_rng(0)
     process = Process(tmp_path, capacity=16384)
-    drainer = Drainer(tmp_path, attempt=0, budget_bytes=60_000)
+    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=60_000)
     written = 0
     for _ in range(40):
         for _ in range(1000):
@@ -77,7 +77,7 @@ def test_the_ring_of_a_process_that_is_gone_is_emptied_and_keeps_its_name(tmp_pa
         "import sys; from tests.rings_made import Process; from pathlib import Path;Process(Path(sys.argv[1])).train(3)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
-    drainer = Drainer(tmp_path, attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
     for _ in range(8):
         drainer.drain()
     ring = next((tmp_path / "rings").glob("*.ring"))
@@ -106,7 +106,7 @@ def test_only_the_rings_of_its_attempt_and_rank_are_touched(tmp_path):
     for rank in (0, 1):
         for attempt in (0, 1):
             Process(tmp_path, rank=rank, attempt=attempt).train(1)
-    drainer = Drainer(tmp_path, attempt=1, budget_bytes=1 << 20, rank=0)
+    drainer = Drainer(tmp_path / "rings", attempt=1, budget_bytes=1 << 20, ranks={0})
     drainer.drain()
     drainer.stop()
 
@@ -115,7 +115,7 @@ def test_only_the_rings_of_its_attempt_and_rank_are_touched(tmp_path):
 
 def test_a_full_disk_stops_the_drain_and_is_kept_for_the_launcher(tmp_path, monkeypatch):
     Process(tmp_path).train(1)
-    drainer = Drainer(tmp_path, attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
 
     def full(**_: object) -> None:
         raise OSError(28, "No space left on device")

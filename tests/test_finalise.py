@@ -31,7 +31,9 @@ def test_one_rank_under_another_launcher_leaves_its_peers_rings_alone(tmp_path):
     for rank in (0, 1):
         Process(tmp_path, rank=rank).train(1)
 
-    assert [path.name for path in finalise_attempt(tmp_path, 0, rank=1)] == ["a0-r1.parquet"]
+    assert [path.name for path in finalise_attempt(tmp_path, 0, rings=tmp_path / "rings", ranks={1})] == [
+        "a0-r1.parquet"
+    ]
     assert len(stems(tmp_path / "rings")) == 1
 
 

@@ -49,11 +49,18 @@ def test_the_environment_is_text_and_says_the_place(world, rank, attempt):
 def test_a_users_threads_and_paths_are_kept():
     assert torchrun_env(Place(0, 0, 2, 2), {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
     assert "OMP_NUM_THREADS" not in torchrun_env(Place(0, 0, 1, 1), {})
-    env = headway_env({"PYTHONPATH": "/a:/b"}, run=Path("/run"), attempt=1, plan=Path("/p"), remedies={"x": "m:f"})
+    env = headway_env(
+        {"PYTHONPATH": "/a:/b"},
+        run=Path("/run"),
+        rings=Path("/run/rings"),
+        attempt=1,
+        plan=Path("/p"),
+        remedies={"x": "m:f"},
+    )
     assert env["PYTHONPATH"] == os.pathsep.join([str(INJECT), "/a:/b"])
     assert json.loads(env["HEADWAY_REMEDIES"]) == {"x": "m:f"}
     assert (env["HEADWAY_RUN"], env["HEADWAY_ATTEMPT"], env["HEADWAY_PLAN"]) == ("/run", "1", "/p")
-    assert "HEADWAY_PLAN" not in headway_env({}, run=Path("/run"), attempt=0)
+    assert "HEADWAY_PLAN" not in headway_env({}, run=Path("/run"), rings=Path("/run/rings"), attempt=0)
 
 
 def test_an_outer_recording_is_not_inherited():

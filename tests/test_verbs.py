@@ -27,8 +27,7 @@ from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.report.figures import verdict
 from headway.report.screens import render_compare, render_plan
 from headway.report.timeline import timeline
-from headway.runtime.exit_class import HEADER, RankEnd
-from headway.runtime.launch import _failure_text
+from headway.runtime.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.recording import Exit
 from headway.sim.edits import EDITS
 from headway.trace.parts import Parts
@@ -289,9 +288,9 @@ def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path
     traceback = HEADER + "\nValueError: x"
     first, end = RankEnd(0, 1, stderr=f"before\n{traceback}\n"), Exit(1, "user", 0, traceback)
 
-    assert "ValueError" not in _failure_text(first, end, tmp_path, interrupted=False, alone=True)
-    assert _failure_text(first, end, tmp_path, interrupted=False, alone=False).endswith("ValueError: x\n")
-    stopped = _failure_text(first, end, tmp_path, interrupted=True, alone=True)
+    assert "ValueError" not in failure_text(first, end, tmp_path, interrupted=False, alone=True)
+    assert failure_text(first, end, tmp_path, interrupted=False, alone=False).endswith("ValueError: x\n")
+    stopped = failure_text(first, end, tmp_path, interrupted=True, alone=True)
     assert stopped == f"headway: stopped by Ctrl-C. The run is in {tmp_path}\n"
 
 

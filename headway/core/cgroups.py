@@ -15,10 +15,11 @@ counts, so the tightest of all is the one that holds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+
+from headway.core.mounts import mounts
 
 US_PER_S = 1_000_000
 
@@ -137,15 +138,9 @@ def _memberships(controller: str, root: Path) -> Iterator[tuple[bool, str]]:
 
 def _mounts(controller: str, root: Path) -> Iterator[tuple[bool, str, PurePosixPath]]:
     """Yield (whether of version 2, group that is mounted, mount point) from /proc/self/mountinfo."""
-    for line in lines_of(root / "proc/self/mountinfo"):
-        left, dash, right = line.partition(" - ")
-        fields, kind = left.split(), right.split()
-        if not dash or len(fields) < 5 or len(kind) < 3:
-            continue
-        # Blanks in paths are written as octal numbers.
-        mounted, top = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), text) for text in fields[3:5])
-        if kind[0] == "cgroup2" or (kind[0] == "cgroup" and controller in kind[2].split(",")):
-            yield kind[0] == "cgroup2", mounted, PurePosixPath(top)
+    for mount in mounts(root):
+        if mount.kind == "cgroup2" or (mount.kind == "cgroup" and controller in mount.controllers):
+            yield mount.kind == "cgroup2", mount.shown, mount.top
 
 
 def _inside(group: str, mounted: str) -> PurePosixPath:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import select
+import socket
+import zlib
 from pathlib import Path
 
 from headway.core.cgroups import cpu_quota
@@ -34,6 +37,18 @@ def available_cores(root: Path = ROOT) -> float:
 def host_cores() -> int:
     """Return how many threads of this process can be busy at once: `available_cores`, rounded up, at least 1."""
     return max(1, math.ceil(available_cores()))
+
+
+def host_id() -> str:
+    """Return a name for where process numbers mean what they mean here: this boot of the host, and the container on it.
+
+    It can be part of a file's name.
+    """
+    try:
+        place = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        place = ""
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', socket.gethostname())}-{zlib.crc32(place.encode()):08x}"
 
 
 def readable(fd: int, timeout_s: float) -> bool:

@@ -23,10 +23,19 @@ from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import RankSpec, Signals
 from headway.runtime.exit_class import OomWatch
-from headway.runtime.launch import RUNS, Attempts, ExitReport, LaunchOptions, open_recording, open_streams, report
+from headway.runtime.launch import (
+    RUNS,
+    Attempts,
+    ExitReport,
+    LaunchOptions,
+    open_recording,
+    open_streams,
+    recorded_env,
+    report,
+)
 from headway.runtime.rank_env import Command, Place
 from headway.runtime.rank_variables import SOURCES, number
-from headway.runtime.recording import Exit, write_json
+from headway.runtime.recording import Exit, Recording, write_json
 
 PEERS_S = 10.0
 """How long local rank 0 waits for the other ranks of its host to have written theirs."""
@@ -79,7 +88,7 @@ def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -
         nproc=place.local_world_size,
         world_size=place.world_size,
         group_rank=place.group_rank,
-        rank_only=place.rank,
+        joins=True,
         leads=place.local_rank == 0,
         attempt=place.attempt,
         shared=True,
@@ -87,7 +96,7 @@ def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -
     streams = open_streams(options, recording)
     watch = OomWatch()
     with Signals() as signals, Attempts(options, recording, streams, signals) as attempts:
-        group = attempts.start([_spec(options, script, place, recording.path)], place.attempt, plain=True)
+        group = attempts.start([_spec(options, script, place, recording)], place.attempt, plain=True)
         group.wait(signals, grace_s=options.grace_s)
         ends = attempts.finish(group, watch)
     if place.local_rank == 0:
@@ -111,19 +120,11 @@ def _peer_ends(run: Path, place: Place) -> list[Exit]:
     ]
 
 
-def _spec(options: LaunchOptions, script: Sequence[str], place: Place, run: Path) -> RankSpec:
+def _spec(options: LaunchOptions, script: Sequence[str], place: Place, recording: Recording) -> RankSpec:
     """Return what the child runs: the same environment, with the recording switched on."""
     argv = rank_env.argv(script[0], script[1:], Command(options.module, options.no_python))
     base = rank_env.inherited(os.environ)
-    recorded = rank_env.headway_env(
-        base,
-        run=run,
-        attempt=place.attempt,
-        plan=run / "plan.json" if options.apply else None,
-        remedies=options.remedies,
-        windows_fraction=options.windows,
-        verify=options.verify,
-    )
+    recorded = recorded_env(base, options, recording, place.attempt)
     # What tells the rank here need not tell it there: the local rank may have been counted.
     recorded |= {"HEADWAY_RANK": str(place.rank), "HEADWAY_LOCAL_RANK": str(place.local_rank)}
     return RankSpec(place.rank, place.local_rank, argv, base | recorded)

@@ -3,9 +3,10 @@
 `inject/sitecustomize.py` calls `start` when the script imports torch for the
 first time; `annotate.run` calls `start_here` in a process that was started
 without headway. The environment says where to write: HEADWAY_RUN (folder),
-HEADWAY_ATTEMPT, RANK, LOCAL_RANK; HEADWAY_PLAN names a plan to apply,
-HEADWAY_REMEDIES maps its remedies to functions, HEADWAY_WINDOWS is the
-fraction of time that profiler windows may cost. HEADWAY=off starts nothing.
+HEADWAY_RINGS (where its rings lie, if not there), HEADWAY_ATTEMPT,
+RANK, LOCAL_RANK; HEADWAY_PLAN names a plan to apply, HEADWAY_REMEDIES maps its
+remedies to functions, HEADWAY_WINDOWS is the fraction of time that profiler
+windows may cost. HEADWAY=off starts nothing.
 
 >>> rank_of({"SLURM_PROCID": "3"}), rank_of({"RANK": "1", "SLURM_PROCID": "3"}), rank_of({})
 (3, 1, 0)
@@ -145,7 +146,7 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, 
     """
     is_main = environ.get("HEADWAY_MAIN_PID", "") in ("", str(os.getpid()))
     recorder = Recorder(
-        os.path.join(environ["HEADWAY_RUN"], "rings"),
+        environ.get("HEADWAY_RINGS") or os.path.join(environ["HEADWAY_RUN"], "rings"),
         rank=rank_of(environ),
         local_rank=local_rank_of(environ),
         attempt=int(environ.get("HEADWAY_ATTEMPT") or 0),

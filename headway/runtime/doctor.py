@@ -25,8 +25,10 @@ from typing import Final
 from headway.core.cgroups import lines_of, number_in
 from headway.core.host import available_cores
 from headway.core.host_load import load_beside
+from headway.core.mounts import place_of
 from headway.core.units import GIB, MIB, format_bytes
 from headway.runtime.host_memory import cgroup_memory, meminfo
+from headway.trace import ring_folders
 
 Value = int | float | str | None
 
@@ -224,6 +226,15 @@ def disk(root: Path, env: Mapping[str, str]) -> Finding:
     )
 
 
+def run_folders(root: Path, env: Mapping[str, str]) -> Finding:
+    """On what file system run folders lie: on one of another host, rings are mapped in this host's memory instead."""
+    place = place_of(Path.cwd(), root)
+    memory = None if place.is_local else next(ring_folders.bases(), None)
+    value = f"{place.kind or 'unknown'}{f', rings in {memory}' if memory is not None else ''}"
+    fix = "each record may wait for the file server: free 48 MiB of /dev/shm, or name a local folder with --out"
+    return Finding(f"file system ({Path.cwd()})", value, "of this host", place.is_local or memory is not None, fix)
+
+
 def temporary(root: Path, env: Mapping[str, str]) -> Finding:
     """Free space of the temporary folder: sockets and compiled kernels live there."""
     import tempfile
@@ -264,6 +275,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "ptrace": ptrace,
     "run_delay": run_delay,
     "disk": disk,
+    "run_folders": run_folders,
     "temporary": temporary,
     "host_name": host_name,
 }

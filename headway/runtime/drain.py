@@ -3,8 +3,8 @@
 The launcher drains every ring a few times a second, so that nothing is
 overwritten. A full spool is sealed; beyond the budget the oldest sealed
 pieces go first, but for each process's first one, which holds its start-up.
-A ring whose process is gone is emptied: its header stays as JSON. Deep windows
-have a budget of the same size; the oldest go first there too.
+A ring whose process is gone makes way for an empty file: its header stays as
+JSON. Deep windows have a budget of the same size; the oldest go first there too.
 
 >>> import tempfile
 >>> drainer = Drainer(Path(tempfile.mkdtemp()), attempt=0, budget_bytes=1 << 20)
@@ -16,23 +16,27 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
+from headway.runtime.finalise import windows_of
+from headway.trace import spool
 from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
-from headway.trace.spool import pack, sealed_pieces, write_header
 
 DRAIN_S = 0.2
 """Seconds between drains: a ring of 16384 records holds that much at 80,000 records a second."""
 
 SEAL_BYTES = 4 << 20
 
-LOOK_EVERY = 25
-"""Drains between two looks at the size of the windows."""
+CHORES_EVERY = 25
+"""Drains between two rounds of the chores."""
+
+FAR_BYTES, FAR_S = 1 << 20, 5.0
+"""Where spools do not lie beside the rings, records are held until there are so many bytes, or for so long."""
 
 Listener = Callable[[RingHeader, NDArray[np.void]], None]
 Looker = Callable[[Sequence[RingReader]], None]
@@ -41,12 +45,13 @@ Looker = Callable[[Sequence[RingReader]], None]
 class _Ring:
     """One ring being drained."""
 
-    def __init__(self, path: Path) -> None:
-        self.reader = RingReader(path)
-        self.stem = path.with_suffix("")
-        self.spool = self.stem.with_suffix(".spool").open("ab", buffering=0)
+    def __init__(self, stem: Path) -> None:
+        self.reader = RingReader(spool.ring_of(stem))
+        self.stem = stem
+        near = self.reader.path.parent == stem.parent
+        self.spool = stem.with_suffix(".spool").open("ab", buffering=0 if near else FAR_BYTES)
         self.size = self.spool.tell()
-        self.sealed = len(sealed_pieces(self.stem))
+        self.sealed = len(spool.sealed_pieces(self.stem))
         self.quiet = 0
 
     def take(self, *, final: bool = False) -> NDArray[np.void]:
@@ -60,19 +65,25 @@ class _Ring:
 
     def seal(self) -> None:
         """Turn the spool into a sealed piece; a crash in between leaves doubles, which the reader drops."""
+        self.spool.flush()
         raw = self.stem.with_suffix(".spool")
         piece = self.stem.with_name(f"{self.stem.name}.{self.sealed:05d}.sealed")
         draft = piece.with_suffix(".draft")
-        draft.write_bytes(pack(np.fromfile(raw, RECORD_DTYPE)))
+        draft.write_bytes(spool.pack(np.fromfile(raw, RECORD_DTYPE)))
         os.replace(draft, piece)
         self.spool.truncate(0)
         self.sealed, self.size = self.sealed + 1, 0
 
     def retire(self) -> None:
-        """Keep the header as JSON and empty the ring of a process that is gone; its name stays taken."""
-        write_header(self.stem, self.reader.header)
+        """Keep the header as JSON and put an empty file in the place of a process's ring; its name stays taken.
+
+        The ring itself is never shortened: whoever has it mapped would end with SIGBUS.
+        """
+        spool.write_header(self.stem, self.reader.header)
         self.close()
-        os.truncate(self.reader.path, 0)
+        blank = self.reader.path.with_suffix(".blank")
+        blank.touch()
+        os.replace(blank, self.reader.path)
 
     def close(self) -> None:
         self.spool.close()
@@ -84,19 +95,21 @@ class Drainer:
 
     def __init__(
         self,
-        run: Path,
+        rings: Path,
         *,
         attempt: int,
         budget_bytes: int,
-        rank: int | None = None,
+        ranks: Set[int] | None = None,
         earlier: Drainer | None = None,
     ) -> None:
-        self.rings = run / "rings"
+        self.rings = rings
         self.listeners: list[Listener] = list(earlier.listeners) if earlier else []
         """Called with (header, new records) of each drain, in the drain's thread."""
         self.lookers: list[Looker] = list(earlier.lookers) if earlier else []
         """Called after each drain but the last with the readers of all rings that are followed, in the same thread."""
-        self._pattern = f"a{attempt}-r{'*' if rank is None else rank}-p*.ring"
+        self.chores: list[Callable[[], None]] = []
+        """Called now and then, and at the end."""
+        self._attempt, self._ranks = attempt, ranks
         self._budget = budget_bytes
         self._seal_bytes = max(min(SEAL_BYTES, budget_bytes // 16), 64 * RECORD_DTYPE.itemsize)
         self._drains = 0
@@ -127,13 +140,13 @@ class Drainer:
         """Take what is new from every ring once."""
         # Loader workers of thousands of epochs leave thousands of names: those are looked through less often.
         look = final or self._drains % (1 + len(self._retired) // 500) == 0
-        for path in self.rings.glob(self._pattern) if look else ():
-            if path not in self._followed and path not in self._retired:
+        for stem in spool.stems(self.rings, attempt=self._attempt, ranks=self._ranks) if look else ():
+            if stem not in self._followed and stem not in self._retired:
                 try:
-                    self._followed[path] = _Ring(path)
+                    self._followed[stem] = _Ring(stem)
                 except (FormatError, OSError):
                     continue  # its writer has not finished the header: next time
-        for path, ring in list(self._followed.items()):
+        for stem, ring in list(self._followed.items()):
             records = ring.take(final=final)
             if len(records):
                 for listener in self.listeners:
@@ -144,14 +157,15 @@ class Drainer:
             if ring.quiet >= 5 and not final and _gone(ring.reader.header.pid):
                 ring.take(final=True)
                 ring.retire()
-                self._retired.add(path)
-                del self._followed[path]
-
+                self._retired.add(stem)
+                del self._followed[stem]
+            if self._drains % round(FAR_S / DRAIN_S) == 0:
+                ring.spool.flush()
         for looker in () if final else self.lookers:
             looker([ring.reader for ring in self._followed.values()])
         self._drains += 1
-        if final or self._drains % LOOK_EVERY == 0:
-            prune_windows(self.rings.parent / "windows", self._budget)
+        for chore in self.chores if final or self._drains % CHORES_EVERY == 0 else ():
+            chore()
 
     def _rotate(self) -> None:
         """Remove the oldest sealed pieces while all together exceed the budget."""
@@ -182,9 +196,9 @@ def _gone(pid: int) -> bool:
     return not os.path.exists(f"/proc/{pid}")
 
 
-def prune_windows(windows: Path, budget_bytes: int) -> None:
-    """Remove the oldest deep windows beyond the budget, all but each rank's newest."""
-    files = sorted((p.stat().st_mtime_ns, p.stat().st_size, p) for p in windows.glob("r*-w*.json*"))
+def prune_windows(windows: Path, budget_bytes: int, ranks: Set[int] | None = None) -> None:
+    """Remove the oldest deep windows (of `ranks`, None = all) beyond the budget, all but each rank's newest."""
+    files = sorted((p.stat().st_mtime_ns, p.stat().st_size, p) for p in windows_of(windows, ranks))
     newest = {path.name.partition("-w")[0]: path.name.partition(".")[0] for _, _, path in files}
     total = sum(size for _, size, _ in files)
     for _, size, path in files:

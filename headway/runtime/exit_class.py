@@ -18,12 +18,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from headway.runtime.recording import Exit
 
 CLASSES: Final = ("ok", "user", "oom", "hang", "infra", "preempted")
 """Every exit class."""
@@ -221,6 +225,28 @@ def advice(end: RankEnd, cls: str) -> str:
     """Return what to do about this end: the fix of a known cause, else whether a new start may help."""
     words = end.stderr[-4096:]
     return next((fix for pattern, fix in FIXES if re.search(pattern, words)), ADVICE[cls])
+
+
+def failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alone: bool) -> str:
+    """Return the last words on stderr: who failed, of what class, what to do, and the traceback.
+
+    After Ctrl-C nobody failed, and where the script was told is nobody's question. What a rank `alone` printed last
+    stands right above: it is not printed twice.
+    """
+    if interrupted:
+        return f"headway: stopped by Ctrl-C. The run is in {run}\n"
+    how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
+    how = "ended for making no progress" if first.hung else how
+    do = f"who was waited for says: headway hang {shlex.quote(str(run))}" if first.hung else advice(first, end.cls)
+    begin = "\n" if first.rank == 0 and first.stderr and not first.stderr.endswith("\n") else ""
+    head = f"{begin}headway: rank {first.rank} failed first ({how}): {do}. The run is in {run}\n"
+    if end.traceback:
+        told = alone and first.stderr.rstrip().endswith(end.traceback.rstrip())
+        return head if told else head + end.traceback + "\n"
+    if alone:
+        return head
+    last = [line for line in first.stderr.splitlines() if line.strip()][-5:]
+    return head + "".join(f"  {line}\n" for line in last)
 
 
 def failed_at_exit(run: Path, rank: int) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,34 @@ from headway.runtime.rehearsals import settle
 from headway.trace import parquet, spool
 from headway.trace.assemble import build, json_object
 from headway.trace.devices import by_rank
+from headway.trace.ring_folders import ring_folders
 
 
 def finalise(run: Path) -> list[Path]:
     """Write the events of every attempt whose rings are still there; returns the files written."""
-    attempts = sorted({int(stem.name[1 : stem.name.index("-")]) for stem in spool.stems(run / "rings")})
-    return [path for attempt in attempts for path in finalise_attempt(run, attempt)]
+    attempts = sorted({spool.attempt_of(stem) for stem in spool.stems_of_run(run)})
+    written = [path for attempt in attempts for path in finalise_attempt(run, attempt)]
+    pack_windows(run / "windows")
+    return written
 
 
 def finalise_attempt(
-    run: Path, attempt: int, *, rows: Mapping[int, Mapping[str, Any]] | None = None, rank: int | None = None
+    run: Path,
+    attempt: int,
+    *,
+    rows: Mapping[int, Mapping[str, Any]] | None = None,
+    rings: Path | None = None,
+    ranks: Set[int] | None = None,
 ) -> list[Path]:
     """Write one Parquet file per rank of `attempt`, then remove its rings; returns the files written.
 
-    `rows` are the launcher's facts of each rank (start_ns, end_ns); `rank`
-    restricts it to the rings that this rank's processes opened.
+    `rows` are the launcher's facts of each rank (start_ns, end_ns); `rings` restricts it to one host's rings, `ranks`
+    to those that their processes opened.
     """
-    stems = spool.stems(run / "rings", attempt=attempt, rank=rank)
+    every = spool.stems_of_run(run, attempt=attempt)
+    stems = every if rings is None else spool.stems(rings, attempt=attempt, ranks=ranks)
     # Children that train get free numbers: none is free while only some of the ranks are at hand.
-    split = len(stems) == len(spool.stems(run / "rings", attempt=attempt))
+    split = len(stems) == len(every) and (rings is None or ring_folders(run) == [rings])
     written = []
     for number, processes in by_rank(stems, split=split).items():
         trace = build(processes, rank=number, attempt=attempt, run=run, row=(rows or {}).get(number))
@@ -50,13 +59,20 @@ def finalise_attempt(
         written.append(path)
     for stem in stems:
         spool.remove(stem)
-    pack_windows(run / "windows", rank)
     return written
 
 
-def pack_windows(windows: Path, rank: int | None = None) -> None:
-    """Compress the profiler's JSON of the deep windows (of `rank`, None = all): it shrinks to about a twentieth."""
-    for path in sorted(windows.glob("r*-w*.json" if rank is None else f"r{rank}-w*.json")):
+def windows_of(windows: Path, ranks: Set[int] | None = None) -> list[Path]:
+    """Return the files of the deep windows of `ranks`, None = all; packed or not."""
+    patterns = ["r*-w*.json*"] if ranks is None else [f"r{rank}-w*.json*" for rank in sorted(ranks)]
+    return sorted(path for pattern in patterns for path in windows.glob(pattern))
+
+
+def pack_windows(windows: Path, ranks: Set[int] | None = None) -> None:
+    """Compress the profiler's JSON of the deep windows (of `ranks`, None = all): it shrinks to about a twentieth."""
+    for path in windows_of(windows, ranks):
+        if path.suffix != ".json":
+            continue
         with whole_file(path.with_name(f"{path.name}.gz")) as draft, gzip.open(draft, "wb", compresslevel=3) as packed:
             packed.write(path.read_bytes())
         path.unlink()

@@ -177,9 +177,12 @@ class Run:
             session.stop()
             if probes.recorder.rank == 0:
                 write_json(f"{folder}/run.json", run_facts(probes, self._started_ns, error))
-            from headway.runtime.finalise import finalise_attempt  # loads numpy and pyarrow: only when the job is done
+            # Loads numpy and pyarrow: only when the job is done.
+            from headway.runtime.finalise import finalise_attempt, pack_windows
 
-            finalise_attempt(folder, probes.recorder.attempt, rank=probes.recorder.rank)
+            rank = {probes.recorder.rank}
+            finalise_attempt(folder, probes.recorder.attempt, rings=folder / "rings", ranks=rank)
+            pack_windows(folder / "windows", rank)
             self._finished = folder
         except Exception as cause:
             warn(f"the recording in {folder} was not finalised: {type(cause).__name__}: {cause}")
@@ -250,7 +253,12 @@ def children_record(environment: Mapping[str, str]) -> Iterator[Mapping[str, str
 
 def environment_for(path: str | os.PathLike[str] | None) -> Mapping[str, str]:
     """Return the environment of a recording without a launcher: this process's own, with a run folder added."""
-    return {**os.environ, "HEADWAY_RUN": os.path.abspath(unused(path or default_folder())), "HEADWAY_PLAN": ""}
+    return {
+        **os.environ,
+        "HEADWAY_RUN": os.path.abspath(unused(path or default_folder())),
+        "HEADWAY_RINGS": "",
+        "HEADWAY_PLAN": "",
+    }
 
 
 def default_folder() -> str:
@@ -269,7 +277,7 @@ def unused(path: str | os.PathLike[str]) -> str:
     if (number(os.environ, "world_size") or 1) > 1:
         return wanted
     names = itertools.chain([wanted], (f"{wanted}-{number}" for number in itertools.count(2)))
-    marks = ("run.json", "rings", "events")
+    marks = ("run.json", "rings", "hosts", "events")
     return next(name for name in names if not any(os.path.exists(os.path.join(name, mark)) for mark in marks))
 
 

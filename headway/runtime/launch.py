@@ -12,7 +12,6 @@ elastic rendezvous (`headway.runtime.elastic`). Seconds are wall seconds.
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import time
@@ -32,10 +31,10 @@ from headway.runtime.exit_class import (
     HUNG_CODE,
     OomWatch,
     RankEnd,
-    advice,
     classify,
     exit_status,
     failed_at_exit,
+    failure_text,
     first_failure,
     is_secondary,
     traceback_of,
@@ -231,7 +230,7 @@ def open_recording(
     nproc: int,
     world_size: int | None = None,
     group_rank: int = 0,
-    rank_only: int | None = None,
+    joins: bool = False,
     leads: bool = True,
     attempt: int = 0,
     shared: bool = False,
@@ -245,9 +244,10 @@ def open_recording(
         nproc=nproc,
         world_size=world_size or nproc,
         group_rank=group_rank,
-        rank_only=rank_only,
+        joins=joins,
         leads=leads,
         attempt=attempt,
+        shared=shared,
         plan=options.apply,
         baseline=options.baseline,
         max_run_bytes=options.max_run_bytes,
@@ -271,18 +271,24 @@ def specs_of(
     specs = []
     for place in places:
         env = base | (rank_env.ALONE if options.is_plain else rank_env.torchrun_env(place, base))
-        env |= rank_env.headway_env(
-            base,
-            run=recording.path,
-            attempt=place.attempt,
-            plan=recording.path / "plan.json" if options.apply else None,
-            remedies=options.remedies,
-            windows_fraction=options.windows,
-            verify=options.verify,
-        )
+        env |= recorded_env(base, options, recording, place.attempt)
         env["TORCHELASTIC_ERROR_FILE"] = str(recording.path / "logs" / f"r{place.rank}.error.json")
         specs.append(RankSpec(place.rank, place.local_rank, command, env))
     return specs
+
+
+def recorded_env(base: Mapping[str, str], options: LaunchOptions, recording: Recording, attempt: int) -> dict[str, str]:
+    """Return headway's own variables for a rank that is recorded."""
+    return rank_env.headway_env(
+        base,
+        run=recording.path,
+        rings=recording.live,
+        attempt=attempt,
+        plan=recording.path / "plan.json" if options.apply else None,
+        remedies=options.remedies,
+        windows_fraction=options.windows,
+        verify=options.verify,
+    )
 
 
 def _run_local(options: LaunchOptions, script: Sequence[str], start_ns: int) -> ExitReport:
@@ -363,7 +369,7 @@ class Attempts:
             )
         )
         self.streams.start()
-        drainer = self.recording.begin(attempt)
+        drainer = self.recording.begin(attempt, {spec.rank for spec in specs})
         if not self.options.quiet and specs[0].rank == 0 and self._status is None:
             from headway.runtime.status import StatusLine
 
@@ -466,32 +472,10 @@ def report(
         say(options, problem)
     if first is not None:
         say_beside(
-            _failure_text(first, own, recording.path, interrupted=signal.SIGINT in signals.stop, alone=len(ends) == 1)
+            failure_text(first, own, recording.path, interrupted=signal.SIGINT in signals.stop, alone=len(ends) == 1)
         )
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
     return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path)
-
-
-def _failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alone: bool) -> str:
-    """Return the last words on stderr: who failed, of what class, what to do, and the traceback.
-
-    After Ctrl-C nobody failed, and where the script was told is nobody's question. What a rank `alone` printed last
-    stands right above: it is not printed twice.
-    """
-    if interrupted:
-        return f"headway: stopped by Ctrl-C. The run is in {run}\n"
-    how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
-    how = "ended for making no progress" if first.hung else how
-    do = f"who was waited for says: headway hang {shlex.quote(str(run))}" if first.hung else advice(first, end.cls)
-    begin = "\n" if first.rank == 0 and first.stderr and not first.stderr.endswith("\n") else ""
-    head = f"{begin}headway: rank {first.rank} failed first ({how}): {do}. The run is in {run}\n"
-    if end.traceback:
-        told = alone and first.stderr.rstrip().endswith(end.traceback.rstrip())
-        return head if told else head + end.traceback + "\n"
-    if alone:
-        return head
-    last = [line for line in first.stderr.splitlines() if line.strip()][-5:]
-    return head + "".join(f"  {line}\n" for line in last)
 
 
 def say(options: LaunchOptions, text: str) -> None:

@@ -60,7 +60,7 @@ class LiveFeed:
         """'waiting' (no run yet), 'running', 'ended' (run.json says how), 'lost' (the launcher is gone)."""
         self.ledger: LiveLedger | None = None
         """The account; None before the first record or run.json."""
-        self._follower = RunFollower(path / "rings")
+        self._follower = RunFollower.of_run(path)
         self._meta_ns = -1
         self._attempts = 0
         self._alive_ns = time.perf_counter_ns()

@@ -104,7 +104,7 @@ ALONE = {"HEADWAY_RANK": "0"}
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
     """Return the launcher's environment as ranks inherit it: without what an outer recording left there."""
-    ours = "HEADWAY_MAIN_PID", "HEADWAY_PLAN", "HEADWAY_RANK", "HEADWAY_LOCAL_RANK"
+    ours = "HEADWAY_MAIN_PID", "HEADWAY_RINGS", "HEADWAY_PLAN", "HEADWAY_RANK", "HEADWAY_LOCAL_RANK"
     return {name: value for name, value in env.items() if name not in ours}
 
 
@@ -112,6 +112,7 @@ def headway_env(
     base: Mapping[str, str],
     *,
     run: Path,
+    rings: Path,
     attempt: int,
     plan: Path | None = None,
     remedies: Mapping[str, str] | None = None,
@@ -122,6 +123,7 @@ def headway_env(
     paths = [str(INJECT), *([base["PYTHONPATH"]] if base.get("PYTHONPATH") else [])]
     env = {
         "HEADWAY_RUN": str(run),
+        "HEADWAY_RINGS": str(rings),
         "HEADWAY_ATTEMPT": str(attempt),
         "HEADWAY_WINDOWS": f"{windows_fraction:g}",
         "HEADWAY_REMEDIES": json.dumps(dict(remedies or {})),

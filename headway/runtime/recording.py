@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from headway.core.host import host_cores
 from headway.core.whole_file import whole_file
 from headway.runtime import redact
 from headway.runtime.host_memory import host_memory
+from headway.trace import ring_folders
 
 if TYPE_CHECKING:
     from headway.runtime.drain import Drainer
@@ -118,19 +119,26 @@ class Recording:
     plan: Path | None = None
     baseline: str | None = None
     max_run_bytes: int = DEFAULT_MAX_RUN_BYTES
+    shared: bool = False
+    """Whether other launchers write into this folder as well: of other hosts, or one for each rank."""
     leads: bool = True
     """Whether this launcher writes the host's run.json: always, but for ranks above local rank 0 with `--no-launch`."""
-    rank_only: int | None = None
-    """The only rank whose rings this launcher drains (`--no-launch`); None = every one of this host."""
+    joins: bool = False
+    """Whether it stands in another's launch line for one rank (`--no-launch`): others of this host have theirs."""
     rows: list[RankRow] = field(default_factory=list)
     realtime_ns: int = 0
     """Realtime clock at `start_ns`."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     memory: dict[str, int | None] = field(default_factory=host_memory)
     """Memory of this host before the ranks started."""
+    rings: Path = field(init=False)
+    """Folder of this host's rings."""
+    live: Path = field(init=False)
+    """Where they are mapped: that folder, or one in memory."""
     drainer: Drainer | None = None
     load_watch: LoadWatch | None = None
     """Follows what other processes take of the cores, from the first attempt on."""
+    _ranks: Set[int] = frozenset()
     problems: list[str] = field(default_factory=list)
     """What went wrong with the recording, for the launcher to say."""
 
@@ -147,8 +155,10 @@ class Recording:
             before = json.loads(self.file.read_text())
             self.run_id, self.start_ns, self.realtime_ns = (before[k] for k in ("run_id", "start_ns", "realtime_ns"))
             self.rows = [RankRow(**row) for row in before["ranks"]]
-        for part in ("rings", "events", "logs"):
+        for part in ("events", "logs"):
             (self.path / part).mkdir(parents=True, exist_ok=True)
+        self.rings = ring_folders.make(self.path, self.group_rank if self.shared else None)
+        self.live = ring_folders.live_folder(self.rings)
         if self.plan is not None:
             target = self.path / "plan.json"
             if self.plan.resolve() != target.resolve():
@@ -156,23 +166,35 @@ class Recording:
         self.write()
 
     @property
+    def _own_rings(self) -> Set[int] | None:
+        """The ranks whose rings in this host's folder are this launcher's; None = all."""
+        return self._ranks if self.joins else None
+
+    @property
+    def _own_windows(self) -> Set[int] | None:
+        """The ranks whose windows are this launcher's to pack and to remove: all hosts' lie in one folder."""
+        return self._ranks if self.shared else None
+
+    @property
     def file(self) -> Path:
         """The run.json of this host."""
         return self.path / ("run.json" if self.group_rank == 0 else f"run-host{self.group_rank}.json")
 
-    def begin(self, attempt: int) -> Drainer:
-        """Start to drain the rings of `attempt`; call it once the ranks run."""
-        from headway.runtime.drain import Drainer
+    def begin(self, attempt: int, ranks: Set[int]) -> Drainer:
+        """Start to drain the rings of `attempt`, of the launched `ranks`; call it once they run."""
+        from headway.runtime.drain import Drainer, prune_windows
         from headway.runtime.load_watch import LoadWatch
 
         self.attempt = attempt
         kept = sum(file.stat().st_size for file in (self.path / "events").glob("*.parquet"))
         budget = max(self.max_run_bytes // 4 - kept // 2, self.max_run_bytes // 32)
+        self._ranks = ranks
         self.drainer = Drainer(
-            self.path, attempt=attempt, budget_bytes=budget, rank=self.rank_only, earlier=self.drainer
+            self.rings, attempt=attempt, budget_bytes=budget, ranks=self._own_rings, earlier=self.drainer
         )
+        self.drainer.chores.append(lambda: prune_windows(self.path / "windows", budget, self._own_windows))
         # Ranks that joined another launcher's line are its children, as are the ranks beside them.
-        self.load_watch = LoadWatch(os.getppid() if self.rank_only is not None and self.nproc > 1 else os.getpid())
+        self.load_watch = LoadWatch(os.getppid() if self.joins and self.nproc > 1 else os.getpid())
         self.drainer.listeners.append(self.load_watch.add)
         self.drainer.lookers.append(self.load_watch.look)
         self.drainer.start()
@@ -187,7 +209,7 @@ class Recording:
 
         A failure (a full disk) is kept in `problems`, and the rings stay: it must not hide how the job itself ended.
         """
-        from headway.runtime.finalise import finalise_attempt
+        from headway.runtime.finalise import finalise_attempt, pack_windows
 
         self.rows = [row for row in self.rows if row.attempt != self.attempt] + list(rows)
         if self.drainer is not None:
@@ -195,7 +217,10 @@ class Recording:
             if self.drainer.failure is not None:
                 self.problems.append(f"records were not drained to the end: {self.drainer.failure}")
         try:
-            finalise_attempt(self.path, self.attempt, rows={row.rank: asdict(row) for row in rows}, rank=self.rank_only)
+            of_rank = {row.rank: asdict(row) for row in rows}
+            finalise_attempt(self.path, self.attempt, rows=of_rank, rings=self.rings, ranks=self._own_rings)
+            pack_windows(self.path / "windows", self._own_windows)
+            ring_folders.leave(self.rings)
         except Exception as cause:
             self.problems.append(f"the events of attempt {self.attempt} could not be written: {cause!r}")
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import DamageError, HeadwayError, InputError
+from headway.core.host import host_id
 from headway.storage.digests import Digested, pack_digests
 from headway.storage.durable import make_folder, sync_folder, write_durably
 from headway.storage.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
@@ -99,7 +99,7 @@ def open_draft(root: str | Path, step: int, attempt: str, *, rank: int, pid: int
         raise InputError(f"step is {step}; it must be at least 0. Pass the number of steps done.")
     draft = Draft(Path(root), step, attempt)
     make_folder(draft.path)
-    owner = Owner(_here(), pid or os.getpid(), _birth(pid or os.getpid()))
+    owner = Owner(host_id(), pid or os.getpid(), _birth(pid or os.getpid()))
     write_durably(draft.path / f".owner-{rank}.json", [msgspec.json.encode(owner)])
     if draft.rank_path(rank).exists():
         shutil.rmtree(draft.rank_path(rank))
@@ -154,14 +154,6 @@ def abandon(draft: Draft) -> None:
     shutil.rmtree(draft.path, ignore_errors=True)
 
 
-def _here() -> str:
-    """Return where process numbers mean what they mean here: the host, and the container on it."""
-    try:
-        return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
 def _birth(pid: int) -> str | None:
     """Return what tells a process from a later one with its number: boot and clock tick of its start; None: it is gone.
 
@@ -189,7 +181,7 @@ def owners(path: Path) -> list[Owner]:
 def is_stale(path: Path, *, age_s: float = FOREIGN_AGE_S) -> bool:
     """Say whether a draft's writers are all dead: known for this host, by age for others and where none is noted."""
     told = owners(path)
-    here = [owner for owner in told if owner.host == _here() and owner.birth is not None]
+    here = [owner for owner in told if owner.host == host_id() and owner.birth is not None]
     if any(_birth(owner.pid) == owner.birth for owner in here):
         return False
     if told and len(here) == len(told):

@@ -48,7 +48,7 @@ AROUND = [CODE[name] for name in ("forward", "optimizer.closure", "host.script")
 
 def trace_of_rings(run: Path, attempt: int) -> list[Trace]:
     """Return the traces of an attempt that was never finalised, without writing anything."""
-    groups = by_rank(spool.stems(run / "rings", attempt=attempt))
+    groups = by_rank(spool.stems_of_run(run, attempt=attempt))
     return [build(processes, rank=rank, attempt=attempt, run=run) for rank, processes in groups.items()]
 
 

@@ -19,7 +19,9 @@ nowhere is counted in `lost`, never guessed. Times in ns on CLOCK_MONOTONIC.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +40,7 @@ from headway.trace.records import (
     read_page,
 )
 from headway.trace.ring import HEADER, HEADER_BYTES, RECORD_BYTES
+from headway.trace.ring_folders import live_folder, ring_folders
 
 Records = NDArray[np.void]
 
@@ -63,7 +66,7 @@ class RingFollower:
         self._file, self._start = -1, b""
         head = spool.read_header(stem)
         if head is None:
-            self._file = os.open(stem.with_suffix(".ring"), os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(spool.ring_of(stem), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 head = header_of(os.pread(self._file, HEADER_BYTES, 0))
             except FormatError:
@@ -79,9 +82,6 @@ class RingFollower:
         parts.append(self._from_ring())
         if self._lapped():
             parts += [self._from_spool(), self._skip_ahead(), self._from_ring()]
-        elif self._emptied():
-            parts.append(self._from_spool())
-            self.close()
         held = [part for part in parts if len(part)]
         return held[0] if len(held) == 1 else np.concatenate(held) if held else NOTHING
 
@@ -102,7 +102,7 @@ class RingFollower:
 
     @property
     def over(self) -> bool:
-        """Whether nothing can follow: the ring was emptied, or removed when the events were written."""
+        """Whether nothing can follow: the ring was retired, or removed when the events were written."""
         return self._file < 0 or os.fstat(self._file).st_nlink == 0
 
     def close(self) -> None:
@@ -176,9 +176,6 @@ class RingFollower:
         guard = self.next - IN_FLIGHT
         return self._number(self.next) > self.next + 1 or (guard >= 0 and self._number(guard) > guard + 1)
 
-    def _emptied(self) -> bool:
-        return self._file >= 0 and os.fstat(self._file).st_size < HEADER_BYTES
-
     def _from_spool(self) -> Records:
         """Return what the launcher took out of the ring and was not returned yet."""
         parts = [part[part["number"] > self.next] for part in spool.drained(self.stem)]
@@ -204,15 +201,23 @@ class RingFollower:
 
 
 class RunFollower:
-    """Follows the ranks of a run: every ring that appears in its folder and belongs to a rank itself."""
+    """Follows the ranks of a run: every ring that appears in its folders and belongs to a rank itself."""
 
     def __init__(self, rings: Path, *, rank: int | None = None) -> None:
         """Follow `rings`, which may not exist yet; `rank` restricts it to one rank's own processes."""
-        self._rings, self._rank = rings, rank
-        self._seen_ns = -1
+        self._folders: Callable[[], list[Path]] = lambda: [rings]
+        self._ranks = None if rank is None else {rank}
+        self._seen_ns: dict[Path, int] = {}
         self._followed: dict[Path, RingFollower] = {}
         self._lost = 0
         self._others: set[Path] = set()
+
+    @classmethod
+    def of_run(cls, run: Path) -> Self:
+        """Follow the rings of a whole run, those of other hosts so far as they can be reached from here."""
+        follower = cls(run)
+        follower._folders = lambda: ring_folders(run)
+        return follower
 
     def poll(self) -> list[tuple[RingHeader, Records]]:
         """Return (header, new records) of every process that has any."""
@@ -258,17 +263,18 @@ class RunFollower:
         ring.close()
 
     def _find(self) -> None:
-        """Open the rings that are new; the folder is read only when it changed."""
-        try:
-            changed_ns = self._rings.stat().st_mtime_ns
-        except OSError:
-            return
-        if changed_ns == self._seen_ns:
-            return
-        self._seen_ns = changed_ns
-        for stem in spool.stems(self._rings, rank=self._rank):
-            if stem not in self._followed and stem not in self._others:
-                try:
-                    self._followed[stem] = RingFollower(stem)
-                except (FormatError, OSError):
-                    self._seen_ns = -1  # its writer has not finished the header: look again at the next poll
+        """Open the rings that are new; a folder is read only when it changed."""
+        for rings in self._folders():
+            try:
+                changed_ns = live_folder(rings).stat().st_mtime_ns
+            except OSError:
+                continue
+            if changed_ns == self._seen_ns.get(rings):
+                continue
+            self._seen_ns[rings] = changed_ns
+            for stem in spool.stems(rings, ranks=self._ranks):
+                if stem not in self._followed and stem not in self._others:
+                    try:
+                        self._followed[stem] = RingFollower(stem)
+                    except (FormatError, OSError):
+                        self._seen_ns[rings] = -1  # its writer has not finished the header: look at the next poll

@@ -21,10 +21,12 @@ from typing import Any
 
 from headway.core.errors import FormatError, InputError
 from headway.core.host_load import HostLoad
+from headway.trace import spool
 from headway.trace.assemble import json_object, trace_of_rings
 from headway.trace.clocks import refined
 from headway.trace.deliveries import counts_of
 from headway.trace.parts import Parts
+from headway.trace.ring_folders import ring_folders
 from headway.trace.trace import Trace
 
 SCHEMA = "headway.run-folder/1"
@@ -103,7 +105,7 @@ def is_run(path: str | Path) -> bool:
     return path.is_dir() and (
         (path / "run.json").is_file()
         or any(path.glob("run-host*.json"))
-        or (path / "rings").is_dir()
+        or bool(ring_folders(path))
         or (path / "events").is_dir()
     )
 
@@ -278,9 +280,7 @@ def _facts_from_events(path: Path) -> dict[str, Any]:
 def _attempts(path: Path) -> list[int]:
     """Return the attempts that left events or rings."""
     found = {int(m[1]) for p in (path / "events").glob("*.parquet") if (m := _EVENTS.fullmatch(p.name))}
-    for pattern in ("*.ring", "*.head"):
-        found |= {int(m[1]) for p in (path / "rings").glob(pattern) if (m := re.match(r"a(\d+)-r\d+-p", p.name))}
-    return sorted(found)
+    return sorted(found | {spool.attempt_of(stem) for stem in spool.stems_of_run(path)})
 
 
 def _load(path: Path, attempt: int) -> Parts:
@@ -291,8 +291,7 @@ def _load(path: Path, attempt: int) -> Parts:
     )
     found = [Parts.of_files([file]) for file in files]
     done = {rank for parts in found for rank in parts.ranks}
-    if any((path / "rings").glob(f"a{attempt}-r*")):
-        found += [Parts.of(trace) for trace in trace_of_rings(path, attempt) if not done & set(trace.ranks)]
+    found += [Parts.of(trace) for trace in trace_of_rings(path, attempt) if not done & set(trace.ranks)]
     if not found:
         raise FormatError(
             f"{path} holds no readable event of attempt {attempt}. Look at {path / 'logs'} for the reason."

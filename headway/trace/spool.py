@@ -3,6 +3,7 @@
 `<stem>` is `a<attempt>-r<rank>-p<pid>`. Records go as they are from the ring
 into `<stem>.spool`; a full spool is sealed into `<stem>.<k>.sealed` (columns,
 delta-coded, zstd). `<stem>.head` keeps the header of a ring that was removed.
+The ring itself may lie elsewhere (`headway.trace.ring_folders`).
 What is gone shows as missing record numbers, so the count of dropped records
 is exact and needs no book-keeping.
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
+from headway.trace.ring_folders import live_folder, ring_folders
 
 MAGIC = b"HWSEAL1\0"
 _STEM = re.compile(r"a(?P<attempt>\d+)-r(?P<rank>\d+)-p(?P<pid>\d+)(?:-\d+)?")
@@ -88,24 +90,40 @@ class Recorded:
     """Records that were written but are gone."""
 
 
-def stems(rings: Path, *, attempt: int | None = None, rank: int | None = None) -> list[Path]:
-    """Return the stems of the processes that left anything in `rings`."""
+def stems(rings: Path, *, attempt: int | None = None, ranks: Collection[int] | None = None) -> list[Path]:
+    """Return the stems of the processes that left anything in `rings`; `ranks` restricts it to theirs."""
     found = set()
-    for path in rings.iterdir() if rings.is_dir() else ():
-        match = _STEM.match(path.name)
-        if (
-            match
-            and path.suffix in (".ring", ".head")
-            and attempt in (None, int(match["attempt"]))
-            and rank in (None, int(match["rank"]))
-        ):
-            found.add(rings / match[0])
+    for folder in {rings, live_folder(rings)}:
+        for path in folder.iterdir() if folder.is_dir() else ():
+            match = _STEM.match(path.name)
+            if (
+                match
+                and path.suffix in (".ring", ".head")
+                and attempt in (None, int(match["attempt"]))
+                and (ranks is None or int(match["rank"]) in ranks)
+            ):
+                found.add(rings / match[0])
     return sorted(found)
+
+
+def stems_of_run(run: Path, *, attempt: int | None = None) -> list[Path]:
+    """Return the stems of all hosts' processes, so far as they can be reached from here."""
+    return [stem for rings in ring_folders(run) for stem in stems(rings, attempt=attempt)]
+
+
+def attempt_of(stem: Path) -> int:
+    """Return the attempt of the job that the process of `stem` was part of."""
+    return int(stem.name[1 : stem.name.index("-")])
+
+
+def ring_of(stem: Path) -> Path:
+    """Return where the ring of `stem` lies."""
+    return live_folder(stem.parent) / f"{stem.name}.ring"
 
 
 def recorded(stem: Path) -> Recorded | None:
     """Return what the process of `stem` recorded, from pieces, spool and ring; None when nothing can be read."""
-    parts, ring = drained(stem), stem.with_suffix(".ring")
+    parts, ring = drained(stem), ring_of(stem)
     header = None
     if ring.exists():
         try:
@@ -160,5 +178,7 @@ def remove(stem: Path) -> None:
 
 def _files(stem: Path) -> Iterator[Path]:
     yield from sealed_pieces(stem)
-    for suffix in (".spool", ".ring", ".head", ".stacks"):
-        yield stem.with_suffix(suffix)
+    yield stem.with_suffix(".spool")
+    yield stem.with_suffix(".head")
+    yield ring_of(stem)
+    yield ring_of(stem).with_suffix(".stacks")

@@ -1,0 +1,108 @@
+"""Where the rings of a run lie: in a folder for each host, and their mapped files on a file system of that host.
+
+    one launcher                RUN/rings/            rings, spools, sealed pieces
+    several hosts, launchers    RUN/hosts/<host>-<its index>/rings/   the same, of this host's processes alone
+    RUN on NFS, Lustre, FUSE    <either>/live -> a folder in this host's memory: the rings; the rest stays in RUN
+
+A ring is mapped memory that every record is stored into. On a network file system each store may wait for a server,
+and a file that another host shortens ends its writer with SIGBUS. So a host touches rings of its own only, and what
+leaves them for RUN is appended in large pieces.
+
+>>> ring_folders(Path("/nonexistent"))
+[]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from headway.core.host import host_id
+from headway.core.mounts import place_of
+
+LIVE = "live"
+"""Name of the link to the folder that holds the mapped files."""
+
+OF = "of"
+"""Name of the link back, in that folder: while it leads there, the rings are wanted."""
+
+PREFIX = "headway-rings-"
+
+ROOM_BYTES = 48 << 20
+"""Free room that a file system must have to be chosen: eight ranks with sixteen loader workers each fill 42 MB."""
+
+
+def ring_folders(run: Path) -> list[Path]:
+    """Return the folders of a run that hold, or held, rings."""
+    found = [run / "rings", *sorted(run.glob("hosts/*/rings"))]
+    return [folder for folder in found if folder.is_dir()]
+
+
+def live_folder(rings: Path) -> Path:
+    """Return where the mapped files of `rings` lie: itself, or a folder in this host's memory."""
+    live = rings / LIVE
+    return live if live.is_dir() else rings
+
+
+def make(run: Path, host: int | None = None) -> Path:
+    """Make the folder for the rings of this host; `host` is its index where other launchers write into `run` as well.
+
+    Raises `OSError` where the run folder cannot be written; without room in memory the rings lie in it.
+    """
+    rings = run / "rings" if host is None else run / "hosts" / f"{host_id()}-{host}" / "rings"
+    rings.mkdir(parents=True, exist_ok=True)
+    if not place_of(rings).is_local and not (rings / LIVE).is_dir():
+        _link_memory(rings)
+    return rings
+
+
+def leave(rings: Path) -> None:
+    """Give back what `make` took in memory, once the last ring is gone."""
+    live = rings / LIVE
+    if not live.is_symlink():
+        return
+    with contextlib.suppress(OSError):
+        memory = live.resolve()
+        if os.listdir(memory) == [OF]:  # otherwise another launcher of this host still has rings there
+            shutil.rmtree(memory)
+            live.unlink()
+
+
+def bases() -> Iterator[Path]:
+    """Yield folders of this host in which rings may lie, the best first."""
+    for name in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", tempfile.gettempdir()):
+        base = Path(name)
+        if name and base.is_dir() and os.access(base, os.W_OK) and place_of(base).is_local:
+            room = os.statvfs(base)
+            if room.f_bavail * room.f_frsize >= ROOM_BYTES:
+                yield base
+
+
+def _link_memory(rings: Path) -> None:
+    """Make the private folder in memory to which `live` points; the first of a host's launchers to do so wins."""
+    link = rings / LIVE
+    for base in bases():
+        with contextlib.suppress(OSError):
+            _sweep(base)
+            memory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+            try:
+                (memory / OF).symlink_to(link.absolute())
+                if link.is_symlink():
+                    link.unlink()  # it points at a folder that is gone: of an earlier boot, or swept
+                link.symlink_to(memory)
+            except FileExistsError:
+                shutil.rmtree(memory)
+            return
+
+
+def _sweep(base: Path) -> None:
+    """Remove folders of this user to which no run folder leads any more: their launcher was killed, the run removed."""
+    for memory in base.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            of = memory / OF
+            if memory.stat().st_uid == os.getuid() and of.is_symlink() and of.resolve() != memory.resolve():
+                shutil.rmtree(memory)
