@@ -17,7 +17,7 @@ from typing import Any
 from headway.runtime.gradients import FORWARD as BY_FORWARD
 from headway.runtime.probes import Probes, now
 from headway.runtime.timers import out_of_compiler
-from headway.trace.vocabulary import SPANS
+from headway.trace.vocabulary import SPANS, WAIT_NS
 
 FORWARD, MODE = SPANS["forward"].code, SPANS["mode"].code
 
@@ -87,24 +87,26 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     emit, forwarding, begun = probes.emit, probes.forwarding, probes.gradients.begun
     gradients, trainer, gap = probes.gradients, probes.trainer, probes.gap
     gap_open, gap_asks = gap.open, gap.asks_forward
-    cpu_ended = [0]  # CPU time of the thread when the newest forward ended: tells waiting from computing between two
+    # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read. Between two
+    # forwards of a step it tells waiting from computing; it is a system call, so it is read only once a script was
+    # seen to have long times there.
+    ended_ns, cpu_ended, asks_cpu = [0], [-1], [False]
     numbers, parameters = models.numbers, models.parameters
-    is_compiling, is_grad_enabled, ident = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled, _thread.get_ident
-
-    direct = getattr(getattr(original, "__code__", None), "co_names", None) == KNOWN_CALL
+    is_grad_enabled, ident = torch.is_grad_enabled, _thread.get_ident
+    direct = calls_directly(original)
 
     def outermost(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module and record how long that took."""
         if begun[0] and ident() != trainer[0]:
             return original(self, *args, **kwargs)
-        forwarding[0] = True
-        if gap_open[0]:
-            gap_open[0], between = False, -1
+        forwarding[0], opened, between = True, gap_open[0], -1
+        if opened:
+            gap_open[0] = False
             if gap_asks[0]:
                 gap.note_forward()
             if probes.device_timers:
                 probes.device_timers.begun()
-        else:
+        elif cpu_ended[0] >= 0:
             between = thread_time_ns() - cpu_ended[0]
         start = now()
         try:
@@ -120,7 +122,11 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             if model == -2:
                 model = models.add(self)
             emit(FORWARD, start, duration, model, learns + 2 * self.training, between)
-            cpu_ended[0] = thread_time_ns()
+            if asks_cpu[0]:
+                cpu_ended[0] = thread_time_ns()
+            elif not opened and start - ended_ns[0] >= WAIT_NS and ended_ns[0]:
+                asks_cpu[0] = True
+            ended_ns[0] = start + duration
             if learns and model >= 0:
                 gradients.parameter = parameters[model]
                 if probes.device_timers:
@@ -134,7 +140,23 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             probes.failed("forward", cause)
         return result
 
-    if direct:
+    for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):
+        out_of_compiler(function)
+    return out_of_compiler(_entry(original, outermost, forwarding))
+
+
+def calls_directly(original: Callable[..., Any]) -> bool:
+    """Whether torch's `Module.__call__` is the one that is known: it then need not be called."""
+    return getattr(getattr(original, "__code__", None), "co_names", None) == KNOWN_CALL
+
+
+def _entry(original: Callable[..., Any], outermost: Callable[..., Any], forwarding: list[bool]) -> Callable[..., Any]:
+    """Return what stands for `Module.__call__`: `outermost` where no module is being called, else nearly nothing."""
+    import torch
+
+    is_compiling = torch.compiler.is_dynamo_compiling
+
+    if calls_directly(original):
         # One frame less for every submodule: what torch's function does is done here.
         @functools.wraps(original)
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807  # the name it has in torch
@@ -156,9 +178,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 return original(self, *args, **kwargs)
             return outermost(self, args, kwargs)
 
-    for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):
-        out_of_compiler(function)
-    return out_of_compiler(__call__)
+    return __call__
 
 
 def module_train(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:

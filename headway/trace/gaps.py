@@ -24,14 +24,11 @@ from headway.trace.intervals import LAST, Intervals, inside, merged, without
 from headway.trace.pauses import pauses_of
 from headway.trace.rows import Rows
 from headway.trace.segments import CODE
-from headway.trace.vocabulary import KIND
+from headway.trace.vocabulary import KIND, WAIT_NS
 
 Ints = NDArray[np.int64]
 
 FORWARD, SCRIPT = CODE["forward"], CODE["host.script"]
-
-WAIT_NS = 500_000
-"""A shorter time between two forwards of a step is part of computing, whatever the thread did in it."""
 
 
 def gaps(main: Rows, bounds_ns: Ints, evaluations: Rows, gradients: Gradients, basis: Basis) -> Rows:

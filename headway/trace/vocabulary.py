@@ -42,6 +42,9 @@ READ_AGAIN = 1
 GC_CALLED = 4
 """What a garbage collection's generation is raised by where the script called `gc.collect`."""
 
+WAIT_NS = 500_000
+"""A shorter time between two forwards of a step is part of computing, whatever the thread did in it."""
+
 SPANS: dict[str, Span] = {
     # Bookkeeping.
     "process": Span(1, "MARK", (), "life of the rank's process: fork or exec to exit"),
@@ -66,7 +69,8 @@ SPANS: dict[str, Span] = {
                     "outermost call of a module on the training thread; corr = model (modules that share their first "
                     "trainable parameter are one model; -1 = nothing trainable), seq = sum of 1 if gradients were "
                     "enabled, 2 if module.training was set, 4 if a backward of its step followed (set when finalised); "
-                    "bytes = CPU ns of the thread since the forward before it ended, -1 for the first after an update"),
+                    "bytes = CPU ns of the thread since the forward before it ended, -1 for the first after an update, "
+                    "and until a time of at least `WAIT_NS` was seen between two forwards of a step"),
     "graph.replay": Span(12, "MARK", ("corr",), "replay of a captured device graph; corr = graph"),
     "mode": Span(13, "MARK", ("corr", "seq"),
                  "instant: train() or eval() of a whole model; corr = model, seq = 1 for training"),
