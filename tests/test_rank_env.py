@@ -22,7 +22,6 @@ from headway.runtime.rank_env import (
     check_host,
     headway_env,
     inherited,
-    num_cuda_devices,
     num_processes,
     torchrun_env,
 )
@@ -89,14 +88,35 @@ def test_a_wanted_port_is_held_too():
         assert port.number == number
 
 
-def test_devices_are_counted_as_a_rank_would_see_them(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3, 5")
-    assert num_cuda_devices() == 3
+FAKE_TORCH = """
+import os
+if os.environ.get("TORCH_IS_BROKEN"):
+    raise ImportError("libcudart.so.12: cannot open shared object file")
+class accelerator:
+    is_available = staticmethod(lambda: bool(accelerator.device_count()))
+    device_count = staticmethod(lambda: len(os.environ["HIP_VISIBLE_DEVICES"].split(",")) - 1)
+"""
+
+
+def test_devices_are_counted_as_a_rank_would_see_them(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,3,5,")
+    monkeypatch.setenv("HEADWAY_PRETEND", "device")
+
     assert num_processes("gpu") == num_processes("auto") == 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
     assert num_processes("auto") == len(os.sched_getaffinity(0))
-    with pytest.raises(InputError, match="no CUDA device"):
+    with pytest.raises(InputError, match="torch sees no device"):
         num_processes("gpu")
+    monkeypatch.setenv("TORCH_IS_BROKEN", "1")
+    with pytest.raises(InputError, match="libcudart"):
+        num_processes("auto")
+
+
+def test_on_a_host_without_devices_torch_is_not_asked(monkeypatch):
+    monkeypatch.setenv("TORCH_IS_BROKEN", "1")
+    assert num_processes("auto") == len(os.sched_getaffinity(0))
 
 
 def test_an_unknown_host_is_an_error_at_once():

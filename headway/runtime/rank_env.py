@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,17 @@ from pathlib import Path
 
 from headway.core.errors import InputError
 from headway.core.host import host_cores
+from headway.runtime.device import host_has_devices
 
 INJECT = Path(__file__).resolve().parent / "inject"
 """The folder that goes in front of PYTHONPATH: its sitecustomize starts the recording."""
+
+COUNT = """
+import torch
+kind = getattr(torch, "accelerator", None) or torch.cuda
+print(kind.device_count() if kind.is_available() else 0)
+"""
+"""Program that prints how many devices torch sees."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +207,9 @@ def check_host(host: str, what: str) -> None:
 
 
 def num_processes(text: str | int | None) -> int:
-    """Return how many ranks `--nproc-per-node` means: a number, 'auto', 'gpu', 'cpu' or None, without importing torch.
+    """Return how many ranks `--nproc-per-node` means (a number, 'auto', 'gpu', 'xpu', 'cpu', None); no torch here.
 
-    Raises `InputError` on anything else, and for 'gpu' without a CUDA device.
+    Raises `InputError` on anything else, and for 'gpu' and 'xpu' without a device.
     """
     if text is None:
         return 1
@@ -209,26 +218,28 @@ def num_processes(text: str | int | None) -> int:
         if count < 1:
             raise InputError(f"--nproc-per-node is {count}; it must be at least 1. Pass 1 for a single process.")
         return count
-    if text not in ("auto", "gpu", "cpu"):
-        raise InputError(f"--nproc-per-node is {text!r}; it must be a number, auto, gpu or cpu. Pass a number.")
-    devices = 0 if text == "cpu" else num_cuda_devices()
-    if text == "gpu" and not devices:
-        raise InputError("--nproc-per-node is 'gpu' but no CUDA device is visible. Pass a number, or 'cpu'.")
+    if text not in ("auto", "gpu", "xpu", "cpu"):
+        raise InputError(f"--nproc-per-node is {text!r}; it must be a number, auto, gpu, xpu or cpu. Pass a number.")
+    devices = 0 if text == "cpu" else num_devices()
+    if text in ("gpu", "xpu") and not devices:
+        raise InputError(f"--nproc-per-node is {text!r} but torch sees no device. Pass a number, or 'cpu'.")
     return devices or host_cores()
 
 
-def num_cuda_devices() -> int:
-    """Return how many CUDA devices a rank would see, asked of the driver's library; 0 without one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
-    import pynvml
+def num_devices() -> int:
+    """Return how many devices a rank would see, asked of torch in a child; 0 where the kernel knows none.
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    torch alone knows what hides devices on each kind of accelerator (CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES,
+    ROCR_VISIBLE_DEVICES, ZE_AFFINITY_MASK, MIG); asking starts drivers, which the launcher must not hold.
+    Raises `InputError` where torch cannot say.
+    """
+    if not host_has_devices():
         return 0
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()
+    env = {**inherited(os.environ), "HEADWAY": "off"}
+    asked = subprocess.run([sys.executable, "-c", COUNT], env=env, capture_output=True, text=True, check=False)
+    if asked.returncode or not asked.stdout.strip().isdigit():
+        raise InputError(
+            f"torch cannot count the devices of this host: {asked.stderr.strip().rpartition(chr(10))[2]!r}. "
+            "Pass a number with --nproc-per-node, or mend torch: python -c 'import torch'"
+        )
+    return int(asked.stdout)
