@@ -32,8 +32,8 @@ LOOKS = 64
 ENOUGH = 2000
 """Samples after which ten looks a second do."""
 
-FEW = 2
-"""Samples in `LOOKS` looks below which they become rare."""
+FEW = 4
+"""Samples that count in `LOOKS` looks, below which looks become rare: each takes the interpreter from the training."""
 
 MOST_LINES = 20
 """Lines that are reported."""
@@ -126,9 +126,8 @@ class GapStacks:
         while not stop.wait(period):
             moment = time.perf_counter_ns()
             if self.open[0]:
-                hits += 1
                 since = max(moment - max(last, self.resumed[0]), 0)
-                self._sample(min(since, int(2e9 * period)))
+                hits += self._sample(min(since, int(2e9 * period)))
             last = moment
             looks += 1
             if looks == LOOKS:
@@ -137,26 +136,27 @@ class GapStacks:
             if looks % (LOOKS // 2 if period == PERIOD_S else FEW) == 0:
                 self.asks[0] = True  # the loop may have moved into another function
 
-    def _sample(self, ns: int) -> None:
-        """Take the stack of the training thread; it counts for `ns`."""
+    def _sample(self, ns: int) -> bool:
+        """Take the stack of the training thread, which counts for `ns`; returns whether the script's own code ran."""
         frame = sys._current_frames().get(self._trainer[0])
         loop, below = self._shared(frame)
         if loop is None or not self.open[0]:
-            return
+            return False
         while frame is not None and frame is not loop:
             if is_ours(frame.f_code):
-                return  # in a handler, a save, a wait that a probe times
+                return False  # in a handler, a save, a wait that a probe times
             frame = frame.f_back
         place = (loop.f_code, loop.f_lineno, below.f_code.co_name if below is not None else "")
         entry = self._seen.get(place)
         if entry is None:
             if len(self._seen) >= MOST_PLACES:
-                return
+                return True
             entry = self._seen[place] = [0, 0]
         entry[0] += ns
         entry[1] += 1
         self._samples += 1
         self.asks_forward[0] = True
+        return True
 
     def _shared(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
         """Return the deepest frame of a stack that is also one of an update's, and the frame called there.
