@@ -292,7 +292,7 @@ def different(loader: DataLoader[Any]) -> str | None:
     if reason := out_of_sight(loader.dataset):
         return reason
     read = loader.dataset, loader.collate_fn
-    finding = unfit(loader, shares=True)[0] or names_draws(read) or names_threads(read)
+    finding = unfit(loader)[0] or names_draws(read) or names_threads(read)
     if finding:
         return impure(finding)
     if any(isinstance(value, (BytesIO, StringIO)) for value, _ in reached(read)):

@@ -87,12 +87,12 @@ class TriedBatch:
         return collated(self.dataset, self.collate_fn, self.indices or 0, batched=bool(self.indices))
 
 
-def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False, shares: bool = False) -> tuple[str | None, int]:
+def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple[str | None, int]:
     """Say why a loader's batches may not be made by (more) workers, or None; and the bytes of the batch tried.
 
     This process never reads the dataset, which may count its readings where nobody sees it: children do, apart from
     it. One reads as this process would, another as a worker would. `may_draw` as in `impurity`. With `starts` a worker
-    calls the loader's `worker_init_fn` first. With `shares` workers are threads, which share the dataset.
+    calls the loader's `worker_init_fn` first.
     """
     batches, generators = TriedBatch(loader), order_generators(loader)
     if loader.num_workers:
@@ -106,7 +106,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False, shares: 
         finding = handle(loader.dataset) or handle(loader.collate_fn) or _keeps_a_file(loader, batches)
         finding = finding or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
         finding = finding or handle(loader.dataset) or _moved(before) or _remembers(loader, batches)
-        finding = finding or (None if shares else _collects(loader, batches))
+        finding = finding or _collects(loader, batches)
         set_generators(states)
         return finding, b"" if finding else encode(batches[0])
 
@@ -220,7 +220,11 @@ def _keeps_a_file(loader: Any, batches: TriedBatch) -> str | None:
 
 
 def _collects(loader: Any, batches: TriedBatch) -> str | None:
-    """Say that the reading of another example leaves more behind, or None: each worker would collect its own part."""
+    """Say that the reading of another example leaves more behind, or None.
+
+    Each worker process would collect its own part. Threads share it, but read ahead: what they keep is made of what
+    examples are made of now, and the loop may change that before it comes to them.
+    """
     read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
     if last in (batches.indices or [0]):
         return None
