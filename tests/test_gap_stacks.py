@@ -112,6 +112,22 @@ def test_no_sample_is_taken_in_headways_own_work(tmp_path):
     assert not {"step", "listener"} & set().union(*(functions for _, functions in seen))
 
 
+@pytest.mark.parametrize(("every", "period_s"), [(1, gap_stacks.PERIOD_S), (64, gap_stacks.RELAXED_S)])
+def test_looks_become_rare_where_few_samples_are_the_scripts_own(every, period_s, monkeypatch):
+    gap, periods = GapStacks(open=[True]), []
+    monkeypatch.setattr(GapStacks, "_sample", lambda self, ns: len(periods) % every == 0)
+
+    class Looks:
+        def wait(self, period):
+            periods.append(period)
+            return len(periods) > 3 * gap_stacks.LOOKS
+
+    gap._run(Looks())
+
+    assert periods[0] == gap_stacks.PERIOD_S
+    assert periods[-1] == period_s
+
+
 def test_the_time_of_headways_own_work_does_not_count_for_the_line_that_is_seen_next(monkeypatch):
     gap, moments, ends = GapStacks(), iter([0, 15_000_000]), iter([False, True])
     gap._trainer[0] = threading.get_ident()

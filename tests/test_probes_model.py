@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import threading
+import time
 
 import pytest
 import torch
@@ -74,6 +75,21 @@ def test_other_threads_do_not_hide_the_forwards_of_the_one_that_trains(tmp_path)
         actor.join()
 
     assert numbers(tmp_path, "forward") == [(0, ENABLED + TRAINING)] * 2
+
+
+def test_cpu_time_between_forwards_is_read_once_long_times_were_seen_there(tmp_path):
+    with recording(tmp_path):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for wait_s in (0, 0.002, 0.002):
+            for _ in range(3):
+                loss = model(torch.ones(2, 4)).sum()
+                time.sleep(wait_s)
+            loss.backward()
+            optimizer.step()
+
+    read = [row["c"] >= 0 for row in rows(tmp_path)["forward"]]
+    assert read == [False] * 5 + [True] + [False, True, True]
 
 
 def test_a_forward_that_fails_leaves_the_next_one_recorded(tmp_path):

@@ -39,6 +39,8 @@ for step in range(30):
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     time.sleep(2.5 if step == 15 and "pause" in sys.argv else 0.01)
+if "fail first" in sys.argv and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise SystemExit(1)
 print("mapped", sorted({line.split()[-1] for line in open("/proc/self/maps") if ".ring" in line}))
 """
 
@@ -97,11 +99,12 @@ def test_on_a_network_file_system_rings_are_mapped_in_memory_and_given_back(far_
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
 
-    ended = launch(LaunchOptions(out=folder, quiet=True, windows=0), ["train.py"])
+    options = LaunchOptions(out=folder, quiet=True, windows=0, max_restarts=1, nproc_per_node=1)
+    ended = launch(options, ["train.py", "fail first"])
 
     assert ended.code == 0
     assert f"mapped ['{memory}/headway-rings-" in capfd.readouterr().out
-    assert steps_of(folder) == {0: 30}
+    assert [part.meta["num_steps"] for part in Run.open(folder).attempts()] == [30, 30]
     assert not list(memory.iterdir())
     assert not list((folder / "rings").iterdir())
 

@@ -122,10 +122,10 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             if model == -2:
                 model = models.add(self)
             emit(FORWARD, start, duration, model, learns + 2 * self.training, between)
+            if not opened and start - ended_ns[0] >= WAIT_NS and ended_ns[0]:
+                asks_cpu[0] = True
             if asks_cpu[0]:
                 cpu_ended[0] = thread_time_ns()
-            elif not opened and start - ended_ns[0] >= WAIT_NS and ended_ns[0]:
-                asks_cpu[0] = True
             ended_ns[0] = start + duration
             if learns and model >= 0:
                 gradients.parameter = parameters[model]

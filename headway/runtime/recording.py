@@ -220,13 +220,13 @@ class Recording:
             of_rank = {row.rank: asdict(row) for row in rows}
             finalise_attempt(self.path, self.attempt, rows=of_rank, rings=self.rings, ranks=self._own_rings)
             pack_windows(self.path / "windows", self._own_windows)
-            ring_folders.leave(self.rings)
         except Exception as cause:
             self.problems.append(f"the events of attempt {self.attempt} could not be written: {cause!r}")
 
     def end(self, exit_: Exit) -> None:
         """Write the final run.json; a failure is kept in `problems`."""
         try:
+            ring_folders.leave(self.rings)
             self.write(exit_=exit_, end_ns=time.perf_counter_ns())
         except Exception as cause:  # whatever is wrong with the folder, it must not hide how the job ended
             self.problems.append(f"run.json could not be written: {cause!r}")
