@@ -11,21 +11,18 @@ account, what bounds the job is named right in all of them, and predictions of `
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from _command import ROOT
-
 from headway.core.errors import HeadwayError
 from headway.ledger.ledger import Ledger
 from headway.sim.program import Program
 from headway.trace.runs import Run
+from tests.accelerator import recorded_loop
 
 STEPS = 150
 
@@ -69,28 +66,24 @@ def mixes(count: int) -> list[Mix]:
     return found
 
 
-def run(mix: Mix, folder: Path, *, load: float = 1.0, device: float = 1.0, workers: int = 0) -> tuple[Path, Path]:
-    """Run a job; returns the run folder and the device's account."""
+def run(
+    mix: Mix, folder: Path, *, load: float = 1.0, device: float = 1.0, workers: int = 0
+) -> tuple[Path, list[tuple[int, int]]]:
+    """Run a job; returns the run folder and the device's work."""
     folder.mkdir()
-    truth, each = folder / "truth.json", mix.device_ms / device
-    command = [
-        sys.executable, "-m", "headway.cli", "run", "--json", "--out", str(folder / "run"), "--module", "--",
-        "tests.accelerator", "--truth", str(truth), "--depth", str(mix.depth), "--launches", "4",
-        "--forward-ms", f"{each * 0.3:.4f}", "--backward-ms", f"{each * 0.6:.4f}", "--update-ms", f"{each * 0.1:.4f}",
-        "--", str(ROOT / "benchmarks" / "jobs" / "device_loop.py"),
-        "--steps", str(STEPS), "--load-ms", f"{mix.load_ms * load:.4f}", "--host-ms", f"{mix.host_ms:.4f}",
-        "--read-every", str(mix.read_every), "--workers", str(workers),
-    ]  # fmt: skip
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HEADWAY_PRETEND": "device"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, timeout=120, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{mix}: {done.stderr[-2000:]}")
-    return folder / "run", truth
+    each = mix.device_ms / device
+    work = recorded_loop(
+        folder,
+        {"forward_ms": each * 0.3, "backward_ms": each * 0.6, "update_ms": each * 0.1, "depth": mix.depth},
+        {"steps": STEPS, "load_ms": mix.load_ms * load, "host_ms": mix.host_ms, "read_every": mix.read_every,
+         "workers": workers},
+    )  # fmt: skip
+    return folder / "run", work
 
 
-def ledger_error(path: Path, truth: Path) -> tuple[float, str]:
+def ledger_error(path: Path, work: list[tuple[int, int]]) -> tuple[float, str]:
     """Return by how many points of the steps' time the ledger's work is wrong, and what it says bounds the job."""
-    found, work = Ledger.of(Run.open(path)), json.loads(truth.read_text())["work"]
+    found = Ledger.of(Run.open(path))
     steps_ns = int(found.step_wall_ns.sum())
     busy = sum(end - start for start, end in work)
     useful = found.ledger_ns["useful"] + found.ledger_ns["eval"]
@@ -128,8 +121,8 @@ def main() -> int:
     for index, mix in enumerate(mixes(options.count or (30 if options.full else 5))):
         with tempfile.TemporaryDirectory(prefix="headway-device-") as name:
             folder = Path(name)
-            before, truth = run(mix, folder / "before")
-            points, bound = ledger_error(before, truth)
+            before, work = run(mix, folder / "before")
+            points, bound = ledger_error(before, work)
             found = predictions(mix, before, folder)
         rows.append({**asdict(mix), "points": round(points, 2), "bound": bound, "right": bound == mix.bound,
                      "predictions": found})  # fmt: skip

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import runpy
+import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ import numpy as np
 from headway.runtime import device
 
 now = time.perf_counter_ns
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Accelerator(device.Device):
@@ -211,6 +215,29 @@ def pretend_cuda(accelerator: Accelerator) -> None:
         owner.cuda = lambda self, *_, **__: self
     beneath(torch.cuda, "synchronize", lambda _: lambda *_: accelerator.synchronize())
     torch.cuda.is_available = lambda: True
+
+
+def recorded_loop(folder: Path, accelerator: Mapping[str, float], loop: Mapping[str, float]) -> list[tuple[int, int]]:
+    """Record benchmarks/jobs/device_loop.py into `folder`/run on an emulated accelerator; returns all of its work, ns.
+
+    The mappings are the options of this module and of the loop. Raises `RuntimeError` where the job fails.
+    """
+    truth, job = folder / "truth.json", ROOT / "benchmarks" / "jobs" / "device_loop.py"
+    command = [
+        sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder / "run"), "--module", "--",
+        "tests.accelerator", "--truth", str(truth), "--launches", "4", *options_of(accelerator),
+        "--", str(job), *options_of(loop),
+    ]  # fmt: skip
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", device.PRETEND: "device"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{loop} on {accelerator}: {done.stderr[-2000:]}")
+    return [(start, end) for start, end in json.loads(truth.read_text())["work"]]
+
+
+def options_of(values: Mapping[str, float]) -> list[str]:
+    """Return a command line's options."""
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value:g}")]
 
 
 def main() -> None:

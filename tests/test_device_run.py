@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from headway.ledger.ledger import Ledger
-from headway.runtime.device import PRETEND
 from headway.sim.program import Program
 from headway.trace.runs import Run
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.accelerator import recorded_loop
 
 MIXES = {
     # forward and backward ms, launches in the queue, load ms, read every; what bounds it
@@ -25,19 +19,14 @@ MIXES = {
 }
 
 
-def run(folder: Path, mix: tuple[int, int, int, int, int, str]) -> tuple[Run, list[list[int]]]:
+def run(folder: Path, mix: tuple[int, int, int, int, int, str]) -> tuple[Run, list[tuple[int, int]]]:
     forward, backward, depth, load, read_every, _ = mix
-    command = [
-        sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder / "run"), "--module", "--",
-        "tests.accelerator", "--truth", str(folder / "truth.json"), "--launches", "4", "--depth", str(depth),
-        "--forward-ms", str(forward), "--backward-ms", str(backward), "--update-ms", "1",
-        "--", str(ROOT / "benchmarks" / "jobs" / "device_loop.py"),
-        "--steps", "80", "--load-ms", str(load), "--read-every", str(read_every),
-    ]  # fmt: skip
-    environ = {**os.environ, PRETEND: "device"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return Run.open(folder / "run"), json.loads((folder / "truth.json").read_text())["work"]
+    work = recorded_loop(
+        folder,
+        {"forward_ms": forward, "backward_ms": backward, "update_ms": 1, "depth": depth},
+        {"steps": 80, "load_ms": load, "read_every": read_every},
+    )
+    return Run.open(folder / "run"), work
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)

@@ -13,6 +13,7 @@ import pytest
 
 from headway.core.mounts import Mount, place_of
 from headway.runtime.drain import Drainer
+from headway.runtime.finalise import finalise
 from headway.runtime.launch import LaunchOptions, launch
 from headway.trace import ring_folders, spool
 from headway.trace.runs import Run
@@ -81,6 +82,20 @@ def test_a_ring_that_is_retired_stays_mapped_and_its_name_stays_taken(tmp_path):
 
     assert Path(process.recorder.path).stat().st_size == 0
     assert spool.stems(tmp_path / "rings")
+
+
+def test_what_a_ring_held_is_kept_when_somebody_removes_it_while_the_job_runs(tmp_path):
+    process = Process(tmp_path)
+    process.train(4)
+    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer.drain()
+    process.train(3)
+    os.unlink(process.recorder.path)  # as a session manager does when its user logs out
+    drainer.stop()
+    (stem,) = spool.stems(tmp_path / "rings")
+
+    assert spool.recorded(stem).dropped == 0
+    assert len(finalise(tmp_path)) == 1
 
 
 @pytest.fixture

@@ -177,6 +177,17 @@ def test_ranks_under_another_launcher_add_their_own_rows(tmp_path):
         ({"run.json": '{"schema": "headway.run-folder/9"}'}, "must be 'headway.run-folder/1'"),
         ({"run.json": '{"schema": "headway.run-folder/1"}'}, "holds no events: the script never imported torch"),
         ({"run.json": '{"schema": "headway.run-folder/1", "env": {"HEADWAY": "0"}}'}, "events: HEADWAY=off switched"),
+        (
+            {"run.json": '{"schema": "headway.run-folder/1", "script": ["python3", "-u", "-E", "train.py", "-S"]}'},
+            "events: python3 -E does not load",
+        ),
+        (
+            {
+                "run.json": '{"schema": "headway.run-folder/1"}',
+                "logs/r0.err": "1\nheadway: nothing is recorded in process 7: /r: [Errno 28] No space left\n2\n",
+            },
+            "events: nothing is recorded in process 7: /r: .Errno 28. No space left. What",
+        ),
         ({"rings/a0-r0-p1.ring": ""}, "no readable event"),
         ({"events/x": ""}, "neither run.json nor events"),
     ],

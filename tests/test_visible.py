@@ -263,4 +263,4 @@ def test_threads_leave_a_dataset_alone_that_keeps_the_index_under_way():
     with applied(threads, REMEDIES[threads]) as context:
         list(DataLoader(Current(), 5))
 
-    assert "leaves something in a place that threads would share" in str(context.outcomes[-1])
+    assert "keeps something of each example that it reads" in str(context.outcomes[-1])

@@ -159,6 +159,33 @@ def test_a_script_with_its_own_profiler_gets_its_profile_and_no_window_afterward
     assert all(row["a"] <= 1 for row in rows(tmp_path / "run").get("window", []))
 
 
+ANNOTATE = (
+    TRAIN
+    + """
+    with torch.autograd.profiler.emit_itt():
+        for optimizer in optimizers:
+            optimizer.step()
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "variable", "stopped"),
+    [
+        (ANNOTATE, "NOTHING", "the script runs a profiler"),
+        (TRAIN, "CUDA_INJECTION64_PATH", "a profiler from outside: CUDA_INJECTION64_PATH is set"),
+        (TRAIN, "KINETO_USE_DAEMON", "a profiler from outside: KINETO_USE_DAEMON is set"),
+    ],
+)
+def test_profilers_from_outside_and_annotations_of_the_script_end_the_windows(source, variable, stopped, tmp_path):
+    source = source.replace("OPTIMIZERS", "1").replace("STEPS", "60")
+    run_script(source, tmp_path, HEADWAY_WINDOWS="1", **{variable: "1"})
+    tables = json.loads((tmp_path / "run" / "tables" / "r0.json").read_text())
+
+    assert tables["windows_stopped"] == stopped
+    assert variable == "NOTHING" or "windows" not in tables
+
+
 def test_a_fork_inside_a_window_drops_it(tmp_path):
     """The loader's workers are forked in the middle of a window: they must not inherit a running profiler."""
     with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:

@@ -227,12 +227,12 @@ def disk(root: Path, env: Mapping[str, str]) -> Finding:
 
 
 def run_folders(root: Path, env: Mapping[str, str]) -> Finding:
-    """On what file system run folders lie: on one of another host, rings are mapped in this host's memory instead."""
+    """On what file system run folders lie: on one of another host, rings are mapped elsewhere on this host."""
     place = place_of(Path.cwd(), root)
-    memory = None if place.is_local else next(ring_folders.bases(), None)
-    value = f"{place.kind or 'unknown'}{f', rings in {memory}' if memory is not None else ''}"
-    fix = "each record may wait for the file server: free 48 MiB of /dev/shm, or name a local folder with --out"
-    return Finding(f"file system ({Path.cwd()})", value, "of this host", place.is_local or memory is not None, fix)
+    private = None if place.is_local else next(ring_folders.bases(), None)
+    value = f"{place.kind or 'unknown'}{f', rings in {private}' if private is not None else ''}"
+    fix = "each record may wait for the file server: free 48 MiB of the temporary folder, or name a local --out"
+    return Finding(f"file system ({Path.cwd()})", value, "of this host", place.is_local or private is not None, fix)
 
 
 def temporary(root: Path, env: Mapping[str, str]) -> Finding:

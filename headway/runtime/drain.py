@@ -85,6 +85,12 @@ class _Ring:
         blank.touch()
         os.replace(blank, self.reader.path)
 
+    def leave(self) -> None:
+        """Let go of the ring; of one that somebody removed meanwhile the header is kept."""
+        if not self.reader.path.exists():
+            spool.write_header(self.stem, self.reader.header)
+        self.close()
+
     def close(self) -> None:
         self.spool.close()
         self.reader.close()
@@ -133,7 +139,7 @@ class Drainer:
         if self.failure is None:
             self._try(lambda: self.drain(final=True))
         for ring in self._followed.values():
-            ring.close()
+            ring.leave()
         self._followed.clear()
 
     def drain(self, *, final: bool = False) -> None:

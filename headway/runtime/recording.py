@@ -134,7 +134,7 @@ class Recording:
     rings: Path = field(init=False)
     """Folder of this host's rings."""
     live: Path = field(init=False)
-    """Where they are mapped: that folder, or one in memory."""
+    """Where they are mapped: that folder, or a private one of this host."""
     drainer: Drainer | None = None
     load_watch: LoadWatch | None = None
     """Follows what other processes take of the cores, from the first attempt on."""

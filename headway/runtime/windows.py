@@ -17,6 +17,7 @@ itself gets no windows from then on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import struct
@@ -49,6 +50,12 @@ MAX_WINDOWS = 32
 MAX_BYTES = 256 << 20
 """No window after this many, or after this many bytes of windows."""
 
+OUTSIDE_PROFILERS = ("NSYS_PROFILING_SESSION_ID", "CUDA_INJECTION64_PATH", "KINETO_USE_DAEMON")
+"""Variables of Nsight Systems, of tools that CUDA loads, and of Kineto's daemon: these have the activities already."""
+
+SCRIPT_PROFILERS = ("profile._prepare_trace", "emit_nvtx.__enter__", "emit_itt.__enter__")
+"""Functions of torch.autograd.profiler by which a script profiles, or annotates: torch has one profiler at a time."""
+
 FAST_STEP_NS = 4_000_000
 """Steps shorter than this look at the schedule less often and are announced further ahead."""
 
@@ -76,7 +83,9 @@ class Windows:
         """Windows so far."""
         self.cost_ns = 0
         """What they cost so far."""
-        self.stopped = "" if budget > 0 else "HEADWAY_WINDOWS=0"
+        outside = next((name for name in OUTSIDE_PROFILERS if os.environ.get(name)), "")
+        self.stopped = f"a profiler from outside: {outside} is set" if outside else ""
+        self.stopped = self.stopped if budget > 0 else "HEADWAY_WINDOWS=0"
         """Why there are no more windows; '' while there may be."""
         self._bytes = 0
         self._last_cost_ns = 0
@@ -86,7 +95,7 @@ class Windows:
         self._open: _Open | None = None
         self._plan: Schedule | None = None
         self._writers: list[threading.Thread] = []
-        self._undo = self._watch_user()
+        self._undos = [self._watch(name) for name in SCRIPT_PROFILERS]
         if not self.stopped:
             os.register_at_fork(before=self.drop)
             probes.listeners.append(self.listen)
@@ -209,20 +218,21 @@ class Windows:
         self._last_cost_ns += spent
         self.cost_ns += spent
 
-    def _watch_user(self) -> Callable[[], None]:
-        """Stop for good as soon as the script prepares a profiler of its own."""
+    def _watch(self, name: str) -> Callable[[], None]:
+        """Stop for good as soon as the script calls what begins a profile of its own; returns the undo."""
         from headway.runtime.patches import replace_attribute
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
-            def prepare(*args: Any, **kwargs: Any) -> Any:
-                """Make way, then prepare the script's own profiler."""
+            @functools.wraps(original)
+            def begin(*args: Any, **kwargs: Any) -> Any:
+                """Make way, then begin what the script asked for."""
                 self.abort("the script runs a profiler")
                 return original(*args, **kwargs)
 
-            return prepare
+            return begin
 
         try:
-            return replace_attribute("torch.autograd.profiler:profile._prepare_trace", wrapper)
+            return replace_attribute(f"torch.autograd.profiler:{name}", wrapper)
         except Exception as cause:
             self.stopped = f"{type(cause).__name__}: {cause}"
             return lambda: None
@@ -246,7 +256,8 @@ class Windows:
 
     def finish(self) -> None:
         """Close what is open, wait for the files (10 s at most), and take the patch out."""
-        self._undo()
+        for undo in self._undos:
+            undo()
         reason = self.stopped or "the job ended"
         self.abort(reason)
         for writer in self._writers:

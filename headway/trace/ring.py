@@ -66,6 +66,9 @@ ROLES = ("main", "loader", "child", "spawned")
 
 MAIN, LOADER, CHILD, SPAWNED = range(4)
 
+UNRECORDED = "nothing is recorded"
+"""How the warning of a process begins that cannot record: `headway why` looks for it in the logs."""
+
 
 class Recorder:
     """Writes the records of this process; a forked child gets a ring of its own at its first record.
@@ -125,7 +128,7 @@ class Recorder:
                     self._create()
                 except (OSError, ValueError) as cause:
                     self.broken = f"{self.folder}: {cause}"
-                    warn(f"nothing is recorded in process {os.getpid()}: {self.broken}")
+                    warn(f"{UNRECORDED} in process {os.getpid()}: {self.broken}")
         return self._buffer is not None
 
     def _create(self) -> None:

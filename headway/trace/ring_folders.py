@@ -2,7 +2,7 @@
 
     one launcher                RUN/rings/            rings, spools, sealed pieces
     several hosts, launchers    RUN/hosts/<host>-<its index>/rings/   the same, of this host's processes alone
-    RUN on NFS, Lustre, FUSE    <either>/live -> a folder in this host's memory: the rings; the rest stays in RUN
+    RUN on NFS, Lustre, FUSE    <either>/live -> a folder of this host: the rings; the rest stays in RUN
 
 A ring is mapped memory that every record is stored into. On a network file system each store may wait for a server,
 and a file that another host shortens ends its writer with SIGBUS. So a host touches rings of its own only, and what
@@ -25,7 +25,7 @@ from headway.core.host import host_id
 from headway.core.mounts import place_of
 
 LIVE = "live"
-"""Name of the link to the folder that holds the mapped files."""
+"""Name of the link to the private folder that holds the mapped files."""
 
 OF = "of"
 """Name of the link back, in that folder: while it leads there, the rings are wanted."""
@@ -43,7 +43,7 @@ def ring_folders(run: Path) -> list[Path]:
 
 
 def live_folder(rings: Path) -> Path:
-    """Return where the mapped files of `rings` lie: itself, or a folder in this host's memory."""
+    """Return where the mapped files of `rings` lie: itself, or a private folder of this host."""
     live = rings / LIVE
     return live if live.is_dir() else rings
 
@@ -51,30 +51,31 @@ def live_folder(rings: Path) -> Path:
 def make(run: Path, host: int | None = None) -> Path:
     """Make the folder for the rings of this host; `host` is its index where other launchers write into `run` as well.
 
-    Raises `OSError` where the run folder cannot be written; without room in memory the rings lie in it.
+    Raises `OSError` where the run folder cannot be written; without room elsewhere on this host the rings lie in it.
     """
     rings = run / "rings" if host is None else run / "hosts" / f"{host_id()}-{host}" / "rings"
     rings.mkdir(parents=True, exist_ok=True)
     if not place_of(rings).is_local and not (rings / LIVE).is_dir():
-        _link_memory(rings)
+        _link(rings)
     return rings
 
 
 def leave(rings: Path) -> None:
-    """Give back what `make` took in memory, once the last ring is gone."""
+    """Remove the private folder that `make` made, once the last ring is gone."""
     live = rings / LIVE
     if not live.is_symlink():
         return
     with contextlib.suppress(OSError):
-        memory = live.resolve()
-        if os.listdir(memory) == [OF]:  # otherwise another launcher of this host still has rings there
-            shutil.rmtree(memory)
+        private = live.resolve()
+        if os.listdir(private) == [OF]:  # otherwise another launcher of this host still has rings there
+            shutil.rmtree(private)
             live.unlink()
 
 
 def bases() -> Iterator[Path]:
     """Yield folders of this host in which rings may lie, the best first."""
-    for name in (os.environ.get("XDG_RUNTIME_DIR", ""), "/dev/shm", tempfile.gettempdir()):
+    # /dev/shm last: a container's may be small, and loader workers need it.
+    for name in (os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/dev/shm"):
         base = Path(name)
         if name and base.is_dir() and os.access(base, os.W_OK) and place_of(base).is_local:
             room = os.statvfs(base)
@@ -82,27 +83,27 @@ def bases() -> Iterator[Path]:
                 yield base
 
 
-def _link_memory(rings: Path) -> None:
-    """Make the private folder in memory to which `live` points; the first of a host's launchers to do so wins."""
+def _link(rings: Path) -> None:
+    """Make the private folder to which `live` points; the first of a host's launchers to do so wins."""
     link = rings / LIVE
     for base in bases():
         with contextlib.suppress(OSError):
             _sweep(base)
-            memory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+            private = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
             try:
-                (memory / OF).symlink_to(link.absolute())
-                if link.is_symlink():
-                    link.unlink()  # it points at a folder that is gone: of an earlier boot, or swept
-                link.symlink_to(memory)
+                (private / OF).symlink_to(link.absolute())
+                if link.is_symlink() and not link.exists():
+                    link.unlink()  # what it led to is gone: of an earlier boot, or swept
+                link.symlink_to(private)
             except FileExistsError:
-                shutil.rmtree(memory)
+                shutil.rmtree(private)
             return
 
 
 def _sweep(base: Path) -> None:
     """Remove folders of this user to which no run folder leads any more: their launcher was killed, the run removed."""
-    for memory in base.glob(f"{PREFIX}*"):
+    for private in base.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            of = memory / OF
-            if memory.stat().st_uid == os.getuid() and of.is_symlink() and of.resolve() != memory.resolve():
-                shutil.rmtree(memory)
+            of = private / OF
+            if private.stat().st_uid == os.getuid() and of.is_symlink() and of.resolve() != private.resolve():
+                shutil.rmtree(private)

@@ -26,6 +26,7 @@ from headway.trace.assemble import json_object, trace_of_rings
 from headway.trace.clocks import refined
 from headway.trace.deliveries import counts_of
 from headway.trace.parts import Parts
+from headway.trace.ring import UNRECORDED
 from headway.trace.ring_folders import ring_folders
 from headway.trace.trace import Trace
 
@@ -68,10 +69,9 @@ class Run:
         hosts = _facts(path)
         numbers = _attempts(path)
         if not numbers:
-            off = any((facts.get("env") or {}).get("HEADWAY", "").lower() in ("off", "0") for facts in hosts)
-            why = "the script never imported torch, or ended before it did"
-            why = "HEADWAY=off switched the recording off" if off else why
-            raise FormatError(f"{path} holds no events: {why}. What it printed is in {path / 'logs'}.")
+            raise FormatError(
+                f"{path} holds no events: {_why_nothing(path, hosts)}. What it printed is in {path / 'logs'}."
+            )
         parts = _load(path, numbers[-1])
         if len(hosts) == 1:
             return cls(path, {**hosts[0], **_counted(parts)}, _with_facts(parts, hosts[0]))
@@ -281,6 +281,26 @@ def _attempts(path: Path) -> list[int]:
     """Return the attempts that left events or rings."""
     found = {int(m[1]) for p in (path / "events").glob("*.parquet") if (m := _EVENTS.fullmatch(p.name))}
     return sorted(found | {spool.attempt_of(stem) for stem in spool.stems_of_run(path)})
+
+
+def _why_nothing(path: Path, hosts: Sequence[dict[str, Any]]) -> str:
+    """Return why no process of a run recorded anything."""
+    for facts in hosts:
+        if (facts.get("env") or {}).get("HEADWAY", "").lower() in ("off", "0"):
+            return "HEADWAY=off switched the recording off"
+        command = [str(word) for word in facts.get("script") or ()]
+        script = next((place for place, word in enumerate(command[1:], 1) if word[:1] != "-"), len(command))
+        flags = {"-E", "-I", "-S"} & set(command[1:script])
+        if flags and "python" in Path(command[0]).name:
+            return f"{command[0]} {min(flags)} does not load what begins the recording. Leave {min(flags)} out"
+    for log in sorted((path / "logs").glob("r*.err")):
+        found = re.search(rf"^headway: ({UNRECORDED}.*)$", log.read_text(errors="replace"), re.MULTILINE)
+        if found:
+            return found[1]
+    return (
+        "the script never imported torch, or ended before it did, or its Python was started with another PYTHONPATH "
+        "than it was given"
+    )
 
 
 def _load(path: Path, attempt: int) -> Parts:
