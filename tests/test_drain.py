@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.drain import Drainer, prune_windows
+from headway.runtime.drain import DRAIN_S, Drainer, prune_windows
 from headway.runtime.finalise import finalise
 from headway.trace.parquet import read
 from headway.trace.spool import recorded, stems
@@ -72,7 +72,8 @@ def test_beyond_the_budget_the_oldest_pieces_go_but_not_the_start_and_the_loss_i
     assert kept[-1] == written - 1
 
 
-def test_the_ring_of_a_process_that_is_gone_is_emptied_and_keeps_its_name(tmp_path):
+def test_the_ring_of_a_process_that_is_gone_is_emptied_and_keeps_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.runtime.drain.FAR_S", DRAIN_S)  # spools are flushed at that very drain too
     code = (
         "import sys; from tests.rings_made import Process; from pathlib import Path;Process(Path(sys.argv[1])).train(3)"
     )

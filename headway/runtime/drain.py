@@ -14,6 +14,7 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence, Set
@@ -82,8 +83,9 @@ class _Ring:
         spool.write_header(self.stem, self.reader.header)
         self.close()
         blank = self.reader.path.with_suffix(".blank")
-        blank.touch()
-        os.replace(blank, self.reader.path)
+        with contextlib.suppress(FileNotFoundError):  # somebody removed the folder: no name is left to keep
+            blank.touch()
+            os.replace(blank, self.reader.path)
 
     def leave(self) -> None:
         """Let go of the ring; of one that somebody removed meanwhile the header is kept."""
@@ -157,6 +159,8 @@ class Drainer:
             if len(records):
                 for listener in self.listeners:
                     listener(ring.reader.header, records)
+            if self._drains % round(FAR_S / DRAIN_S) == 0:
+                ring.spool.flush()
             if ring.size > self._seal_bytes:
                 ring.seal()
                 self._rotate()
@@ -165,8 +169,6 @@ class Drainer:
                 ring.retire()
                 self._retired.add(stem)
                 del self._followed[stem]
-            if self._drains % round(FAR_S / DRAIN_S) == 0:
-                ring.spool.flush()
         for looker in () if final else self.lookers:
             looker([ring.reader for ring in self._followed.values()])
         self._drains += 1
