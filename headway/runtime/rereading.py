@@ -135,6 +135,7 @@ def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> 
         raise
     if pid == 0:
         try:
+            name_process(DETACHED)  # before the fork: the child has the name from its first moment on, and can be ended
             grandchild = os.fork()
             if grandchild:
                 os.write(telling, b"%d" % grandchild)
@@ -143,7 +144,6 @@ def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> 
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
                 signal.alarm(TIMEOUT_S)
                 os.nice(10 if forks else 5)  # one that forks takes half a second, beside steps that are recorded
-                name_process(DETACHED)
                 step_apart("end at writes", keep=(writing,), forks=forks)
                 answer = work()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
