@@ -124,15 +124,19 @@ def test_on_a_network_file_system_rings_are_mapped_in_memory_and_given_back(far_
     assert not list((folder / "rings").iterdir())
 
 
-def test_memory_that_no_run_leads_to_is_given_back_by_the_next_run(far_folder):
+@pytest.mark.parametrize("is_held", [True, False])
+def test_what_no_launcher_holds_and_no_run_leads_to_is_removed_by_the_next_run(is_held, far_folder, monkeypatch):
+    monkeypatch.setattr(ring_folders, "NEW_S", -1.0)
     folder, memory = far_folder
     ring_folders.make(folder)
     (kept,) = memory.iterdir()
-    shutil.rmtree(folder)
+    shutil.rmtree(folder)  # or another container does not see it
+    if not is_held:
+        os.close(ring_folders._HELD.pop())
     ring_folders.make(folder, host=1)
 
-    assert len(list(memory.iterdir())) == 1
-    assert not kept.exists()
+    assert kept.exists() == is_held
+    assert len(list(memory.iterdir())) == 1 + is_held
 
 
 def test_launchers_of_one_host_share_its_memory(far_folder):

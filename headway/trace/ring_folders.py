@@ -15,9 +15,11 @@ leaves them for RUN is appended in large pieces.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +33,12 @@ OF = "of"
 """Name of the link back, in that folder: while it leads there, the rings are wanted."""
 
 PREFIX = "headway-rings-"
+
+NEW_S = 60.0
+"""A private folder younger than this is never swept."""
+
+_HELD: list[int] = []
+"""Locks of this process on private folders."""
 
 ROOM_BYTES = 48 << 20
 """Free room that a file system must have to be chosen: eight ranks with sixteen loader workers each fill 42 MB."""
@@ -55,8 +63,11 @@ def make(run: Path, host: int | None = None) -> Path:
     """
     rings = run / "rings" if host is None else run / "hosts" / f"{host_id()}-{host}" / "rings"
     rings.mkdir(parents=True, exist_ok=True)
-    if not place_of(rings).is_local and not (rings / LIVE).is_dir():
-        _link(rings)
+    if not place_of(rings).is_local:
+        if (rings / LIVE).is_dir():
+            _HELD.append(_hold(rings / LIVE))  # another launcher of this host made it, and may end before this one
+        else:
+            _link(rings)
     return rings
 
 
@@ -90,6 +101,7 @@ def _link(rings: Path) -> None:
         with contextlib.suppress(OSError):
             _sweep(base)
             private = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+            _HELD.append(_hold(private))
             try:
                 (private / OF).symlink_to(link.absolute())
                 if link.is_symlink() and not link.exists():
@@ -100,10 +112,34 @@ def _link(rings: Path) -> None:
             return
 
 
+def _hold(private: Path) -> int:
+    """Lock a private folder as in use until this process ends, also where it is seen from another container."""
+    descriptor = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    return descriptor
+
+
 def _sweep(base: Path) -> None:
-    """Remove folders of this user to which no run folder leads any more: their launcher was killed, the run removed."""
+    """Remove folders of this user that no launcher holds and to which no run folder leads: that was removed.
+
+    A run folder that another container sees alone seems to be removed as well: hence the lock. A folder of the last
+    minute may not have been locked yet.
+    """
     for private in base.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            of = private / OF
-            if private.stat().st_uid == os.getuid() and of.is_symlink() and of.resolve() != private.resolve():
+            of, about = private / OF, private.stat()
+            if about.st_uid != os.getuid() or time.time() - about.st_mtime < NEW_S:
+                continue
+            if of.is_symlink() and of.resolve() != private.resolve() and _is_free(private):
                 shutil.rmtree(private)
+
+
+def _is_free(private: Path) -> bool:
+    descriptor = os.open(private, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

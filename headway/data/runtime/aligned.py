@@ -1,8 +1,9 @@
 """What single examples rest on in memory that is too large to look through before each batch.
 
-A look at memory (`contents`) reads some megabytes. Of an array or a list of records that is larger, and has an entry
-per example, the entries of one batch are compared alone: as they were when it was read, and as they are when the loop
-asks for it.
+A look at memory (`contents`) reads some megabytes, and one level into long lists. Of a larger array, or of a longer
+list of records, that has an entry per example, the entries of one batch are compared alone: as they were when it was
+read, and as they are when the loop asks for it. A split's own index, with a whole number per example, leads to entries
+as well.
 
 >>> class Rows:
 ...     def __init__(self): self.x = np.zeros((1000, 1000), np.float32)
@@ -30,13 +31,10 @@ from torch.utils.data import Subset
 
 from headway.data.runtime.contents import file_of, is_mutable
 from headway.data.runtime.portrait import portrait
-from headway.runtime.reach import reached
+from headway.runtime.reach import LONG, reached
 
 LARGE_BYTES = 1 << 20
 """Arrays with more bytes are compared by their rows as well."""
-
-LARGE = 1 << 10
-"""The same of lists with more entries."""
 
 
 class Aligned:
@@ -51,7 +49,9 @@ class Aligned:
             size = len(dataset)
         except Exception:  # one without a length
             size = -1
-        self._large = [value for value, _ in reached(dataset) if _is_large(value, size)]
+        values = [value for value, _ in reached(dataset)]
+        self._large = [value for value in values if _is_large(value, size)]
+        self._indices = [value for value in values if self._large and _is_index(value, size)]
 
     def of(self, indices: Iterable[Any]) -> list[object]:
         """Return what stands for the entries of these examples, in order; [] where there is nothing to compare."""
@@ -61,8 +61,15 @@ class Aligned:
         try:
             for subset in self._subsets:
                 index = subset[index]
-            entry = value[index]
+            places = [index, *(int(one[index]) for one in self._indices)]
         except (IndexError, KeyError, TypeError):  # examples have other keys
+            return None
+        return [self._at(value, place) for place in places]
+
+    def _at(self, value: Any, place: Any) -> object:
+        try:
+            entry = value[place]
+        except (IndexError, KeyError, TypeError):
             return None
         if isinstance(entry, torch.Tensor):
             entry = entry.detach().numpy()
@@ -78,5 +85,13 @@ def _is_large(value: Any, size: int) -> bool:
     elif isinstance(value, torch.Tensor):
         plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
     else:
-        return isinstance(value, list) and len(value) >= max(size, LARGE) and size > 0 and is_mutable(type(value[0]))
+        return isinstance(value, list) and len(value) > LONG and len(value) >= size > 0 and is_mutable(type(value[0]))
     return plain and value.ndim > 0 and len(value) >= size > 0 and value.nbytes > LARGE_BYTES
+
+
+def _is_index(value: Any, size: int) -> bool:
+    """Tell whether `value` has a whole number for each of `size` examples: the place, perhaps, of each in a table."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        whole = value.dtype.kind in "iu" if isinstance(value, np.ndarray) else value.dtype in (torch.int64, torch.int32)
+        return whole and value.ndim == 1 and len(value) == size
+    return isinstance(value, (list, tuple, range)) and len(value) == size > 0 and type(value[0]) is int
