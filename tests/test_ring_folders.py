@@ -180,9 +180,9 @@ def test_two_hosts_that_do_not_see_each_others_processes_share_a_run_folder(tmp_
         )
         for rank in range(2)
     ]  # fmt: skip
-    told = [host.communicate(timeout=120)[0] for host in hosts]
+    outputs = [host.communicate(timeout=120)[0] for host in hosts]
 
-    assert [host.returncode for host in hosts] == [0, 0], told
+    assert [host.returncode for host in hosts] == [0, 0], outputs
     assert steps_of(tmp_path / "shared") == {0: 30, 1: 30}
     assert not list((tmp_path / "shared").glob("hosts/*/rings/*"))
     assert json.loads((tmp_path / "shared" / "run.json").read_text())["exit"]["class"] == "ok"

@@ -51,12 +51,12 @@ def mounts(root: Path = Path("/")) -> Iterator[Mount]:
         return
     for line in lines:
         left, dash, right = line.partition(" - ")
-        fields, told = left.split(), right.split()
-        if not dash or len(fields) < 5 or len(told) < 3:
+        fields, options = left.split(), right.split()
+        if not dash or len(fields) < 5 or len(options) < 3:
             continue
         # Blanks in paths are written as octal numbers.
         shown, top = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), text) for text in fields[3:5])
-        yield Mount(told[0], PurePosixPath(top), shown, tuple(told[2].split(",")))
+        yield Mount(options[0], PurePosixPath(top), shown, tuple(options[2].split(",")))
 
 
 def place_of(path: Path, root: Path = Path("/")) -> Mount:

@@ -27,6 +27,7 @@ from headway.core.errors import FormatError
 from headway.runtime.finalise import windows_of
 from headway.trace import spool
 from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
+from headway.trace.ring_folders import live_folder
 
 DRAIN_S = 0.2
 """Seconds between drains: a ring of 16384 records holds that much at 80,000 records a second."""
@@ -118,6 +119,7 @@ class Drainer:
         self.chores: list[Callable[[], None]] = []
         """Called now and then, and at the end."""
         self._attempt, self._ranks = attempt, ranks
+        self._live = live_folder(rings)  # looked through at each drain: never a folder of another host's disk
         self._budget = budget_bytes
         self._seal_bytes = max(min(SEAL_BYTES, budget_bytes // 16), 64 * RECORD_DTYPE.itemsize)
         self._drains = 0
@@ -148,7 +150,8 @@ class Drainer:
         """Take what is new from every ring once."""
         # Loader workers of thousands of epochs leave thousands of names: those are looked through less often.
         look = final or self._drains % (1 + len(self._retired) // 500) == 0
-        for stem in spool.stems(self.rings, attempt=self._attempt, ranks=self._ranks) if look else ():
+        found = spool.stems(self._live, attempt=self._attempt, ranks=self._ranks) if look else []
+        for stem in (self.rings / live.name for live in found):
             if stem not in self._followed and stem not in self._retired:
                 try:
                     self._followed[stem] = _Ring(stem)

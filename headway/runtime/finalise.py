@@ -46,7 +46,7 @@ def finalise_attempt(
     `rows` are the launcher's facts of each rank (start_ns, end_ns); `rings` restricts it to one host's rings, `ranks`
     to those that their processes opened.
     """
-    every = spool.stems_of_run(run, attempt=attempt)
+    every = spool.stems_of_run(run, attempt=attempt) if rings is None else spool.stems(rings, attempt=attempt)
     stems = every if rings is None else spool.stems(rings, attempt=attempt, ranks=ranks)
     # Children that train get free numbers: none is free while only some of the ranks are at hand.
     split = len(stems) == len(every) and (rings is None or ring_folders(run) == [rings])

@@ -55,18 +55,22 @@ class Aligned:
 
     def of(self, indices: Iterable[Any]) -> list[object]:
         """Return what stands for the entries of these examples, in order; [] where there is nothing to compare."""
-        return [self._entry(value, index) for index in indices for value in self._large]
+        if not self._large:
+            return []
+        return [
+            self._entry(value, place) for index in indices for place in self._places(index) for value in self._large
+        ]
 
-    def _entry(self, value: Any, index: Any) -> object:
+    def _places(self, index: Any) -> list[Any]:
+        """Return where the entries of an example may lie: at its own index, and where an index of a split leads."""
         try:
             for subset in self._subsets:
                 index = subset[index]
-            places = [index, *(int(one[index]) for one in self._indices)]
+            return [index, *(int(one[index]) for one in self._indices)]
         except (IndexError, KeyError, TypeError):  # examples have other keys
-            return None
-        return [self._at(value, place) for place in places]
+            return []
 
-    def _at(self, value: Any, place: Any) -> object:
+    def _entry(self, value: Any, place: Any) -> object:
         try:
             entry = value[place]
         except (IndexError, KeyError, TypeError):
