@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.windows import BUDGET, STEPS, Schedule, announced_step, budget_from, quiet_stderr
+from headway.runtime.window_schedule import MOST_RANKS, Schedule, opening_step, spacing, takes_part
+from headway.runtime.windows import BUDGET, HOLD_NS, STEPS, Shape, budget_from, quiet_stderr, shape_after
 from tests.recorded import recording, rows, run_script
 
 TRAIN = """
@@ -46,12 +47,57 @@ def windows_of(folder, rank=0):
     ]
 
 
-@given(now=st.integers(0, 10**6), cycle=st.integers(1, 5), ahead=st.integers(1, 50))
-def test_an_announced_step_is_ahead_and_ends_a_cycle(now, cycle, ahead):
-    step = announced_step(now=now, cycle=cycle, ahead=ahead)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 50), st.integers(4, 20))
+def test_a_window_opens_ahead_at_a_multiple_of_its_spacing(now, cycle, ahead, power):
+    step = opening_step(now=now, cycle=cycle, ahead=ahead, spacing=1 << power)
 
-    assert step % cycle == 0
-    assert now + (ahead - 1) * cycle < step <= now + (ahead + 1) * cycle
+    assert step % (cycle << power) == 0
+    assert now + ahead * cycle <= step < now + (ahead + (1 << power)) * cycle
+
+
+@given(
+    st.lists(st.integers(10**6, 10**8), min_size=8, max_size=8),
+    st.integers(10**6, 10**8),
+    st.floats(0.01, 0.1),
+    st.integers(1, 4),
+)
+def test_eight_hosts_share_one_schedule_and_one_budget_without_a_word(costs, step_ns, budget, cycle):
+    """All windows of a host are some of those of a host on which they cost less; what the job pays is one budget."""
+    steps = [spacing(cost_ns=cost, step_ns=step_ns, budget=budget) for cost in costs]
+    far = 8 * max(steps) * cycle
+    opened = [
+        {opening_step(now=k, cycle=cycle, ahead=1, spacing=one) for k in range(0, far, one * cycle)} for one in steps
+    ]
+    hosts = list(zip(costs, steps, opened, strict=True))
+    paid = {step: max(cost for cost, _, own in hosts if step in own) for step in set.union(*opened)}
+
+    for _, mine, few in hosts:
+        assert all(few <= many for _, other, many in hosts if other <= mine)
+    # A step that several hosts profile is waited for once: hosts alike pay one budget together.
+    assert sum(paid.values()) <= budget * step_ns * (far // cycle) * (1 + 1 / 8) * len(set(steps))
+
+
+def test_ranks_of_a_large_job_take_turns():
+    taken = [[rank for rank in range(1000) if takes_part(rank, 1000, number)] for number in range(64, 6400, 64)]
+
+    assert all(0 < len(ranks) <= MOST_RANKS for ranks in taken)
+    assert len({rank for ranks in taken for rank in ranks}) > 500
+    assert all(takes_part(rank, MOST_RANKS, 64) for rank in range(MOST_RANKS))
+
+
+@given(st.integers(1, STEPS), st.booleans(), st.integers(1, 10**10))
+def test_a_window_is_made_to_hold_the_training_thread_no_longer_than_it_may(steps, host, held_ns):
+    after = shape_after(Shape(steps, host), held_ns=held_ns)
+
+    if after is None:  # one step of launches alone is too much already
+        assert (steps, host) == (1, False)
+        assert held_ns > HOLD_NS
+    elif after.host == host:
+        assert after.steps == 1 or held_ns * after.steps <= HOLD_NS * steps
+        assert after.steps < steps or held_ns <= HOLD_NS
+    else:
+        assert steps == 1
+        assert held_ns > HOLD_NS
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
@@ -106,9 +152,14 @@ def test_windows_stay_within_their_budget(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_open_their_windows_at_the_same_steps_and_dump_the_flight_recorder(tmp_path):
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_open_their_windows_at_the_same_steps_and_dump_the_flight_recorder(hosts, tmp_path):
+    """On two hosts each has a leader, and a schedule, of its own."""
     source = """
-        import os, torch, torch.distributed as dist
+        import os, socket, torch, torch.distributed as dist
+        if os.environ.get("HEADWAY_TEST_HOSTS") == "2":
+            name = "host" + os.environ["RANK"]
+            socket.gethostname = lambda: name
         from torch.nn.parallel import DistributedDataParallel
         dist.init_process_group("gloo", init_method=os.environ["STORE"])
         model = DistributedDataParallel(torch.nn.Linear(64, 64))
@@ -119,15 +170,19 @@ def test_ranks_open_their_windows_at_the_same_steps_and_dump_the_flight_recorder
             optimizer.zero_grad()
         dist.destroy_process_group()
     """
-    run_script(source, tmp_path, ranks=2, HEADWAY_WINDOWS="0.2")
+    leaders = {"HEADWAY_TEST_HOSTS": "2", "HEADWAY_LOCAL_RANK": "0"} if hosts == 2 else {}
+    run_script(source, tmp_path, ranks=2, HEADWAY_WINDOWS="0.2", **leaders)
     places = []
     for rank in (0, 1):
         steps = [row["start_ns"] for row in rows(tmp_path / "run", rank=rank)["optimizer.step"]]
         starts = [row["start_ns"] for row, _, _ in windows_of(tmp_path / "run", rank)]
         places.append([sum(step < start for step in steps) for start in starts])
-    flight = json.loads((tmp_path / "run" / "windows" / "r0-w0.flight.json").read_text())
+    numbers = [[row["a"] for row, _, _ in windows_of(tmp_path / "run", rank)] for rank in (0, 1)]
+    flight = json.loads((tmp_path / "run" / "windows" / f"r0-w{places[0][0]}.flight.json").read_text())
 
     assert places[0]
+    assert places == numbers
+    assert len(list((tmp_path / "run" / "windows").glob("schedule-*"))) == hosts
     assert set(places[1]) & set(places[0])
     assert flight["entries"][0]["profiling_name"].startswith("gloo:")
     assert "USDT" not in (tmp_path / "stderr").read_text()
@@ -156,7 +211,7 @@ def test_a_script_with_its_own_profiler_gets_its_profile_and_no_window_afterward
 
     assert out.split() == ["100"]
     assert tables["windows_stopped"] == "the script runs a profiler"
-    assert all(row["a"] <= 1 for row in rows(tmp_path / "run").get("window", []))
+    assert all(row["a"] <= 45 for row in rows(tmp_path / "run").get("window", []))
 
 
 ANNOTATE = (

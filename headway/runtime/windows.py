@@ -4,14 +4,17 @@ A window is three steps. The profiler is switched by its low-level calls (a
 tenth of the cost of `torch.profiler`), its JSON and the Flight Recorder's
 entries are written by a thread. What windows cost (those calls, the writing,
 and how much longer the profiled steps took) is measured, and the next window
-waits until all of it together stays below `budget` x the time trained.
+waits until all of it together stays below `budget` x the time trained. Which
+steps those are, `window_schedule` says: the same for all ranks.
 
-Ranks of one host open their windows at the same step: the leader announces it
-some steps ahead in RUN/windows/schedule-<host>. A job that uses a profiler
-itself gets no windows from then on.
+On a device a step may be many thousand launches, and the first window starts
+the profiler's library, which takes seconds. There the first window is one step,
+and those behind it hold the training thread, by what the first one took, no
+longer than `HOLD_NS`: fewer steps, then none of the host's operations, then no
+windows. A job that uses a profiler itself gets no windows from then on.
 
->>> announced_step(now=103, cycle=2, ahead=10)
-124
+>>> shape_after(Shape(3, True), held_ns=60_000_000), shape_after(Shape(1, True), held_ns=60_000_000)
+(Shape(steps=2, host=True), Shape(steps=1, host=False))
 """
 
 from __future__ import annotations
@@ -19,17 +22,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from headway.runtime import device
 from headway.runtime.ddp_facts import note_models
 from headway.runtime.probes import NEVER, Probes, now
+from headway.runtime.rank_variables import number
+from headway.runtime.window_schedule import Schedule, opening_step, spacing, takes_part
 from headway.trace.vocabulary import SPANS
 
 WINDOW = SPANS["window"].code
@@ -40,8 +44,11 @@ STEPS = 3
 BUDGET = 0.01
 """Fraction of the time trained that windows may cost by default."""
 
-FIRST_COST_NS = 10_000_000
-"""Assumed cost of the first window, besides its steps' own slow-down."""
+HOLD_NS = 50_000_000
+"""Longest time for which a window of a device may hold the training thread when it ends: collecting and writing."""
+
+FIRST_COST_NS, FIRST_DEVICE_COST_NS = 10_000_000, 5_000_000_000
+"""Assumed cost of the first window, besides its steps' own slow-down; the second where a device's library starts."""
 
 FIRST_SLOWDOWN = 0.3
 """Assumed slow-down of the profiled steps, before one was measured."""
@@ -69,9 +76,24 @@ def budget_from(environ: Mapping[str, str]) -> float:
     return budget if 0 <= budget <= 1 else BUDGET
 
 
-def announced_step(*, now: int, cycle: int, ahead: int) -> int:
-    """Return the optimizer step at which a window announced at step `now` opens, in whole cycles."""
-    return (now // cycle + ahead) * cycle + (cycle if now % cycle else 0)
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a window records."""
+
+    steps: int
+    """Steps."""
+
+    host: bool
+    """Whether the host's operations too, beside launches, kernels and copies."""
+
+
+def shape_after(shape: Shape, *, held_ns: int) -> Shape | None:
+    """Return the shape of a window after one of `shape` that held the training thread; None for no window at all."""
+    if held_ns <= HOLD_NS:
+        return Shape(max(1, min(STEPS, shape.steps * HOLD_NS // max(held_ns, 1))), shape.host)
+    if shape.steps > 1:
+        return Shape(max(1, shape.steps * HOLD_NS // held_ns), shape.host)
+    return Shape(1, host=False) if shape.host else None
 
 
 class Windows:
@@ -82,13 +104,15 @@ class Windows:
         self.count = 0
         """Windows so far."""
         self.cost_ns = 0
-        """What they cost so far."""
+        """What they cost so far, also those in which this rank took no part."""
+        self.shape = Shape(STEPS, host=True)
+        """Of the next window."""
         outside = next((name for name in OUTSIDE_PROFILERS if os.environ.get(name)), "")
         self.stopped = f"a profiler from outside: {outside} is set" if outside else ""
         self.stopped = self.stopped if budget > 0 else "HEADWAY_WINDOWS=0"
         """Why there are no more windows; '' while there may be."""
         self._bytes = 0
-        self._last_cost_ns = 0
+        self._last_cost_ns = self._held_ns = 0
         self._seen: list[int] = []
         self._cycle = 0
         self._first_ns = self._first_step = self._profiled_ns = 0
@@ -116,9 +140,8 @@ class Windows:
             return self._begin()
         if start > step:
             return start - step
-        if self._schedule.leads and self._affordable():
-            ahead = 40 if self._step_ns() < FAST_STEP_NS else 10
-            self._schedule.write(announced_step(now=step, cycle=self._cycle, ahead=ahead))
+        if self._schedule.leads:
+            self._announce(step)
         return self._pause()
 
     def _learn(self, optimizer: int) -> int:
@@ -141,15 +164,43 @@ class Windows:
         cycles = max(1, (self.probes.steps[0] - self._first_step) // self._cycle)
         return (now() - self._first_ns) // cycles
 
-    def _affordable(self) -> bool:
+    def _announce(self, step: int) -> None:
+        """Say at which step the next window opens, if the budget will have paid for it by then."""
         if self.count >= MAX_WINDOWS or self._bytes >= MAX_BYTES:
             self.stopped = f"{self.count} windows, {self._bytes} bytes"
-            return False
-        if any(writer.is_alive() for writer in self._writers):
-            return False
-        guess = FIRST_COST_NS + int(FIRST_SLOWDOWN * STEPS * self._step_ns())
-        cost = max(self._last_cost_ns * 6 // 5, FIRST_COST_NS // 10) if self.count else guess
-        return self.cost_ns + cost <= self.budget * (now() - self._first_ns)
+        if self.stopped or any(writer.is_alive() for writer in self._writers):
+            return
+        step_ns = max(self._step_ns(), 1)
+        cost_ns = self._expected_cost_ns(step_ns)
+        opens = opening_step(
+            now=step,
+            cycle=self._cycle,
+            ahead=40 if step_ns < FAST_STEP_NS else 10,
+            spacing=spacing(cost_ns=cost_ns, step_ns=step_ns, budget=self.budget),
+        )
+        trained_ns = now() - self._first_ns + (opens - step) // self._cycle * step_ns
+        if self.cost_ns + cost_ns <= self.budget * trained_ns:
+            self._schedule.write(opens)
+
+    def _fit(self) -> None:
+        """Set `shape`, or stop, by how long the newest window of a device held the training thread."""
+        if not device.activities():
+            return
+        if not self.count:
+            self.shape = Shape(1, host=True)
+        elif self._held_ns:
+            held_ns, self._held_ns = self._held_ns, 0
+            shape = shape_after(self.shape, held_ns=held_ns)
+            if shape is None:
+                self.stopped = f"a window of one step holds the training thread for {held_ns // 10**6} ms"
+            else:
+                self.shape = shape
+
+    def _expected_cost_ns(self, step_ns: int) -> int:
+        if self.count:
+            return max(self._last_cost_ns * 6 // 5, FIRST_COST_NS // 10)
+        first = FIRST_DEVICE_COST_NS if device.activities() else FIRST_COST_NS
+        return first + int(FIRST_SLOWDOWN * self.shape.steps * step_ns)
 
     @property
     def _schedule(self) -> Schedule:
@@ -165,12 +216,19 @@ class Windows:
             return NEVER
         if device.capturing():
             return self._cycle  # starting the profiler would spoil the script's graph
-        started = now()
-        usual = self._step_ns()
+        step = self.probes.steps[0] // self._cycle
+        if not takes_part(self.probes.recorder.rank, num_ranks(), step):
+            self.count += 1
+            self.cost_ns += self._last_cost_ns  # the others' window holds up this rank as well
+            return self._cycle
+        started, usual = now(), self._step_ns()
+        self._fit()
+        if self.stopped:
+            return NEVER
         with quiet_stderr():
-            low_level_start()
-        self._open = _Open(now(), time.time_ns(), now() - started, usual)
-        return STEPS * self._cycle
+            low_level_start(host=self.shape.host)
+        self._open = _Open(step, self.shape.steps, now(), time.time_ns(), now() - started, usual)
+        return self.shape.steps * self._cycle
 
     def _close(self) -> None:
         window, self._open = self._open, None
@@ -179,10 +237,10 @@ class Windows:
         end = now()
         with quiet_stderr():
             result = low_level_stop()
-        duration = end - window.start_ns
-        number, rank = self.count, self.probes.recorder.rank
+        duration, self._held_ns = end - window.start_ns, now() - end
+        number, rank = window.number, self.probes.recorder.rank
         self.probes.emit(WINDOW, window.start_ns, duration, number, window.realtime_ns)
-        self._last_cost_ns = window.opening_ns + now() - end + max(0, duration - STEPS * window.usual_ns)
+        self._last_cost_ns = window.opening_ns + now() - end + max(0, duration - window.steps * window.usual_ns)
         self.cost_ns += self._last_cost_ns
         self.count += 1
         facts = {
@@ -215,6 +273,7 @@ class Windows:
             self.probes.failed("windows", cause)
         spent = now() - started
         facts["cost_ns"] += spent
+        self._held_ns += spent
         self._last_cost_ns += spent
         self.cost_ns += spent
 
@@ -268,40 +327,26 @@ class Windows:
 class _Open:
     """A window that is being recorded."""
 
-    __slots__ = ("opening_ns", "realtime_ns", "start_ns", "thread", "usual_ns")
+    __slots__ = ("number", "opening_ns", "realtime_ns", "start_ns", "steps", "thread", "usual_ns")
 
-    def __init__(self, start_ns: int, realtime_ns: int, opening_ns: int, usual_ns: int) -> None:
+    def __init__(
+        self, number: int, steps: int, start_ns: int, realtime_ns: int, opening_ns: int, usual_ns: int
+    ) -> None:
+        self.number, self.steps = number, steps
         self.start_ns, self.realtime_ns, self.opening_ns, self.usual_ns = start_ns, realtime_ns, opening_ns, usual_ns
         self.thread = threading.get_ident()
 
 
-class Schedule:
-    """The optimizer step at which the ranks of this host open their next window: 8 bytes in a file."""
-
-    def __init__(self, probes: Probes) -> None:
-        recorder = probes.recorder
-        self.leads = recorder.rank == 0 if recorder.role else recorder.local_rank == 0
-        """Whether this rank writes; a rank that the script spawned itself knows only its rank."""
-        self._path = f"{probes.run}/windows/schedule-a{recorder.attempt}-{socket.gethostname()}"
-        os.makedirs(os.path.dirname(self._path), exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def read(self) -> int:
-        """Return the announced step, -1 when there is none."""
-        data = os.pread(self._descriptor, 8, 0)
-        return struct.unpack("<q", data)[0] if len(data) == 8 else -1
-
-    def write(self, step: int) -> None:
-        """Announce the next window; through a descriptor of its own, for the script may have closed and reused ours."""
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            os.pwrite(descriptor, struct.pack("<q", step), 0)
-        finally:
-            os.close(descriptor)
+def num_ranks() -> int:
+    """Return how many ranks the job has: those of the process group, else what the launch line says, else 1."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_world_size())
+    return number(os.environ, "world_size") or 1
 
 
-def low_level_start() -> None:
-    """Switch the profiler on: for the CPU, and for the devices in use.
+def low_level_start(*, host: bool = True) -> None:
+    """Switch the profiler on: for the devices in use, and for the operations of the `host`.
 
     CUPTI stays attached afterwards, as `torch.profiler` has it too: CUDA graphs do not survive its coming and going.
     That is said to the profiler's library in the C environment alone: what the script sees in `os.environ` stays.
@@ -314,7 +359,9 @@ def low_level_start() -> None:
             os.putenv(name, value)
     config = ProfilerConfig(ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig())
     known = ProfilerActivity.__members__
-    activities = {ProfilerActivity.CPU, *(known[name] for name in device.activities() if name in known)}
+    activities = {known[name] for name in device.activities() if name in known}
+    if host or not activities:
+        activities.add(ProfilerActivity.CPU)
     _prepare_profiler(config, activities)
     _enable_profiler(config, activities)
 
