@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.nccl_hangs import named_by
+from benchmarks.nccl_hangs import verdict_of as verdict_of_job
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.ledger.hang import Verdict, Wait, localise
@@ -20,6 +22,7 @@ from headway.report.hang import hang_part, render_hang
 from headway.trace import flight
 from headway.trace.trace import Trace, concat
 from headway.verbs.hang import verdict_of
+from tests.hung_nccl import FAULTS, hung_devices
 from tests.spawn import on_ranks
 
 PATIENCE_S = 50.0
@@ -264,3 +267,32 @@ def test_the_dumps_of_a_real_hung_job_name_the_rank_that_stayed_away(tmp_path, w
         ((faulty,), "silent" if stops else "absent", world - 1)
     ]
     assert found.origins[0].awaited == "all_reduce 2 of group 0"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_of_hosts_that_run_ahead_of_devices_the_culprit_is_named_and_no_innocent_rank(fault):
+    """By what their Flight Recorders hold: where the hosts stand, the rank that launched least is often innocent."""
+    outcomes = []
+    for seed in range(12):
+        job = hung_devices(seed, fault)
+        named = named_by(verdict_of_job(job))
+        truth = {job.culprit} - {-1}
+        assert named <= truth, f"seed {seed}: {named} are named, {truth} is at fault"
+        outcomes.append(named == truth or job.mesh.world_size == 2)
+
+    assert sum(outcomes) >= 11
+
+
+def test_a_rank_that_left_out_a_collective_is_told_by_its_group_or_by_groups_of_its_role():
+    """In a group of two nothing tells who is wrong but what the other groups of its role ran."""
+    tensor = {"tp 0": [0, 1], "tp 2": [2, 3]}
+    usual = [entry("all_reduce", 1, group="tp 2", desc="tp")]
+    rows = {rank: [entry("all_reduce", 1, "started", group="tp 0", desc="tp")] for rank in (0, 1)}
+    rows[1] = [entry("all_gather", 1, "started", group="tp 0", desc="tp")]
+
+    alone = verdict(dumps(rows, {"0": WORLD, **tensor}), Mesh({"tp": 2, "dp": 2}))
+    among = verdict(dumps({**rows, 2: usual, 3: usual}, {"0": WORLD, **tensor}), Mesh({"tp": 2, "dp": 2}))
+
+    assert (1,) not in [o.ranks for o in alone.origins]
+    assert alone.deadlocks == ((0, 1),)
+    assert [(o.ranks, o.reason) for o in among.origins if o.num_waiting] == [((1,), "differs")]

@@ -21,6 +21,7 @@ from headway.runtime.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, s
 from headway.runtime.launch import LaunchOptions, check
 from headway.trace.records import RECORD_DTYPE, Page
 from headway.trace.vocabulary import SPANS
+from headway.verbs.hang import verdict_of
 from tests.launching import run, script, wait_for
 
 SECOND = 1_000_000_000
@@ -350,6 +351,47 @@ def test_a_rank_that_sleeps_before_the_all_reduce_is_named_and_its_line_shown(tm
     assert "no progress for 3" in ended.stderr
     assert "rank 1 is silent" in ended.stderr
     assert not list((tmp_path / "run" / "rings").iterdir())
+
+
+PRETENDED = """
+import headway.runtime.probes
+headway.runtime.probes.device_type = lambda: "a device"
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(2))"""
+
+
+def test_where_hosts_run_ahead_the_flight_recorders_tell_who_is_missing(tmp_path):
+    """The place of the hosts says nothing there: rank 0, blocked first, has come no further than rank 1."""
+    job = script(tmp_path, JOB.replace('\ndist.init_process_group("gloo")', PRETENDED))
+    options = {"nproc_per_node": 2, "quiet": False, "hang_timeout_s": 3.0, "grace_s": 2.0, "windows": 0.0}
+    ended = run(tmp_path / "run", [job, "sleep"], env={"HEADWAY": ""}, **options)
+    _, cls, first_rank, *_ = json.loads((tmp_path / "run" / "report.json").read_text())
+    found = json.loads((tmp_path / "run" / "hang" / "0.json").read_text())
+    verdict = verdict_of([tmp_path / "run"])
+
+    assert (cls, first_rank) == ("hang", 1), ended.stderr
+    assert found["ahead"]
+    assert [row["silent"] for row in found["ranks"]] == [False, True]
+    assert sorted(path.name for path in (tmp_path / "run" / "hang" / "0").iterdir()) == [
+        "r0.flight.json",
+        "r1.flight.json",
+    ]
+    assert [(origin.ranks, origin.reason) for origin in verdict.origins] == [((1,), "absent")]
+    assert f"1 wait for rank 1 in {verdict.origins[0].awaited}" in ended.stderr
+    assert not list((tmp_path / "run" / "rings").iterdir())
+
+
+def test_ranks_ahead_of_their_devices_that_cannot_be_asked_are_blamed_for_nothing(tmp_path, sleepers):
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "r0.json").write_text(json.dumps({"device_type": "a device"}))
+    job, now = trained(tmp_path, sleepers)
+    job.update(1, 21, now + SECOND // 10)
+    job.look(now + 3 * SECOND)
+    (found,) = job.reports()
+
+    assert [row["silent"] for row in found["ranks"]] == [False, False]
+    assert job.watch.blamed is None
+    assert "is silent" not in job.lines[0]
 
 
 def test_a_slow_checkpoint_of_a_real_job_gives_no_alarm_though_it_takes_longer_than_the_time_out(tmp_path):

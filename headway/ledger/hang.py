@@ -40,6 +40,7 @@ SEND, RECV = "send", "recv"
 REASONS: dict[str, str] = {
     "silent": "sends no report",
     "absent": "waits for nobody and has not entered what others wait in",
+    "differs": "is in another collective, or one of another size, than most of its group under the same number",
     "stuck": "is in an operation that all its ranks have entered and that does not end",
 }
 """Why a rank is an origin -> what that means."""
@@ -63,6 +64,12 @@ class Wait:
 
     blocking: bool = True
     """Whether the rank can do nothing else meanwhile; an asynchronous send stays open behind a rank that moves on."""
+
+    size_bytes: int = -1
+    """Bytes of a collective to which all its ranks give the same; -1 = not known, or not the same."""
+
+    usual: bool = False
+    """Whether most groups of the same role are known to have run this one under this number."""
 
     def __str__(self) -> str:
         """Return the operation in words."""
@@ -231,6 +238,7 @@ def localise(
     known = _by_rank([report for report in given if report.attempt == current], mesh)
     waits = _Waits(known, _Groups(mesh, groups or {}))
     roots = [rank for rank in range(mesh.world_size) if rank not in known or known[rank].free]
+    roots = sorted({*roots, *waits.differing})
     next_rank, ends = waits.reach(roots)
     # A rank that leads to no origin, and has only asynchronous operations open, is not held by these.
     free = [rank for rank in known if rank not in ends and not any(wait.blocking for wait in known[rank].waits)]
@@ -317,7 +325,9 @@ class _Waits:
         self.operations: list[_Operation] = []
         self.of_rank: dict[int, list[int]] = {}
         """Rank -> the operations it is in."""
-        collectives: dict[tuple[tuple[Group, int], int, str], int] = {}
+        self.differing: list[int] = []
+        """Ranks that give a number to another collective than most of their group."""
+        collectives: dict[tuple[tuple[Group, int], int, str, int], int] = {}
         members: dict[int, Sequence[int]] = {}
         for rank, report in known.items():
             for wait in report.waits:
@@ -326,9 +336,10 @@ class _Waits:
                     index = self._add(_Operation(wait, [], self._peers(rank, wait, ranks)))
                 else:
                     # Ranks that give one number to different collectives wait for each other for ever.
-                    index = collectives.get((key, wait.seq, wait.op), -1)
+                    place = key, wait.seq, wait.op, wait.size_bytes
+                    index = collectives.get(place, -1)
                     if index < 0:
-                        index = collectives[key, wait.seq, wait.op] = self._add(_Operation(wait, []))
+                        index = collectives[place] = self._add(_Operation(wait, []))
                         members[index] = ranks
                 self.operations[index].inside.append(rank)
                 self.of_rank.setdefault(rank, []).append(index)
@@ -336,6 +347,24 @@ class _Waits:
             operation = self.operations[index]
             inside = set(operation.inside)
             operation.missing = [m for m in ranks if m not in inside and not self._is_past(m, operation.wait)]
+        numbered: dict[tuple[tuple[Group, int], int], list[int]] = {}
+        for (key, seq, _, _), index in collectives.items():
+            if seq >= 0:
+                numbered.setdefault((key, seq), []).append(index)
+        for alike in numbered.values():
+            if len(alike) > 1:
+                self._compare([self.operations[index] for index in alike])
+
+    def _compare(self, alike: Sequence[_Operation]) -> None:
+        """Note who is wrong of ranks that give one number to different collectives.
+
+        Those that differ from most of their group; where it is divided, from what other groups of its role ran.
+        """
+        most = max(alike, key=lambda operation: len(operation.inside))
+        right = [most] if 2 * len(most.inside) > sum(len(one.inside) for one in alike) else []
+        right = right or [one for one in alike if one.wait.usual]
+        if len(right) == 1:
+            self.differing += [rank for one in alike if one is not right[0] for rank in one.inside]
 
     def _add(self, operation: _Operation) -> int:
         self.operations.append(operation)
@@ -419,7 +448,7 @@ def _single(
     for rank in roots:
         if rank in known and not waits.operations:
             continue  # nobody waits for anybody: ranks that compute block no one
-        reason = "absent" if rank in known else "silent"
+        reason = "silent" if rank not in known else "differs" if rank in waits.differing else "absent"
         doing = known[rank].doing if rank in known else ""
         yield Origin((rank,), reason, number[rank] - 1, doing, awaited.get(rank, ""))
 

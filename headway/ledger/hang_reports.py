@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.ledger.hang import RECV, SEND, Group, RankReport, Wait
 from headway.trace import flight
+from headway.trace.meetings import verb_of
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import COLLECTIVES, KIND
 
@@ -45,6 +47,9 @@ ALL = "all ranks"
 
 _FRAME = re.compile(r'^ *File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 """One frame of a stack as `faulthandler` writes it."""
+
+_EQUAL = re.compile(r"all_?reduce|_base$|_tensor$")
+"""Names of collectives to which all ranks give the same number of bytes, or get it from."""
 
 STOPPED = ("T", "t", "Z", "X")
 """States of a process (/proc/PID/stat) in which it cannot have reported anything itself: stopped, traced, dead."""
@@ -80,14 +85,16 @@ def of_dumps(trace: Trace, mesh: Mesh | None = None) -> Reports:
     groups = _groups_of_dumps(trace, mesh)
     states, done = flight.states(trace), flight.retired(trace)
     done |= np.array([state == "completed" for state in states], dtype=bool)
-    done |= _overtaken(trace, done)
+    running = np.array([state == "started" for state in states], dtype=bool)
+    done |= _overtaken(trace, done, running)
     # A queue in front of a device: what is only queued has not begun, if the backend would have said so.
     queues = any(state in ("started", "completed") for state in states)
     entered = done | np.array([not queues or state != "scheduled" for state in states], dtype=bool)
+    usual = _usual(trace)
     order = np.lexsort((trace.events["seq"], trace.events["rank"]))
     begins = np.searchsorted(trace.events["rank"][order], [*ranks, ranks[-1] + 1]).tolist()
     reports = [
-        _of_dump(trace, rank, order[begin:end], groups, done, entered)
+        _of_dump(trace, rank, order[begin:end], groups, done, entered, usual)
         for rank, (begin, end) in zip(ranks, itertools.pairwise(begins), strict=True)
     ]
     return Reports(reports, mesh, groups)
@@ -101,10 +108,11 @@ def _of_size(mesh: Mesh | None, world_size: int) -> Mesh | None:
 _ENDINGS = tuple(f"{state}{tail}" for state in flight.STATES for tail in ("", ", retired"))
 
 
-def _overtaken(trace: Trace, done: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return [n]: collectives that some rank has completed, on a rank that has come to a later one of the group.
+def _overtaken(trace: Trace, done: NDArray[np.bool_], running: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return [n]: collectives that some rank has completed, and the mark of this rank lags behind.
 
-    The mark of completion may lag behind the rank itself; all members had entered what one has completed.
+    That is so where the rank has come to a later one of the group. And where its device is `running` one that no rank
+    leaves before all have entered: it held nobody any more.
     """
     events = trace.events
     rows = np.flatnonzero(events["kind"] == KIND["COLL"])
@@ -113,7 +121,9 @@ def _overtaken(trace: Trace, done: NDArray[np.bool_]) -> NDArray[np.bool_]:
     _, place = np.unique(np.stack([group, events["rank"][rows]]), axis=1, return_inverse=True)
     completed = _highest(group, np.where(done[rows], seq, -1))
     result = np.zeros(len(trace), dtype=bool)
-    result[rows] = (seq <= completed) & (seq < _highest(place.reshape(-1), seq))
+    together = np.array([verb_of(name) >= 0 for name in trace.names])[trace.events["name"][rows]]
+    behind = (seq < _highest(place.reshape(-1), seq)) | (running[rows] & together)
+    result[rows] = (seq <= completed) & behind
     return result
 
 
@@ -122,6 +132,21 @@ def _highest(key: NDArray[np.int64], value: NDArray[np.int64]) -> NDArray[np.int
     most = np.full(int(key.max(initial=-1)) + 1, -1, dtype=np.int64)
     np.maximum.at(most, key, value)
     return np.asarray(most[key])
+
+
+def _usual(trace: Trace) -> NDArray[np.bool_]:
+    """Return [n]: the collective, by name and size, that most ranks ran under its number in groups of its role.
+
+    The role is the group's description, such as 'tp'; a group without one is compared with nobody.
+    """
+    events = trace.events
+    role = {number: str(entry.get("description") or "") for number, entry in trace.groups.items()}
+    keys = [
+        (role.get(group, ""), seq) for group, seq in zip(events["group"].tolist(), events["seq"].tolist(), strict=True)
+    ]
+    kinds = list(zip(events["name"].tolist(), events["bytes"].tolist(), strict=True))
+    total, alike = Counter(keys), Counter(zip(keys, kinds, strict=True))
+    return np.array([bool(key[0]) and 2 * alike[key, kind] > total[key] for key, kind in zip(keys, kinds, strict=True)])
 
 
 def _groups_of_dumps(trace: Trace, mesh: Mesh) -> dict[Group, Sequence[int]]:
@@ -143,7 +168,13 @@ def _groups_of_dumps(trace: Trace, mesh: Mesh) -> dict[Group, Sequence[int]]:
 
 
 def _of_dump(
-    trace: Trace, rank: int, rows: NDArray[np.int64], groups: Mapping[Group, Sequence[int]], done: Any, entered: Any
+    trace: Trace,
+    rank: int,
+    rows: NDArray[np.int64],
+    groups: Mapping[Group, Sequence[int]],
+    done: Any,
+    entered: Any,
+    usual: Any,
 ) -> RankReport:
     """Return the report of one rank from its rows in order of seq: what is unfinished first in each group."""
     events = trace.events
@@ -165,7 +196,8 @@ def _of_dump(
             waits.append(Wait(SEND if sends else RECV, group, -1, peer, blocking=not sends))
         elif group not in held:
             held.add(group)
-            waits.append(Wait(name, group, seq))
+            size = int(events["bytes"][row]) if _EQUAL.search(name) else 0
+            waits.append(Wait(name, group, seq, size_bytes=size or -1, usual=bool(usual[row])))
     return RankReport(rank, tuple(waits), doing="" if waits else "between operations", reached=reached)
 
 

@@ -47,6 +47,7 @@ SIGNS: dict[str, tuple[str, str]] = {
     "busy": ("-", "dim"),
     "silent": ("X", "bold red"),
     "absent": ("A", "bold red"),
+    "differs": ("M", "bold red"),
     "stuck": ("S", "bold red"),
     "deadlock": ("D", "bold red"),
 }
@@ -60,6 +61,7 @@ MEANINGS: dict[str, str] = {
     "busy": "busy",
     "silent": "silent",
     "absent": "has not entered",
+    "differs": "in another collective",
     "stuck": "entered, does not end",
     "deadlock": "waits in a circle",
 }
@@ -89,6 +91,8 @@ def _origin(row: Json, mesh: Mesh) -> str:
         what = f"are all in {clean(row.get('doing', ''))}, which does not end"
     elif row["reason"] == "silent":
         what = "is silent"
+    elif row["reason"] == "differs":
+        what = f"is in another collective than most of its group ({clean(row.get('doing') or 'under the same number')})"
     else:
         what = f"waits for nobody{' (' + clean(row['doing']) + ')' if row.get('doing') else ''}"
     awaited = f", in {clean(row['awaited'])}" if row.get("awaited") else ""

@@ -6,8 +6,13 @@ suspects a hang. A rank is late when `now - last progress > max(floor,
 5 x p99 of the section's recent durations)`; sections are set-up, step and
 checkpoint, each with a floor of its own. While any rank is in set-up or in a
 checkpoint and not late there, nobody is; nor when all are suspended alike.
-On suspicion each rank's state is read, its Python stacks are asked for with a
-deadline, and RUN/hang/<n>.json is written. Times in ns on CLOCK_MONOTONIC.
+On suspicion each rank's state is read, its Python stacks and its Flight
+Recorder's entries are asked for with a deadline, and RUN/hang/<n>.json is
+written. Times in ns on CLOCK_MONOTONIC.
+
+Where ranks train on devices the host runs ahead: the ranks that block first
+in Python are the innocent ones as often as not. There nobody is blamed from
+where the hosts stand; what each rank's queue holds tells (`flight_answers`).
 
 >>> limit_s("step", [0.1, 0.2]), limit_s("step", [20.0]), limit_s("setup", [])
 (30.0, 100.0, 600.0)
@@ -15,6 +20,7 @@ deadline, and RUN/hang/<n>.json is written. Times in ns on CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import threading
 import time
@@ -27,11 +33,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.errors import HeadwayError
 from headway.core.units import format_seconds
-from headway.runtime import process_probe
+from headway.ledger.hang import Origin, localise
+from headway.ledger.hang_reports import of_dumps
+from headway.runtime import flight_answers, process_probe
 from headway.runtime.recording import write_json
 from headway.trace.assemble import json_object
 from headway.trace.records import Page, RingHeader, RingReader
+from headway.trace.trace import Trace
 from headway.trace.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
 
 SCHEMA = "headway.hang-watch/1"
@@ -81,6 +91,8 @@ class Followed:
     """Who it is."""
     stacks: Path = Path("/dev/null")
     """The file beside its ring that its stacks go to."""
+    pipe: Path = Path("/dev/null")
+    """The pipe beside its ring by which it is asked for its Flight Recorder."""
     page: Page | None = None
     """Its progress page at the last look."""
     lane: int = 0
@@ -221,6 +233,7 @@ class HangWatch:
                 followed = self._ranks.setdefault(header.pid, Followed(header))
                 followed.header, followed.page = header, reader.page
                 followed.stacks = reader.path.with_suffix(".stacks")
+                followed.pipe = flight_answers.pipe_of(reader.path)
         self._judge(now_ns)
 
     def ranks(self) -> dict[int, Followed]:
@@ -282,7 +295,9 @@ class HangWatch:
         if stamp == self._told or (self._collector is not None and self._collector.is_alive()):
             return
         self._told = stamp
-        rows = rows_of(ranks, states)
+        tables = [json_object(path) for path in sorted((self.run / "tables").glob("r*.json"))]
+        ahead = len(ranks) > 1 and any(table.get("device_type", "cpu") != "cpu" for table in tables)
+        rows = rows_of(ranks, states, ahead=ahead)
         facts = {
             "schema": SCHEMA,
             "attempt": next(iter(alive.values())).header.attempt,
@@ -290,6 +305,8 @@ class HangWatch:
             "found_ns": now_ns,
             "silent_s": round(silent_s, 3),
             "floors_s": self._floors_s,
+            "ahead": ahead,
+            "groups": {key: group for table in tables for key, group in table.get("groups", {}).items()},
         }
         suspects = [row["rank"] for row in rows if row["silent"]]
         self.blamed = suspects[0] if len(suspects) == 1 else None
@@ -308,26 +325,56 @@ class HangWatch:
         )
         for row in rows:
             row.update(found.get(row["rank"], {}))
-        groups: dict[str, Any] = {}
-        for path in sorted((self.run / "tables").glob("r*.json")):
-            groups.update(json_object(path).get("groups", {}))
         folder = self.run / "hang"
         number = sum(1 for file in folder.glob("*.json") if file.stem.isdecimal())
         path = folder / f"{number}.json"
+        told = ""
         try:
             folder.mkdir(exist_ok=True)
-            write_json(path, {**facts, "groups": groups, "ranks": rows})
+            dumps = self._dumps(path.with_suffix(""), ranks)
+            if facts["ahead"]:
+                told = self._blame(dumps, rows)
+            write_json(path, {**facts, "ranks": rows})
             where = f"See: headway hang {shlex.quote(str(self.run))}"
         except OSError as cause:
             where = f"{path} could not be written: {cause}"
-        self._say(f"{summary(rows, facts['silent_s'])}. {where}")
+        self._say(f"{summary(rows, facts['silent_s'])}{told}. {where}")
+
+    def _dumps(self, folder: Path, ranks: Mapping[int, Followed]) -> dict[int, Path]:
+        """Collect the Flight Recorder's entries of the ranks of this host into `folder`."""
+        folder.mkdir(exist_ok=True)
+        pipes = {rank: followed.pipe for rank, followed in ranks.items()}
+        found = flight_answers.collect(pipes, folder, deadline_s=PROBE_S)
+        if not found:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        return found
+
+    def _blame(self, dumps: Mapping[int, Path], rows: Sequence[dict[str, Any]]) -> str:
+        """Mark the ranks that block others by what their queues hold, and return that in words.
+
+        A rank that gave no dump is not marked: it may be one of another host, or slow to answer.
+        """
+        origins: Sequence[Origin] = ()
+        with contextlib.suppress(HeadwayError):  # dumps that contradict each other are there for a person to read
+            reports = of_dumps(Trace.open([path for _, path in sorted(dumps.items())])) if dumps else None
+            origins = () if reports is None else localise(*reports[:2], groups=reports.groups).origins
+        told = [one for one in origins if one.reason in ("absent", "differs") and one.ranks[0] in dumps]
+        blocking = [one for one in told if one.num_waiting]
+        for row in rows:
+            row["silent"] = row["silent"] or any(row["rank"] in origin.ranks for origin in blocking)
+        suspects = [row["rank"] for row in rows if row["silent"]]
+        self.blamed = suspects[0] if len(suspects) == 1 else None
+        if len(blocking) != 1:
+            return ""
+        return f"; {blocking[0].num_waiting} wait for rank {blocking[0].ranks[0]} in {blocking[0].awaited}"
 
 
-def rows_of(ranks: Mapping[int, Followed], states: Mapping[int, str]) -> list[dict[str, Any]]:
+def rows_of(ranks: Mapping[int, Followed], states: Mapping[int, str], *, ahead: bool = False) -> list[dict[str, Any]]:
     """Return one row per rank: the keys that `headway.ledger.hang_reports.of_watch` reads, and what a person wants.
 
     Silent is a rank that runs no code, or that is in no recorded operation and has come least far; where all ranks
-    stand alike, none is.
+    stand alike, or may be `ahead` of their devices, none is for that.
     """
     free = {
         rank: followed.position
@@ -335,7 +382,7 @@ def rows_of(ranks: Mapping[int, Followed], states: Mapping[int, str]) -> list[di
         if states[rank] not in STOPPED and followed.op in (None, "segment.backward")
     }
     rear = min(free.values(), default=None)
-    alike = len(free) == len(ranks) > 1 and len(set(free.values())) == 1
+    alike = ahead or (len(free) == len(ranks) > 1 and len(set(free.values())) == 1)
     rows = []
     for rank, followed in sorted(ranks.items()):
         page, op = followed.page, followed.op

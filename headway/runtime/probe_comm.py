@@ -21,8 +21,10 @@ import inspect
 import weakref
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from headway.runtime.flight_answers import answer_requests
 from headway.runtime.probes import Probes, now
 from headway.trace.progress_page import GROUP, OP, SEQ, SINCE_NS, group_cell
 from headway.trace.vocabulary import COLLECTIVES, SPANS
@@ -129,6 +131,8 @@ def init_group(original: Callable[..., Any], probes: Probes) -> Callable[..., An
 
             duration = now() - start
             probes.became_rank(dist.get_rank())
+            if probes.recorder.path and dist.get_world_size() > 1:
+                answer_requests(Path(probes.recorder.path))
             emit(INIT, start, duration, groups_of(probes).of(None))
         except Exception as cause:
             probes.failed("init_process_group", cause)

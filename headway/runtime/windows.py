@@ -31,6 +31,7 @@ from typing import Any
 
 from headway.runtime import device
 from headway.runtime.ddp_facts import note_models
+from headway.runtime.flight_answers import flight_entries
 from headway.runtime.probes import NEVER, Probes, now
 from headway.runtime.rank_variables import number
 from headway.runtime.window_schedule import Schedule, opening_step, spacing, takes_part
@@ -371,24 +372,6 @@ def low_level_stop() -> Any:
     from torch._C._autograd import _disable_profiler
 
     return _disable_profiler()
-
-
-FLIGHT_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of torch that return a Flight Recorder's entries: NCCL has one of its own beside that of other backends."""
-
-
-def flight_entries() -> bytes:
-    """Return the Flight Recorders' entries as JSON, empty when no process group exists: of the one that has the most.
-
-    Raises what torch raises.
-    """
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized():
-        return b""
-    module = sys.modules["torch._C._distributed_c10d"]
-    dumps = [bytes(getattr(module, name)()) for name in FLIGHT_DUMPS if hasattr(module, name)]
-    return max(dumps, key=lambda dump: dump.count(b'"state"'), default=b"")
 
 
 @contextlib.contextmanager

@@ -182,3 +182,4 @@ def _files(stem: Path) -> Iterator[Path]:
     yield stem.with_suffix(".head")
     yield ring_of(stem)
     yield ring_of(stem).with_suffix(".stacks")
+    yield ring_of(stem).with_suffix(".ask")

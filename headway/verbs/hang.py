@@ -54,7 +54,12 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> Verdict:
             )
         sources = reports[-1:]
     watched = _watched(sources[0]) if len(sources) == 1 else None
-    found = of_dumps(Trace.open(list(sources)), mesh) if watched is None else of_watch(watched, mesh)
+    # Where hosts run ahead of devices their places say little; what the ranks' queues held does, if they were asked.
+    dumps = _dumps(sources[0].parent) if watched is not None and watched.get("ahead") else []
+    if watched is None or dumps:
+        found = of_dumps(Trace.open(dumps or list(sources)), mesh)
+    else:
+        found = of_watch(watched, mesh)
     return localise(found.reports, found.mesh, groups=found.groups)
 
 
@@ -62,6 +67,14 @@ def watch_reports(run: Path) -> list[Path]:
     """Return the reports of a run's hang watch, oldest first."""
     files = (file for file in (run / "hang").glob("*.json") if file.stem.isdecimal())
     return sorted(files, key=lambda file: int(file.stem))
+
+
+def _dumps(folder: Path) -> list[Path]:
+    """Return the newest dump of each rank that the hang watches of a run's hosts collected in RUN/hang/<n>/."""
+    newest: dict[str, Path] = {}
+    for path in sorted(folder.glob("*/r*.flight.json"), key=lambda path: int(path.parent.name)):
+        newest[path.name] = path
+    return [path for _, path in sorted(newest.items())]
 
 
 def _watched(path: Path) -> dict[str, Any] | None:
