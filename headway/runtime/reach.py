@@ -23,16 +23,17 @@ from collections import OrderedDict, deque
 from collections.abc import ItemsView, Iterator
 from dataclasses import dataclass
 from dis import get_instructions
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain, islice
-from types import CodeType, FunctionType, MethodType, ModuleType
+from pathlib import PurePath
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 DEPTH = 12
 """Objects inside each other that are followed: with a subset and two nested transforms a setting is the tenth."""
 
-MOST_OBJECTS = 512
+MOST_OBJECTS = 2048
 """Objects that are looked into; plain numbers and texts do not count."""
 
 LONG = 128
@@ -43,12 +44,18 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "headway", "numpy", "torch", "
 """Top-level modules whose code is not looked into: what it draws from, a script handed it or is global."""
 
 
-def reached(*holders: Any) -> Iterator[tuple[Any, bool]]:
-    """Yield each object that `holders` get at, nearest first, and whether only code leads there (a global, a cell)."""
+def reached(*holders: Any, cut: list[Any] | None = None) -> Iterator[tuple[Any, bool]]:
+    """Yield each object that `holders` get at, nearest first, and whether only code leads there (a global, a cell).
+
+    What only the code of an installed package leads to comes last. `cut` takes an object of the others that the bounds
+    leave out, or that holds one: a change there would not be seen.
+    """
     seen: set[int] = set()
     queue = deque((holder, 0, False) for holder in holders)
-    while queue and len(seen) < MOST_OBJECTS:
-        value, depth, outside = queue.popleft()
+    later: deque[tuple[Any, int, bool]] = deque()
+    while (queue or later) and len(seen) < MOST_OBJECTS:
+        is_own = bool(queue)
+        value, depth, outside = queue.popleft() if is_own else later.popleft()
         if isinstance(value, LEAVES):
             yield value, outside
             continue
@@ -56,9 +63,15 @@ def reached(*holders: Any) -> Iterator[tuple[Any, bool]]:
             continue
         seen.add(id(value))
         yield value, outside
+        held, named = _held(value), _named(value)
         if depth < DEPTH:
-            queue += [(part, depth + 1, outside) for part in _held(value)]
-            queue += [(part, depth + 1, True) for part in _named(value)]
+            (queue if is_own else later).extend((part, depth + 1, outside) for part in held)
+            for part, is_installed in named:
+                (queue if is_own and not is_installed else later).append((part, depth + 1, True))
+        elif is_own and cut is not None and not cut and any(id(part) not in seen for part in held):
+            cut.append(value)
+    if cut is not None and not cut:
+        cut += [value for value, _, _ in queue if not isinstance(value, LEAVES) and id(value) not in seen][:1]
 
 
 def _held(value: Any) -> list[Any]:
@@ -67,6 +80,8 @@ def _held(value: Any) -> list[Any]:
         return []
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
+    if isinstance(value, (BuiltinMethodType, MethodWrapperType)):  # such as `get` of a dictionary
+        return [] if isinstance(value.__self__, (ModuleType, type)) else [value.__self__]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     entries: list[Any] = []
@@ -119,19 +134,31 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
-def _named(value: Any) -> list[Any]:
-    """Return what the code of a function, a class, or an object's class names outside of itself."""
+def _named(value: Any) -> list[tuple[Any, bool]]:
+    """Return what the code of a function, a class, or an object's class names outside of itself.
+
+    And of each whether that is the code of an installed package.
+    """
     if isinstance(value, FunctionType):
-        return _of_function(value)
+        is_installed = _is_installed(value.__module__)
+        return [(part, is_installed) for part in _of_function(value)]
     if isinstance(value, (CodeType, ModuleType, MethodType, list, tuple, dict)):
         return []
     kind = value if isinstance(value, type) else type(value)
-    parts: list[Any] = []
+    parts: list[tuple[Any, bool]] = []
     for base in kind.__mro__:
         if not _of_library(base.__module__):
+            is_installed = _is_installed(base.__module__)
             own = [part for name, part in vars(base).items() if name != "__slotnames__"]  # copying an instance adds it
-            parts += [getattr(part, "__func__", getattr(part, "fget", part)) for part in own]
-    return [part for part in parts if part is not None]
+            parts += [(getattr(part, "__func__", getattr(part, "fget", part)), is_installed) for part in own]
+    return [(part, is_installed) for part, is_installed in parts if part is not None]
+
+
+@cache
+def _is_installed(module: str | None) -> bool:
+    """Tell whether a module is part of an installed package, and not of the script."""
+    place = getattr(sys.modules.get((module or "").partition(".")[0]), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(place).parts)
 
 
 def _of_function(function: FunctionType) -> list[Any]:
@@ -143,9 +170,23 @@ def _of_function(function: FunctionType) -> list[Any]:
     names = _names_in(function)
     scope = function.__globals__
     named = [scope[name] for name in sorted(names.globals & scope.keys())]
+    if not names.globals.isdisjoint(ANY_GLOBAL):
+        named += [value for name, value in scope.items() if not name.startswith("__") and _is_setting(value)]
     parts += [found for found in named if not isinstance(found, ModuleType)]
     modules = [found for found in named if isinstance(found, ModuleType)]
     return parts + _of_modules(modules + _imported(names.imports, scope), names.attributes)
+
+
+ANY_GLOBAL = frozenset({"globals", "vars", "locals", "eval", "exec", "_getframe"})
+"""Names of functions by which code may get at any variable of its module."""
+
+BY_NAME = frozenset({"getattr", "attrgetter", "__dict__", "modules", "import_module", "__import__", *ANY_GLOBAL})
+"""Names by which code looks others up that are texts."""
+
+
+def _is_setting(value: Any) -> bool:
+    """Tell whether a global variable is plain data, or an object of the script's: no function, class or module."""
+    return not isinstance(value, (type, FunctionType, BuiltinMethodType, ModuleType))
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +220,10 @@ def _names_in(function: FunctionType) -> _Names:
                 known.globals.add(instruction.argval)
             elif name.endswith(("_ATTR", "_METHOD", "_FROM")):
                 known.attributes.add(instruction.argval)
+        if not BY_NAME.isdisjoint(known.globals | known.attributes):
+            texts = {text for inner in _codes(code) for text in inner.co_consts if isinstance(text, str)}
+            for names in (known.globals, known.attributes, known.imports):
+                names |= texts
     return known
 
 

@@ -21,6 +21,8 @@ False
 
 from __future__ import annotations
 
+import io
+import sqlite3
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,7 +31,8 @@ import torch
 import xxhash
 from torch.utils.data import Subset
 
-from headway.data.runtime.contents import file_of, is_mutable
+from headway.data.runtime.contents import MOST_ENTRIES, file_of, is_mutable, is_written, left_out
+from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.portrait import portrait
 from headway.runtime.reach import LONG, reached
 
@@ -45,10 +48,7 @@ class Aligned:
         while type(dataset) is Subset:
             self._subsets.append(dataset.indices)
             dataset = dataset.dataset
-        try:
-            size = len(dataset)
-        except Exception:  # one without a length
-            size = -1
+        size = _size(dataset)
         values = [value for value, _ in reached(dataset)]
         self._large = [value for value in values if _is_large(value, size)]
         self._indices = [value for value in values if self._large and _is_index(value, size)]
@@ -82,14 +82,56 @@ class Aligned:
         return portrait(entry)
 
 
+def out_of_sight(dataset: Any, *others: Any) -> str | None:
+    """Say what `dataset` and `others` get at that may change without any look seeing it; None where there is nothing.
+
+    A file mapped for writing may be changed through memory by any process; through a copy-on-write mapping the script
+    changes pages of its own, which no look reads; what a database answers changes inside it. And what is too much to
+    be looked through before each batch, and has no entry per example.
+    """
+    cut: list[Any] = []
+    found = list(reached(dataset, *others, cut=cut))
+    for value, _ in found:
+        if isinstance(value, np.ndarray) and (file := file_of(value)) is not None and file.mode != "r":
+            return OfDataset(f"it reads {file.filename}, mapped for writing too: give numpy.memmap mode='r'")
+        if isinstance(value, sqlite3.Connection):
+            return OfDataset("it asks a database, of which a change shows nowhere")
+        if isinstance(value, io.IOBase) and is_written(value):
+            return OfDataset("it gets at a file that is open for writing, of which it may make more")
+    if cut:
+        return OfDataset(f"it gets at more objects than can be looked at before each batch (one is {_name(cut[0])})")
+    size = _size(dataset)
+    for value in left_out(value for value, _ in found):
+        if not _is_large(value, size):
+            what = f"{_name(value)} of {len(value) if hasattr(value, '__len__') else 1} entries"
+            return OfDataset(f"it holds more than can be compared before each batch ({what})")
+    return None
+
+
+def _name(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _size(dataset: Any) -> int:
+    """Return how many examples a dataset has, those of a subset's whole; -1 if unknown."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    try:
+        return len(dataset)
+    except Exception:  # one without a length
+        return -1
+
+
 def _is_large(value: Any, size: int) -> bool:
     """Tell whether `value` has an entry for each of `size` examples, or more, and is too large to be looked through."""
     if isinstance(value, np.ndarray):
-        plain = file_of(value) is None and not value.dtype.hasobject
+        plain = not value.dtype.hasobject
     elif isinstance(value, torch.Tensor):
         plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
     else:
-        return isinstance(value, list) and len(value) > LONG and len(value) >= size > 0 and is_mutable(type(value[0]))
+        # Of numbers and texts a look compares which objects they are, in a list that is not too long.
+        is_long = isinstance(value, list) and len(value) > LONG and len(value) >= size > 0
+        return is_long and (len(value) > MOST_ENTRIES or is_mutable(type(value[0])))
     return plain and value.ndim > 0 and len(value) >= size > 0 and value.nbytes > LARGE_BYTES
 
 

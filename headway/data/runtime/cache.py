@@ -26,9 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway.core.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, CHANGED, DREW, Scrutiny
-from headway.data.runtime.aligned import Aligned
-from headway.data.runtime.circumstances import modes, outside
-from headway.data.runtime.contents import out_of_sight
+from headway.data.runtime.aligned import Aligned, out_of_sight
+from headway.data.runtime.circumstances import data_of, modes, outside
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import aliased, encode, equal
 from headway.data.runtime.files_read import Noted, files_read, written_since
@@ -93,10 +92,17 @@ class CachedExamples:
         self._watch, self._after_first = Watch(dataset), after_first
         self._has_read = self._has_found = False
         self._files, self._aligned = files_read(), Aligned(dataset)
+        self._data: object = None
+        self._pending: list[tuple[int, Any, Origin]] = []
+        """What was read for a batch and may be kept, if reading it has changed nothing."""
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
-        return self._one(index)[0] if self._is_of_now() else self._dataset[index]
+        if not self._is_of_now():
+            return self._dataset[index]
+        example, _ = self._one(index)
+        self._keep_pending()
+        return example
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         """Return many; a dataset that reads many at once is asked once, for those that are missing."""
@@ -106,6 +112,7 @@ class CachedExamples:
         if many and (type(indices) is not list or self._scrutiny.over):
             return many(indices)
         pairs = self._together(many, list(indices)) if many else [self._one(index) for index in indices]
+        self._keep_pending()
         if self._scrutiny.over:  # found just now: what this batch has of the cache may be out of date too
             alone = partial(_only, many) if many else self._dataset.__getitem__
             return [alone(index) if old else example for index, (example, old) in zip(indices, pairs, strict=True)]
@@ -162,6 +169,8 @@ class CachedExamples:
         """Read from the dataset; return what came, whether that drew, or did what others see, and from which files."""
         if self._scrutiny.over:
             return read(), None, {}
+        if self._data is None:
+            self._data = data_of(self._dataset)
         with noting() as acts, self._files.noting() as files:
             reading = self._watch.around(read)
         if not self._has_read:
@@ -176,9 +185,21 @@ class CachedExamples:
         may = self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example)
         # Of a file that was written just now, another write might leave no trace.
         if may and written_since(files, time.time_ns()) is None:
-            with suppress(Exception):  # an example that cannot be kept is read anew each time
-                self._kept.keep(index, example, Origin(files, self._aligned.of([index])))
+            self._pending.append((index, example, Origin(files, self._aligned.of([index]))))
         speak(self._dataset, self._scrutiny)
+
+    def _keep_pending(self) -> None:
+        """Keep what was read for this batch, where that changed nothing the dataset goes by: a hit would leave it out.
+
+        One look for all of them. A file opened lazily, at the first reading, is such a change, and costs no more than
+        that batch.
+        """
+        pending, self._pending = self._pending, []
+        before, self._data = self._data, None
+        if pending and before == data_of(self._dataset):
+            for index, example, origin in pending:
+                with suppress(Exception):  # an example that cannot be kept is read anew each time
+                    self._kept.keep(index, example, origin)
 
 
 def _only(many: Callable[[list[Any]], list[Any]], index: Any) -> Any:

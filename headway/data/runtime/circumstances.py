@@ -71,9 +71,13 @@ def outside(read: Any) -> tuple[object, ...]:
     It takes 0.2 to 1 ms, and up to 2 ms more where there is much in memory to look through. Where a look fails, as
     where another thread changes a container meanwhile, the picture is equal to no other.
     """
+    return *data_of(read), circumstances()
+
+
+def data_of(read: Any) -> tuple[object, object]:
+    """Return the part of that picture which reading itself may change: what `read` holds, and settings in its reach."""
     try:
         found = tuple(reached(read))
-        inside = surroundings(read, found), contents(value for value, _ in found)
+        return surroundings(read, found), contents(value for value, _ in found)
     except Exception:  # whatever an object raises that is looked at: the loop asked for a batch, not for a picture
-        inside = object(), object()
-    return *inside, circumstances()
+        return object(), object()

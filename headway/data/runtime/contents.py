@@ -2,13 +2,13 @@
 
 A picture (`headway.data.runtime.purity`) samples long lists and large arrays, and knows an edit of a tensor by its
 version only, which a numpy view of the same memory does not move. Here all of it is read, to the last entry, as long
-as that takes about a millisecond; of what is larger only size, identity and some samples show an edit.
+as that takes about a millisecond; what is larger counts as left out (`left_out`).
 
     array, tensor, bytearray      its bytes
-    file mapped for reading       when it was last written
+    file mapped for reading       when it was last written, and its bytes
     file in memory, value of C    its position; its bytes
     long list, dict, set, deque   which objects are in it: numbers and texts by value too, tensors and arrays by
-                                  version or bytes, and by what an object holds; also one level further inside
+                                  version or bytes, and by what an object holds; also three levels further inside
 
 >>> rows = [torch.zeros(2) for _ in range(500)]
 >>> before = contents([rows])
@@ -23,7 +23,6 @@ import ctypes
 import io
 import logging
 import os
-import sqlite3
 from array import array
 from collections import deque
 from collections.abc import Iterable
@@ -36,9 +35,8 @@ import numpy as np
 import torch
 import xxhash
 
-from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.purity import FEW
-from headway.runtime.reach import LONG, items_of, reached
+from headway.runtime.reach import LONG, items_of
 
 _CData: Any = ctypes.c_int.__mro__[-2]
 """Base of all numbers, arrays and structures of C, such as the values that processes share."""
@@ -61,6 +59,12 @@ SAMPLED = 1024
 DEARER = 3
 """Entries as which one tensor or array counts that lies in an entry itself."""
 
+PLAIN_PER_ENTRY = 8
+"""Numbers and texts in an entry that count as one entry."""
+
+LEVELS = 3
+"""Containers and objects inside each other that are followed within an entry of a long container."""
+
 KINDS = (torch.Tensor, np.ndarray, bytearray, array)
 """What has bytes that may be edited in place."""
 
@@ -77,10 +81,20 @@ def contents(values: Iterable[Any]) -> object:
     return [found for value in values if (found := look.of(value)) is not None]
 
 
+def left_out(values: Iterable[Any]) -> list[Any]:
+    """Return those of `values` of which `contents` does not read all: an edit of them may not be seen."""
+    look = _Look()
+    for value in values:
+        look.of(value)
+    return look.left_out
+
+
 class _Look:
     """One look, and what it may still read."""
 
     def __init__(self) -> None:
+        self.left_out: list[Any] = []
+        """What was too large, or came too late."""
         self._bytes, self._entries, self._inside, self._hashed = MOST_BYTES, MOST_ENTRIES, MOST_INSIDE, MOST_HASHED
 
     def of(self, value: Any) -> object:
@@ -90,7 +104,7 @@ class _Look:
         if isinstance(value, np.ndarray):
             return self._array(value)
         if isinstance(value, (bytearray, array)):
-            return self._digest(memoryview(value).cast("B")) if value else 0
+            return self._digest(value, memoryview(value).cast("B")) if value else 0
         if isinstance(value, (io.BytesIO, io.StringIO)):
             return value.tell() if not value.closed else -1
         if isinstance(value, _CData) and ctypes.sizeof(value) <= self._bytes:
@@ -112,23 +126,29 @@ class _Look:
         raw = raw.conj() if raw.is_conj() else raw
         flat = raw.detach().view(-1)
         if value.nbytes > self._bytes:  # another tensor may lie in its place, and have its address
+            self.left_out.append(value)
             some = flat[:: max(1, value.numel() // SAMPLED)].contiguous()
             return value.nbytes, some.view(torch.uint8).numpy().tobytes()
-        return self._digest(flat.view(torch.uint8).numpy().data)
+        return self._digest(value, flat.view(torch.uint8).numpy().data)
 
     def _array(self, value: np.ndarray[Any, Any]) -> object:
         mapped = file_of(value)
-        if mapped is not None and mapped.mode == "r":
-            return written(mapped)
         if value.dtype.hasobject:
-            return self._container(value.ravel().tolist()) if value.size <= self._entries else value.size
+            if value.size > self._entries:
+                self.left_out.append(value)
+                return value.size
+            return self._container(value.ravel().tolist(), value)
+        written_last = written(mapped) if mapped is not None and mapped.mode == "r" else None
         if value.nbytes == 0 or value.nbytes > self._bytes:
-            return value.nbytes
-        return self._digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+            self.left_out += [value] if value.nbytes else []
+            return value.nbytes, written_last
+        # A write through memory that is mapped elsewhere may leave the file's times as they were.
+        return written_last, self._digest(value, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
-    def _container(self, value: Any) -> object:
-        """Which objects are in it, in order, and what is in those tensors and arrays."""
+    def _container(self, value: Any, whole: Any = None) -> object:
+        """Which objects are in it, in order, and what is in those that may be edited; `whole` is what it is made of."""
         if len(value) > self._entries:
+            self.left_out.append(value if whole is None else whole)
             return len(value)
         self._entries -= len(value)
         parts: Any = value
@@ -142,6 +162,8 @@ class _Look:
         if self._inside >= 0:
             inside = [self._part(parts[place]) for place in entries.mutable]
             inside += [self._part(parts[place][inner]) for place, inner in entries.within]
+        if count and self._inside < 0:
+            self.left_out.append(value if whole is None else whole)
         self._hashed -= len(parts) if entries.plain else 0
         return identities, inside, hash(tuple(parts)) if entries.plain and self._hashed >= 0 else 0
 
@@ -149,26 +171,45 @@ class _Look:
         """What stands for an entry of a long container: of a short container or an object in it, what that holds."""
         if isinstance(part, torch.Tensor):
             return 0 if part.is_inference() else part._version
-        if isinstance(part, dict):
-            return self._each_of(dict.values(part))
-        if isinstance(part, (list, set)):
-            return self._each_of(part)
-        return self._each_of(_attributes(part)) if _has_attributes(type(part)) else self.of(part)
+        inside = _inside(part)
+        return self.of(part) if inside is None else self._each_of(inside, LEVELS)
 
-    def _each_of(self, values: Iterable[Any]) -> object:
-        """Which objects they are; of tensors and arrays among them the bytes, while there are not many."""
-        found = []
+    def _each_of(self, values: list[Any], levels: int) -> object:
+        """Which objects they are: of tensors and arrays the bytes, of others what is in them, while there are not many.
+
+        Numbers and texts by value: one that is made in the place of another may get its address.
+        """
+        found: list[object] = []
+        self._inside -= len(values) // PLAIN_PER_ENTRY
+        if self._inside < 0:
+            return len(values)
         for value in values:
-            digest = None
-            if isinstance(value, KINDS) and self._inside > 0:
+            kind = type(value)
+            if kind in PLAIN:
+                found.append(value)
+            elif isinstance(value, KINDS):
                 self._inside -= DEARER
-                digest = self.of(value)
-            found.append(id(value) if digest is None else digest)
+                found.append(self.of(value) if self._inside > 0 else None)
+            else:
+                inside = _inside(value) if levels else None
+                self._inside -= 1 if inside is None else len(inside)
+                found.append((id(value), self._each_of(inside, levels - 1) if inside and self._inside > 0 else None))
         return tuple(found)
 
-    def _digest(self, raw: Any) -> object:
+    def _digest(self, value: Any, raw: Any) -> object:
         self._bytes -= raw.nbytes
+        if self._bytes < 0:
+            self.left_out.append(value)
         return xxhash.xxh3_128_digest(raw) if self._bytes >= 0 else raw.nbytes
+
+
+def _inside(value: Any) -> list[Any] | None:
+    """Return what a short container or an object of the script's holds; None for anything else."""
+    if isinstance(value, dict):
+        return list(dict.values(value))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    return _attributes(value) if _has_attributes(type(value)) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,23 +298,7 @@ def file_of(value: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
     return None
 
 
-def out_of_sight(*read: Any) -> str | None:
-    """Say what `read` gets at that may change without any look here seeing it; None where there is nothing.
-
-    A file mapped for writing may be changed through memory by any process; through a copy-on-write mapping the script
-    changes pages of its own, which no look reads; what a database answers changes inside it.
-    """
-    for value, _ in reached(*read):
-        if isinstance(value, np.ndarray) and (file := file_of(value)) is not None and file.mode != "r":
-            return OfDataset(f"it reads {file.filename}, mapped for writing too: give numpy.memmap mode='r'")
-        if isinstance(value, sqlite3.Connection):
-            return OfDataset("it asks a database, of which a change shows nowhere")
-        if isinstance(value, io.IOBase) and _is_written(value):
-            return OfDataset("it gets at a file that is open for writing, of which it may make more")
-    return None
-
-
-def _is_written(file: io.IOBase) -> bool:
+def is_written(file: io.IOBase) -> bool:
     """Tell whether a file of the script's own is open for writing; log handlers' are noticed when they are used."""
     handlers = logging._handlerList  # type: ignore[attr-defined]  # its stub does not have it
     if any(getattr(handler(), "stream", None) is file for handler in handlers):

@@ -40,6 +40,9 @@ Noted = tuple[int, int, int, int, int] | None
 LISTINGS = ("os.listdir", "os.scandir")
 """Audit events of looks into folders."""
 
+DATABASE = "sqlite3.connect"
+"""Audit event of a database that is opened, which is a file."""
+
 LOOKS = ("stat", "lstat", "access")
 """Functions of `os` that look at a file and are no audit events."""
 
@@ -88,8 +91,13 @@ class FilesRead:
             self._local.noted = None
 
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if (event == "open" or event in LISTINGS) and self._local.noted is not None:
+        if self._local.noted is None:
+            return
+        if event == "open" or event in LISTINGS:
             self._note(arguments[0] if arguments else ".")
+        elif event == DATABASE and arguments and isinstance(arguments[0], (str, bytes, os.PathLike)):
+            for ending in ("", "-wal", "-journal"):  # what was written last may not be in the file itself yet
+                self._note(os.fsdecode(arguments[0]) + ending)
 
     def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def look(*arguments: Any, **named: Any) -> Any:

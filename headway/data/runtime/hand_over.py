@@ -31,6 +31,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.data.runtime import account
 from headway.data.runtime.aligned import Aligned
+from headway.data.runtime.circumstances import data_of
 from headway.data.runtime.examples import encode_plain
 from headway.data.runtime.files_read import FILE, FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
@@ -43,6 +44,10 @@ SMALL_BYTES = 1 << 16
 
 OPEN_FRACTION = 0.25
 """Where more than this fraction of the files that may be open are, batches are copied out of shared memory."""
+
+
+CHANGES = "reading a batch changes what the dataset goes by"
+"""Why a batch is not handed over: the script would not find the change, and other workers not either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,8 @@ class WorkerBegins:
     """What a worker of a loader whose script has none does first, as its `worker_init_fn`.
 
     From then on, code in it finds what it would find in the training process: no worker information, the same
-    generators. A batch that draws from them, prints, logs, changes files, or fails, is not made here.
+    generators. A batch that draws from them, prints, logs, changes files or what the dataset goes by, or fails, is not
+    made here.
     """
 
     states: tuple[Any, ...] | None
@@ -147,20 +153,25 @@ def _packing(
 ) -> Callable[[Any, Any], Packed | Unmade]:
     """Wrap the function of a worker that makes batches: it returns one packed, or why there is none."""
     watch: Watch | None = None
+    data: object = None
     files = FilesRead(looks=True)
     listen_here()
 
     def read(fetcher: Any, index: Any) -> Any:
         """Return a batch, or why it may not be handed over."""
-        nonlocal watch
+        nonlocal watch, data
         if begins.states is None:
             return fetch(fetcher, index)
         watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
+        data = data or data_of((fetcher.dataset, fetcher.collate_fn))
         printed = os.fstat(1).st_size
         reading = watch.around(lambda: fetch(fetcher, index), alone=True)
         sys.stdout.flush()
         if os.fstat(1).st_size != printed:
             return Unmade(OfDataset("reading a batch prints"))
+        if (now := data_of((fetcher.dataset, fetcher.collate_fn))) != data:
+            data = now
+            return Unmade(OfDataset(CHANGES))
         return reading.value if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:

@@ -22,10 +22,10 @@ from weakref import WeakKeyDictionary, ref
 from torch.utils.data import DataLoader
 
 from headway.data.runtime import account
-from headway.data.runtime.aligned import Aligned
+from headway.data.runtime.aligned import Aligned, out_of_sight
 from headway.data.runtime.alone import FORKED, Alone, UnmadeError
 from headway.data.runtime.circumstances import modes, modes_of_threads, outside
-from headway.data.runtime.contents import contents, out_of_sight
+from headway.data.runtime.contents import contents
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.files_read import FILE, Noted, changed, files_read

@@ -28,7 +28,7 @@ import torch
 from torch.utils.data._utils import worker as _worker
 
 from headway.data.child import said
-from headway.data.runtime.contents import out_of_sight
+from headway.data.runtime.aligned import out_of_sight
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.files_read import FilesRead
 from headway.data.runtime.keyed import generator_states, set_generators

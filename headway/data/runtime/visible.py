@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ def _for_writing(*arguments: Any, **named: Any) -> bool:
     return isinstance(mode, str) and bool(WRITING & set(mode))
 
 
+STDOUT = "sys:stdout.write"
+
 ACTS: dict[str, tuple[str, Callable[..., bool] | None]] = {
     "builtins:print": (PRINTS, None),
     "logging:Logger.handle": (LOGS, None),
@@ -56,6 +59,10 @@ ACTS: dict[str, tuple[str, Callable[..., bool] | None]] = {
     "os:rename": (CHANGES, None),
     "os:replace": (CHANGES, None),
     "os:fork": (STARTS, None),
+    "os:system": (STARTS, None),
+    "os:posix_spawn": (STARTS, None),
+    "subprocess:Popen.__init__": (STARTS, None),
+    STDOUT: (PRINTS, None),
     "os:remove": (CHANGES, None),
     "os:unlink": (CHANGES, None),
     "torch:save": (CHANGES, _to_a_path),
@@ -98,6 +105,8 @@ def listen(patch: Callable[[str, Callable[[Any], Any]], Any]) -> None:
     session = active()
     run = os.environ.get("HEADWAY_RUN") if session is None else session.probes.run
     for target, (what, counts) in ACTS.items():
+        if target == STDOUT and getattr(sys.stdout, "write", None) is None:
+            continue  # it was closed
         patch(target, functools.partial(_noted, what, counts, os.path.abspath(run or os.devnull) + os.sep))
 
 
