@@ -37,6 +37,7 @@ from headway.checkpoint.runtime.kept_cut import KeptCut
 from headway.checkpoint.runtime.shards import LocalState
 from headway.checkpoint.runtime.snapshot import Snapshot
 from headway.checkpoint.runtime.tickets import LISTEN_S, Commit, SaveTicket
+from headway.checkpoint.sums import TornError
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
 from headway.runtime import state_account
@@ -77,6 +78,8 @@ class _Pending:
     """Name -> pickled object."""
     is_changed: bool
     """Whether this is the first save of a layout."""
+    sums: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    """(fqn, offsets) of a piece -> (bytes of a word, sum of the words) that the copy must have."""
 
 
 class Saver:
@@ -98,6 +101,8 @@ class Saver:
         """What went wrong in the background beside saves (parity, old checkpoints), to be raised."""
         self.settled: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether nothing but a weight update changes a tensor."""
+        self.is_torn = False
+        """Whether a save was refused since somebody wrote the state while it was copied."""
         self.durable_s: float | None = None
         """How long the save that was committed last took, from its start to its commit; whoever reads it takes it."""
         self._arenas: Arenas | None = None
@@ -158,6 +163,7 @@ class Saver:
             return
         begun_ns = time.perf_counter_ns()
         with self._given_up_on_error(pending):
+            pending.snapshot.renew()
             if pending.late:
                 with state_account.inside("checkpoint.snapshot"):
                     self._read_late(pending)
@@ -169,7 +175,7 @@ class Saver:
         state_account.waited(begun_ns, ended_ns, step=pending.ticket.step)
 
     def fence(self) -> None:
-        """Let the next update wait, on its device, for copies that are under way."""
+        """Let what is launched next wait, on its device, for copies that are under way."""
         if self._pending is not None:
             self._pending.snapshot.fence()
 
@@ -246,6 +252,7 @@ class Saver:
     def _failed(self, message: Failed, ticket: SaveTicket | None) -> None:
         why = f"{message.kind}: {message.text.rstrip('.')}"
         if message.what == "save":
+            self.is_torn = self.is_torn or message.kind == TornError.__name__
             self._begun.pop(message.step, None)
             if ticket is not None:
                 ticket.settle(why)
@@ -330,6 +337,7 @@ class Saver:
     def _carry(self, pending: _Pending, parts: tuple[Part, ...]) -> None:
         """Move to an image with other parts, or more room for objects."""
         assert self._arenas is not None
+        pending.sums |= _sums(pending)
         tail_bytes = tail_bytes_of(list(pending.values.values()))
         pending.image = self._arenas.carry(pending.number, parts, tail_bytes)
         pending.is_changed = pending.is_changed or parts != pending.parts
@@ -341,6 +349,7 @@ class Saver:
         if pending is None or not pending.snapshot.is_ready():
             return
         names, values = list(pending.values), list(pending.values.values())
+        pending.sums |= _sums(pending)
         offsets = pending.image.place(values)
         if offsets is None:
             self._carry(pending, pending.parts)
@@ -357,7 +366,9 @@ class Saver:
             for name, offset, value in zip(names, offsets, values, strict=True)
         )
         replicas = _replica_digests(pending.state) if pending.is_changed else {}
-        self.link.persist(Persist(step, attempt, pending.number, end, pending.begun_ns, placed, replicas))
+        slots = pending.image.plan.slots if pending.sums else ()
+        sums = tuple(pending.sums.get((slot.fqn, slot.offsets), (0, 0)) for slot in slots)
+        self.link.persist(Persist(step, attempt, pending.number, end, pending.begun_ns, placed, replicas, sums))
         self._begun[step] = (pending.begun_ns, pending.number)
         self._pending = None
 
@@ -474,6 +485,13 @@ def _pairs(image: Image, state: LocalState, wanted: Callable[[str], bool]) -> li
     """Return slot and tensor of every part whose name is wanted."""
     everything = zip(image.plan.slots, image.slots, sources_of(state.shards), strict=True)
     return [(slot, source) for told, slot, source in everything if wanted(told.fqn)]
+
+
+def _sums(pending: _Pending) -> dict[Any, tuple[int, int]]:
+    """Return the sums that pieces of a whole image must have."""
+    by_place = pending.snapshot.sums()
+    slots = zip(pending.image.plan.slots, pending.image.slots, strict=True)
+    return {(slot.fqn, slot.offsets): by_place[t.data_ptr()] for slot, t in slots if t.data_ptr() in by_place}
 
 
 def _replica_digests(state: LocalState) -> dict[str, str]:

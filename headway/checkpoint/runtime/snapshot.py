@@ -2,10 +2,12 @@
 
 Tensors of the host are copied at once. Those of a CUDA device are copied on a
 stream beside the computation, and only two things wait for that, both on the
-device: the next work of any kind for tensors that a forward may change
-(buffers), and the next weight update for those that only an update changes.
-With mode "device" the copy goes to the device's own memory first, so that the
-update waits for that fast copy alone.
+device: the next work of any kind for tensors that it may change (buffers),
+and the next weight update, or replay of a graph, for those that only an update
+changes. A write that raises the version of one of the latter has all of them
+copied again; for any other write the agent compares sums (`writers` lists who
+is seen how). With mode "device" all work waits for a copy inside the device's own
+memory, which is fast, and nothing has to be known of who writes.
 
 >>> snapshot = Snapshot()
 >>> slot = torch.zeros(3)
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 
 from headway.checkpoint.costs import choose_snapshot
+from headway.checkpoint.runtime.writers import sums_of, word_bytes
 from headway.core import streamed
 
 LOG = logging.getLogger(__name__)
@@ -70,9 +73,40 @@ class Snapshot:
 
     def fence(self) -> None:
         """Make what is launched from now on wait, on the device, until the state may change."""
+        self.renew()
         for copy in self._copies:
             copy.met_s = copy.met_s or time.perf_counter()
             torch.cuda.current_stream(copy.device).wait_event(copy.may_change)
+            copy.close()
+
+    def renew(self) -> None:
+        """Copy all again that may have been written meanwhile, where something was; later work waits for that.
+
+        All, since what a copy missed of one tensor may have come before what it caught of another one.
+        """
+        if not any(
+            each.source._version != each.version for copy in self._copies for each in copy.watched if each.is_open
+        ):
+            return
+        for copy in list(self._copies):
+            again = [(each.slot, each.source) for each in copy.watched if each.is_open]
+            if again:
+                copy.close(is_renewed=True)
+                self._copies.append(_begun(self._streams[copy.device], again, lambda tensor: False, "host"))
+
+    def sums(self) -> dict[int, tuple[int, int]]:
+        """Return address of a slot -> (bytes of a word, sum of the words) that it must have; the image is whole."""
+        found: dict[int, tuple[int, int]] = {}
+        for copy in self._copies:
+            if copy.watched and copy.sums is not None:
+                with torch.cuda.stream(self._streams[copy.device]):  # on training's the host would wait for its work
+                    values = copy.sums.tolist()
+                found |= {
+                    each.slot.data_ptr(): (each.word_bytes, value)
+                    for each, value in zip(copy.watched, values, strict=True)
+                    if not each.is_renewed
+                }
+        return found
 
     def is_ready(self) -> bool:
         """Whether the image is whole."""
@@ -82,11 +116,26 @@ class Snapshot:
         """Wait until the image is whole."""
         for copy in self._copies:
             copy.done.synchronize()
+            copy.close()
 
     def better_mode(self) -> str:
         """Return the mode that would have stalled training least, by CheckFreq's rule; the snapshot is done."""
         modes = {copy.better_mode() for copy in self._copies}
         return "device" if "device" in modes else "host"
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A tensor that is copied while nothing waits for that."""
+
+    slot: torch.Tensor
+    source: torch.Tensor
+    version: int
+    word_bytes: int
+    is_open: bool = True
+    """Whether a write may still meet the copy."""
+    is_renewed: bool = False
+    """Whether it was copied again, in order: then it may differ from its sum."""
 
 
 @dataclass(slots=True)
@@ -106,6 +155,15 @@ class _DeviceCopy:
     """When the host came to the next weight update."""
     clones: list[torch.Tensor] = field(default_factory=list)
     """Copies in the device's memory, kept until the image is whole."""
+    watched: list[_Watched] = field(default_factory=list)
+    sums: torch.Tensor | None = None
+    """[watched] Sums of their words where the save began."""
+
+    def close(self, *, is_renewed: bool = False) -> None:
+        """Note that what is written from now on comes after the copy, or after the one that is made anew."""
+        for each in self.watched:
+            each.is_renewed |= each.is_open and is_renewed
+            each.is_open = False
 
     def better_mode(self) -> str:
         """Return "host" or "device"."""
@@ -136,26 +194,34 @@ def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], boo
     device = pairs[0][1].device
     now = torch.cuda.current_stream(device)
     began, may_change, done = (_CUDA.Event(enable_timing=True) for _ in range(3))
-    later = [pair for pair in pairs if settled(pair[1])]
-    first = [pair for pair in pairs if not settled(pair[1])]
+    num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
+    copy = _DeviceCopy(device, max(num_bytes, 1), began, may_change, done, time.perf_counter())
     stream.wait_stream(now)
     with torch.cuda.stream(stream):
         began.record(stream)
-        _queue(first)
-    now.wait_stream(stream)
-    with torch.cuda.stream(stream):
-        clones = _clones([source for _, source in later]) if mode == "device" else []
-        if clones:
-            may_change.record(stream)
-            later = [(slot, clone) for (slot, _), clone in zip(later, clones, strict=True)]
-        _queue(later)
-        if not clones:
-            may_change.record(stream)
-        done.record(stream)
+        copy.clones = _clones([source for _, source in pairs]) if mode == "device" else []
+    if copy.clones:
+        may_change.record(stream)
+        now.wait_event(may_change)
+        with torch.cuda.stream(stream):
+            _queue([(slot, clone) for (slot, _), clone in zip(pairs, copy.clones, strict=True)])
+    else:
+        later = [pair for pair in pairs if settled(pair[1])]
+        kept = {id(slot) for slot, _ in later}
+        with torch.cuda.stream(stream):
+            _queue([pair for pair in pairs if id(pair[0]) not in kept])
+        now.wait_stream(stream)
+        if later:  # summed before anything else may write them: on the stream that whoever writes comes after
+            copy.watched = [_Watched(slot, source, source._version, word_bytes(source)) for slot, source in later]
+            copy.sums = sums_of(source for _, source in later)
+            stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            _queue(later)
+        may_change.record(stream)
+    done.record(stream)
     for _, source in pairs:
         source.record_stream(stream)  # the allocator must not hand its memory on before it was read
-    num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
-    return _DeviceCopy(device, max(num_bytes, 1), began, may_change, done, time.perf_counter(), clones=clones)
+    return copy
 
 
 def _queue(pairs: list[Pair]) -> None:
