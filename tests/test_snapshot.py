@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -110,6 +110,7 @@ def test_later_work_waits_for_buffers_or_for_all_that_a_device_copies_to_itself(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return tensor.detach()
 
+    monkeypatch.setattr(snapshots, "room_bytes", lambda device, spare_fraction: 1000)
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -122,6 +123,54 @@ def test_later_work_waits_for_buffers_or_for_all_that_a_device_copies_to_itself(
 
     assert log == ["side waits for main", "began", *end]
     assert (copy.num_bytes, len(copy.clones)) == (32, 2 * (mode == "device" and has_room))
+
+
+class Pool:
+    """A pool of a made allocator; the allocator notes which pools are still referred to."""
+
+    alive = 0
+
+    def __init__(self):
+        Pool.alive += 1
+
+    def __del__(self):
+        Pool.alive -= 1
+
+
+def test_a_copy_inside_of_a_device_lies_in_a_pool_of_its_own_that_is_gone_after_the_save(monkeypatch):
+    inside, taken = [], []
+
+    @contextmanager
+    def use_mem_pool(pool, device):
+        inside.append(pool)
+        yield
+        inside.remove(pool)
+
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 10_000))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: taken.append(len(inside)) or tensor.detach())
+    device, event = torch.device("cuda", 0), SimpleNamespace()
+    copy = snapshots._DeviceCopy(device, 20, event, event, event, 0.0)
+    copy.clones, copy.pool = snapshots._clones([torch.ones(100), torch.ones(100)], device)
+    snapshot = Snapshot("device")
+    snapshot._copies.append(copy)
+
+    assert (taken, Pool.alive, len(copy.clones)) == ([1, 1], 1, 2)
+    snapshot.release()
+    assert (Pool.alive, copy.clones) == (0, [])
+    assert snapshots._clones([torch.ones(201)], device) == ([], None)  # 2 % of all stay free: no caches are emptied
+
+
+@pytest.mark.parametrize(("free", "state", "mode"), [(500, 299, "device"), (500, 300, "host"), (200, 1, "host")])
+def test_a_device_is_filled_up_to_eighty_percent_where_the_mode_is_chosen(monkeypatch, free, state, mode):
+    """By what the driver has free: what torch has reserved, and not allocated between steps, is the next forward's."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 1000))
+    began = SimpleNamespace(elapsed_time=lambda done: 5000.0)
+    copy = snapshots._DeviceCopy(torch.device("cuda", 0), state, began, began, began, 0.0)
+
+    assert snapshots.mode_for(torch.device("cuda", 0), state) == mode
+    assert copy.better_mode() == mode
 
 
 def test_a_state_on_the_host_touches_no_device():

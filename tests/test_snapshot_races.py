@@ -109,7 +109,7 @@ class Device:
     def clones(self, sources, *_):
         made = [torch.empty_like(source) for source in sources]
         self.copy(zip(made, sources, strict=True))
-        return made
+        return made, None
 
     def install(self, patch):
         cuda = {

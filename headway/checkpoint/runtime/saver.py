@@ -358,6 +358,7 @@ class Saver:
         pending.image.render()
         if self._options.device_snapshot == "auto":
             self._mode = pending.snapshot.better_mode()
+        pending.snapshot.release()
         self._tell(pending)
         end = offsets[-1] + len(values[-1]) if values else pending.image.plan.num_bytes
         step, attempt = pending.ticket.step, self._attempt_of(pending.ticket.step)

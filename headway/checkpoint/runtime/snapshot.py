@@ -7,7 +7,9 @@ and the next weight update, or replay of a graph, for those that only an update
 changes. A write that raises the version of one of the latter has all of them
 copied again; for any other write the agent compares sums (`writers` lists who
 is seen how). With mode "device" all work waits for a copy inside the device's own
-memory, which is fast, and nothing has to be known of who writes.
+memory, which is fast, and nothing has to be known of who writes. That copy has a
+pool of memory of its own, which goes back to the driver after the save: the
+allocator would keep it for the copying stream alone.
 
 >>> snapshot = Snapshot()
 >>> slot = torch.zeros(3)
@@ -29,6 +31,7 @@ import torch
 from headway.checkpoint.costs import choose_snapshot
 from headway.checkpoint.runtime.writers import sums_of, word_bytes
 from headway.core import streamed
+from headway.runtime.device import Device
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())
@@ -38,6 +41,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 DEVICE_BYTES_PER_S = 1e12
 """What a device copies inside its own memory, assumed: reading and writing at 2 TB/s together."""
+
+FREE_FRACTION = 0.2
+"""Share of a device's memory that stays free, of all processes and the copy, where the mode is chosen here."""
+
+SPARE_FRACTION = 0.02
+"""Share that a copy inside the device leaves free in any case: beyond it the allocator would empty its caches to make
+room, and wait for the device to do so."""
 
 STREAMED_THREADS = 2
 """Up to so many intra-op threads, one that goes past the caches takes as long as torch's at their best: two cores
@@ -118,6 +128,12 @@ class Snapshot:
             copy.done.synchronize()
             copy.close()
 
+    def release(self) -> None:
+        """Give back what copies inside devices took; the image is whole. The driver may wait for the device first."""
+        for copy in self._copies:
+            copy.clones.clear()  # before their pool: it gives back what is free then
+            copy.pool = None
+
     def better_mode(self) -> str:
         """Return the mode that would have stalled training least, by CheckFreq's rule; the snapshot is done."""
         modes = {copy.better_mode() for copy in self._copies}
@@ -155,6 +171,8 @@ class _DeviceCopy:
     """When the host came to the next weight update."""
     clones: list[torch.Tensor] = field(default_factory=list)
     """Copies in the device's memory, kept until the image is whole."""
+    pool: Any = None
+    """Which their memory is of."""
     watched: list[_Watched] = field(default_factory=list)
     sums: torch.Tensor | None = None
     """[watched] Sums of their words where the save began."""
@@ -169,7 +187,7 @@ class _DeviceCopy:
         """Return "host" or "device"."""
         host_s = self.began.elapsed_time(self.done) / 1e3
         overlap_s = max((self.met_s or self.begun_s) - self.begun_s, 0.0)
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes = room_bytes(self.device, FREE_FRACTION)
         free_bytes += sum(clone.nbytes for clone in self.clones)  # what this save took, the next one can take
         device_s = self.num_bytes / DEVICE_BYTES_PER_S
         return choose_snapshot(
@@ -199,7 +217,8 @@ def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], boo
     stream.wait_stream(now)
     with torch.cuda.stream(stream):
         began.record(stream)
-        copy.clones = _clones([source for _, source in pairs]) if mode == "device" else []
+        if mode == "device":
+            copy.clones, copy.pool = _clones([source for _, source in pairs], device)
     if copy.clones:
         may_change.record(stream)
         now.wait_event(may_change)
@@ -232,10 +251,28 @@ def _queue(pairs: list[Pair]) -> None:
         slot.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
 
 
-def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies in the device's own memory; none where it turns out to have no room for all of them."""
+def room_bytes(device: torch.device, spare_fraction: float) -> int:
+    """Return the memory that a device has left when `spare_fraction` of all it has stays free.
+
+    What torch has reserved and not allocated counts as taken: between two steps that is where the next forward's
+    activations will lie.
+    """
+    found = Device(device.type, device.index or 0).free_memory()
+    return 0 if found is None else found[0] - int(spare_fraction * found[1])
+
+
+def mode_for(device: torch.device, num_bytes: int) -> str:
+    """Return "device" where it has room for a copy of so much, else "host"."""
+    return "device" if 0 < num_bytes < room_bytes(device, FREE_FRACTION) else "host"
+
+
+def _clones(sources: list[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """Return copies in the device's own memory, and their pool; none where it has no room for all of them."""
     try:
-        return [source.clone() for source in sources]
+        if room_bytes(device, SPARE_FRACTION) >= sum(source.nbytes for source in sources):
+            with Device(device.type, device.index or 0).private_pool() as pool:
+                return [source.clone() for source in sources], pool
     except torch.OutOfMemoryError:
-        LOG.warning("the device has no memory left for a snapshot: this one goes straight to the host")
-        return []
+        pass
+    LOG.warning("the device has no memory left for a snapshot: this one goes straight to the host")
+    return [], None
