@@ -20,7 +20,8 @@ import warnings
 import torch
 
 from headway.checkpoint.messages import Layout, Slot
-from headway.checkpoint.runtime.image import SPARE_TAIL_BYTES, Image, Part, Plan, aligned, check_room, fits_torch, plan
+from headway.checkpoint.runtime.image import SPARE_TAIL_BYTES, Image, Part, Plan, aligned, fits_torch, plan
+from headway.checkpoint.runtime.room import check_room
 from headway.checkpoint.runtime.shards import LocalShard, LocalState
 
 

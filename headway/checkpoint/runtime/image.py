@@ -25,7 +25,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -33,13 +32,12 @@ from torch.serialization import skip_data
 
 from headway.checkpoint.messages import Slot
 from headway.checkpoint.persist import persist
+from headway.checkpoint.runtime.room import take_room
 from headway.checkpoint.runtime.shards import dtype_name
 from headway.checkpoint.saving import payloads
 from headway.core.arena import shared_memory
 from headway.core.errors import FormatError, HeadwayError
 from headway.core.pace import Pace
-from headway.core.units import format_bytes
-from headway.runtime.host_memory import host_memory, meminfo
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -235,7 +233,7 @@ class Image:
         """Of the memory."""
         self.tail_bytes = self.num_bytes - laid.num_bytes
         """Room for objects."""
-        check_room(self.num_bytes)
+        self._share = take_room(self.num_bytes)
         self.file, self.mapped = shared_memory("headway-image", self.num_bytes)
         self._pinned: torch.device | None = None
         try:
@@ -248,6 +246,7 @@ class Image:
             ) from cause
         with suppress(OSError, ValueError):  # an older kernel maps them as they are first used
             self.mapped.madvise(_POPULATE)
+        self._share.filled()
         self.memory = memoryview(self.mapped)
         self._whole = torch.frombuffer(self.mapped, dtype=torch.uint8)
         self.slots = [self._slot(slot) for slot in laid.slots]
@@ -294,6 +293,7 @@ class Image:
         with suppress(BufferError):  # a slot that somebody still holds keeps it mapped
             self.mapped.close()
         self.file.close()
+        self._share.give_back()
 
     def _slot(self, slot: Slot) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, slot.dtype)
@@ -329,18 +329,6 @@ class Image:
 def cuda_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """Return the first CUDA device that a state lies on; None where it lies on none, which then is left alone."""
     return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-
-
-def check_room(num_bytes: int) -> None:
-    """Raise `HeadwayError` for more than the host has left: the kernel would end a process rather than say so."""
-    # Of a container's limit the whole counts: what it uses now includes cached files, which give way.
-    limits = meminfo(Path("/"), "MemAvailable"), host_memory()["memory_total_bytes"]
-    room = min((limit for limit in limits if limit is not None), default=num_bytes)
-    if num_bytes > room:
-        raise HeadwayError(
-            f"a snapshot takes {format_bytes(num_bytes)} of host memory, and there are {format_bytes(room)}. "
-            "Save with inflight=1, on more ranks, or give the host more memory."
-        )
 
 
 @cache
