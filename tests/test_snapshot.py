@@ -193,6 +193,7 @@ def test_a_copy_that_nobody_waits_for_has_the_value_of_a_lazy_sign(mode):
 def test_an_image_is_pinned_for_the_device_of_the_state_until_it_is_closed():
     source = torch.randn(1 << 20, device="cuda")
     image = Image(plan([Part("w", source.dtype, (1 << 20,), (0,), (1 << 20,))]), tail_bytes=0, pin=source.device)
+    image.pin()
     snapshot = Snapshot()
     snapshot.copy([(image.slots[0], source)], settled=lambda tensor: True)
     snapshot.wait()

@@ -322,7 +322,7 @@ def test_a_copy_inside_of_the_device_is_torn_by_no_writer_and_never_refused(monk
 
 WITHOUT = {
     "copying again": (snapshot.Snapshot, "renew", lambda self: None),
-    "waits of replays": (engine, "before_replays", lambda call: []),
+    "waits of replays": (engine, "before", lambda targets, call: []),
     "sums": (writers, "LOG", writers.LOG),
     "waits of updates": (snapshot.Snapshot, "fence", lambda self: None),
 }

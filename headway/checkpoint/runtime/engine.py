@@ -33,7 +33,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -49,7 +49,7 @@ from headway.checkpoint.runtime.rng_state import RngStates
 from headway.checkpoint.runtime.saver import Options, Saver
 from headway.checkpoint.runtime.schedule import Schedule, StepMeter
 from headway.checkpoint.runtime.tickets import SaveTicket
-from headway.checkpoint.runtime.writers import Writers, before_replays
+from headway.checkpoint.runtime.writers import CAPTURES, REPLAYS, Writers, before
 from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
@@ -141,7 +141,9 @@ class Checkpointer(Closing):
         self._step = 0
         self._closed = False
         self._writers = Writers(self._optimizers)
-        self._undos = before_replays(self._before_replay) if host_has_devices() else []
+        self._undos: list[Callable[[], None]] = []
+        if host_has_devices():
+            self._undos = before(REPLAYS, self._before_replay) + before(CAPTURES, self._before_capture)
 
     # The training loop.
 
@@ -180,7 +182,10 @@ class Checkpointer(Closing):
             return saver.begun(self._step)
         self._step = self._step + 1 if step is None else _number(step)
         self._end_step(saver)
-        return self._begin(saver, self._step) if self._planned().is_due(self._step) else None
+        if self._planned().is_due(self._step):
+            return self._begin(saver, self._step)
+        saver.prepare()
+        return None
 
     def save(self, step: int | None = None, *, block: Block = "snapshot") -> SaveTicket:
         """Save now, as step `step` (default: steps counted so far); return once the state has been copied.
@@ -269,6 +274,11 @@ class Checkpointer(Closing):
         if self._pid == os.getpid() and self._saver is not None and not capturing():
             self._saver.fence()
 
+    def _before_capture(self) -> None:
+        """A graph is about to be captured: no thread of ours may call the device's library meanwhile."""
+        if self._pid == os.getpid() and self._saver is not None:
+            self._saver.halt()
+
     def _after_update(self) -> None:
         """An update is over, and a step with it."""
         if self._pid != os.getpid() or self._postponed():
@@ -280,6 +290,8 @@ class Checkpointer(Closing):
         if self._planned().is_due(self._step):
             late = {name: thing for name, thing in self._objects.items() if changes_after_update(thing)}
             self._begin(saver, self._step, late)
+        else:
+            saver.prepare()
 
     def _postponed(self) -> bool:
         """Whether a graph is being captured: a copy or a query of ours would become part of it, or spoil it.

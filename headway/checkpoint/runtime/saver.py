@@ -16,6 +16,7 @@ whole. In between, and after, training goes on.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import socket
 import time
@@ -34,6 +35,7 @@ from headway.checkpoint.runtime.arenas import Arenas, layout_of, parts_of, sourc
 from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, pickled
 from headway.checkpoint.runtime.image_file import host_bytes
 from headway.checkpoint.runtime.kept_cut import KeptCut
+from headway.checkpoint.runtime.replica_holders import ReplicaHolders
 from headway.checkpoint.runtime.shards import LocalState
 from headway.checkpoint.runtime.snapshot import Snapshot
 from headway.checkpoint.runtime.tickets import LISTEN_S, Commit, SaveTicket
@@ -41,7 +43,11 @@ from headway.checkpoint.sums import TornError
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
 from headway.runtime import state_account
+from headway.runtime.device import in_use
 from headway.storage.digests import checksum
+
+LOG = logging.getLogger(__name__)
+LOG.addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,7 @@ class Saver:
         self._cut = KeptCut()
         self._stored: dict[str, tuple[str, bytes]] = {}  # fqn -> a plain value as text, and as it is stored
         self._last = self._furthest = -1  # steps: of the last save, and the highest of all saves
+        self._num_steps = 0
         self._num_returns = 0  # how often a save went back to a step that was passed
         self._layout: tuple[Any, Layout] | None = None
         self._mode = "device" if options.device_snapshot == "device" else "host"
@@ -131,6 +138,26 @@ class Saver:
     def begun(self, step: int) -> SaveTicket | None:
         """Return the ticket of a save that is under way, or that failed without anybody being told."""
         return self._tickets.get(step)
+
+    def prepare(self) -> None:
+        """Have a thread take and pin the memory of the first save, from a device, before one is due.
+
+        Called after each step; acts on the second, when optimizers have made their state.
+        """
+        self._num_steps += 1
+        if self._num_steps != 2 or self._arenas is not None or not in_use():
+            return
+        try:
+            _, _, parts, values = self._looked_at()
+            assert self._arenas is not None
+            self._arenas.prepare(parts, tail_bytes_of(list(values.values())))
+        except Exception as cause:  # whatever the objects raise, the save that is asked for is to raise it
+            LOG.info("no memory was prepared for the first save: %s", cause)
+
+    def halt(self) -> None:
+        """Stop pinning memory in a thread: a graph is about to be captured, which calls of others may spoil."""
+        if self._arenas is not None:
+            self._arenas.halt()
 
     def begin(self, step: int, late: Mapping[str, Any]) -> SaveTicket:
         """Begin to save `step`; objects named in `late` are read again by `complete`. Waits for room first.
@@ -282,14 +309,8 @@ class Saver:
 
     def _read(self, ticket: SaveTicket, begun_ns: int, late: Mapping[str, Any]) -> _Pending:
         """Read everything; what is `late` is only measured for its room, and read again."""
-        early = {name: _state_of(thing) for name, thing in self._objects.items()}
-        state = self._pieces(early)
-        parts = parts_of(state.shards)
-        values = {fqn: self._bytes_of(fqn, value) for fqn, value in state.objects.items()}
-        self._stored = {fqn: stored for fqn, stored in self._stored.items() if fqn in values}
-        if self._arenas is None:
-            device = cuda_device_of(shard.tensor for shard in state.shards)
-            self._arenas = Arenas(self._options.inflight + 1, pin=device)
+        early, state, parts, values = self._looked_at()
+        assert self._arenas is not None
         busy = {number for _, number in self._begun.values()}
         is_changed = self._layout is None or self._layout[0] != (parts, state.paths)
         number, image = self._arenas.take(parts, tail_bytes_of(list(values.values())), busy=busy, spare=self._spare)
@@ -300,6 +321,17 @@ class Saver:
         return _Pending(
             ticket, number, image, parts, early, dict(late), state, snapshot, begun_ns, values, is_changed
         )  # fmt: skip
+
+    def _looked_at(self) -> tuple[dict[str, Any], LocalState, tuple[Part, ...], dict[str, bytes]]:
+        """Return the state now: name -> state, its pieces, what is stored of them, and pickled objects by name."""
+        early = {name: _state_of(thing) for name, thing in self._objects.items()}
+        state = self._pieces(early)
+        values = {fqn: self._bytes_of(fqn, value) for fqn, value in state.objects.items()}
+        self._stored = {fqn: stored for fqn, stored in self._stored.items() if fqn in values}
+        if self._arenas is None:
+            device = cuda_device_of(shard.tensor for shard in state.shards)
+            self._arenas = Arenas(self._options.inflight + 1, pin=device)
+        return early, state, parts_of(state.shards), values
 
     def _read_late(self, pending: _Pending) -> None:
         """Read the objects that the end of the step may have changed."""
@@ -319,7 +351,7 @@ class Saver:
 
     def _pieces(self, states: Mapping[str, Any]) -> LocalState:
         """Return what this rank writes of the states of all objects."""
-        whose = Whose(self._objects, self._holders)
+        whose = ReplicaHolders(self._objects, self._holders)
         agreement = self.agreement
         if agreement.rank != whose.first:
             states = {name: whose.without_buffers(name, state) for name, state in states.items()}
@@ -415,52 +447,6 @@ def _bytes_of(fqn: str, value: Any) -> bytes:
 def _state_of(thing: Any) -> Any:
     """Return the state of an object."""
     return thing if isinstance(thing, Mapping) else thing.state_dict()
-
-
-class Whose(Mapping[str, Sequence[int]]):
-    """Name of a plain tensor -> the ranks that hold equal copies of it; a name that is not here: all ranks.
-
-    Of a module's buffers the first holder's are stored. Running statistics differ between ranks, and none are the
-    right ones; data parallelism trains with the first rank's, which it sends to the others before each forward.
-    """
-
-    def __init__(self, objects: Mapping[str, Any], holders: Sequence[int] | None) -> None:
-        self.first = min(holders or (0,))
-        """The rank whose buffers are stored."""
-        self._holders = holders
-        modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
-        self._buffers = {
-            f"{name}.{key}"
-            for name, module in modules.items()
-            for key, buffer in module.named_buffers()
-            if type(buffer) in (torch.Tensor, torch.nn.Buffer)
-        }
-
-    def __getitem__(self, name: str) -> Sequence[int]:
-        """Return the holders of a tensor; raises `KeyError` where they are all ranks."""
-        if name in self._buffers:
-            return (self.first,)
-        if self._holders is None:
-            raise KeyError(name)
-        return self._holders
-
-    def __eq__(self, other: object) -> bool:
-        """Whether every name has the same holders."""
-        return isinstance(other, Whose) and (other._holders, other._buffers) == (self._holders, self._buffers)
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over the buffers: other names are not known beforehand."""
-        return iter(self._buffers)
-
-    def __len__(self) -> int:
-        """Return how many buffers there are."""
-        return len(self._buffers)
-
-    def without_buffers(self, name: str, state: Any) -> Any:
-        """Return the state of the object `name` without buffers that another rank stores."""
-        if not any(fqn.startswith(f"{name}.") for fqn in self._buffers):
-            return state
-        return {key: value for key, value in state.items() if f"{name}.{key}" not in self._buffers}
 
 
 def is_late(fqn: str, late: Mapping[str, Any]) -> bool:

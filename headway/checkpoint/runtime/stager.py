@@ -169,6 +169,7 @@ class HeadwayStager(AsyncStager):
             if not fits:
                 entry[1].close()
         image = fits[0][1] if fits else Image(plan(parts), tail_bytes=0, pin=device)
+        image.pin()
         memory = torch.frombuffer(image.mapped, dtype=torch.uint8)
         self._images.append((parts, image, _REDUCTIONS.StorageWeakRef(memory.untyped_storage())))
         return image, memory

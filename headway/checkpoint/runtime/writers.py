@@ -46,6 +46,9 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 REPLAYS = ("torch.cuda.graphs:CUDAGraph.replay", "torch.accelerator.graphs:Graph.replay")
 """Functions that launch what a graph holds, without a call of any hook."""
 
+CAPTURES = ("torch.cuda.graphs:CUDAGraph.capture_begin", "torch.accelerator.graphs:Graph.capture_begin")
+"""Functions that begin to capture: until the end other threads must leave the device's library alone."""
+
 
 def word_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the largest word that a tensor's memory can be read in; 0 where it cannot be summed."""
@@ -152,8 +155,8 @@ def _tensors(optimizers: list[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
             yield tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def before_replays(call: Callable[[], None]) -> list[Callable[[], None]]:
-    """Have the bound method `call` called before each replay of a graph; return what undoes that.
+def before(targets: tuple[str, ...], call: Callable[[], None]) -> list[Callable[[], None]]:
+    """Have the bound method `call` called before each call of one of the functions; return what undoes that.
 
     The object of the method is not kept alive. A `graph.replay` that was bound before is not seen.
     """
@@ -161,17 +164,17 @@ def before_replays(call: Callable[[], None]) -> list[Callable[[], None]]:
 
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def replay(*args: Any, **named: Any) -> Any:
-            """Replay the graph, after `call`."""
+        def called(*args: Any, **named: Any) -> Any:
+            """Call the function, after `call`."""
             alive = weakly()
             if alive is not None:
                 alive()
             return original(*args, **named)
 
-        return replay
+        return called
 
     undos = []
-    for target in REPLAYS:
+    for target in targets:
         with suppress(InputError, ImportError):  # this torch has no such graphs
             undos.append(replace_attribute(target, around))
     return undos
