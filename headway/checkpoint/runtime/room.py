@@ -110,21 +110,25 @@ def _check(num_bytes: int, entries: list[_Entry], group: str) -> None:
 def _ledger() -> Iterator[list[_Entry]]:
     """Yield the entries of the processes that live, under the lock; what is in the list then is written."""
     try:
-        file = hold_lock(runtime_directory() / f"images-{host_id()}.ledger", wait=True)
+        path = runtime_directory() / f"images-{host_id()}.ledger"
+        file = hold_lock(path, wait=True)
     except (OSError, InputError) as cause:
         LOG.debug("no agreement on memory between the processes of this host: %s", cause)
         yield []
         return
     try:
         text = os.pread(file, os.fstat(file).st_size, 0).decode("utf-8", "surrogateescape")
-        entries = [entry for entry in map(_entry, text.splitlines()) if entry is not None]
-        before = entries[:]
+        # Of two lines of one image the later one is the rest of a longer file, whose writer was killed.
+        found = {(e.pid, e.key): e for e in map(_entry, reversed(text.splitlines())) if e is not None}
+        entries = [*reversed(found.values())]
         yield entries
-        if entries != before or not entries:
-            lines = [f"{e.pid} {e.started_ticks} {e.key} {e.num_bytes} {e.is_planned} {e.group}\n" for e in entries]
-            os.ftruncate(file, 0)
-            os.pwrite(file, "".join(lines).encode("utf-8", "surrogateescape"), 0)
+        lines = [f"{e.pid} {e.started_ticks} {e.key} {e.num_bytes} {e.is_planned} {e.group}\n" for e in entries]
+        content = "".join(lines).encode("utf-8", "surrogateescape")
+        os.pwrite(file, content, 0)
+        os.ftruncate(file, len(content))
     finally:
+        if not os.fstat(file).st_size:
+            path.unlink(missing_ok=True)  # whoever waits for the lock finds that out, and makes another file
         os.close(file)
 
 
