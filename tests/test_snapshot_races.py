@@ -354,6 +354,24 @@ def test_who_writes_in_every_step_is_found_before_saves_rely_on_nobody_doing_so(
     assert counts == {"good": 240}
 
 
+def test_an_optimizer_that_is_attached_later_is_tried_before_saves_rely_on_it(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        job = Job(1, patch, tmp_path, "host")
+        for _ in range(4):
+            job.act("update")
+            job.device.run()
+        relied = [job.ckpt._writers.are_known(job.tensors["a"])]
+        job.ckpt.attach(Sgd(job.model, lambda update: None))
+        for _ in range(4):
+            job.act("update")
+            job.device.run()
+            relied.append(job.ckpt._writers.are_known(job.tensors["a"]))
+        counts = job.end()
+
+    assert relied == [True, False, False, True, True]
+    assert counts == {"good": 8}
+
+
 def test_the_agent_refuses_an_image_whose_sums_differ_and_nothing_of_it_is_committed(monkeypatch, tmp_path):
     model = torch.nn.Linear(3, 2)
     weight = model.weight.detach()

@@ -191,10 +191,12 @@ class Checkpointer(Closing):
         """Save now, as step `step` (default: steps counted so far); return once the state has been copied.
 
         With block="durable" return once the checkpoint is committed. Raises `InputError` inside forward or backward,
-        `BackgroundError` when an earlier save failed (or this one, where it is waited for).
+        or while a graph is captured; `BackgroundError` when an earlier save failed (or this one, if it is waited for).
         """
         pick(dict.fromkeys(get_args(Block), 0), block, "block")
         number = self._step if step is None else _number(step)
+        if self._postponed():
+            raise InputError("a checkpoint cannot be taken while a graph is captured: call it before or after that.")
         saver = self._ready()
         saver.raise_failures()
         ticket = self._begin(saver, number)

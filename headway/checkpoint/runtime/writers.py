@@ -75,6 +75,8 @@ class Writers:
         """Where memory begins that is written in attached updates alone; None: not looked up yet."""
         self._has_updated = self._is_proven = self._are_others = False
         self._trial: list[_Trial] | None = None
+        self._num_tried = 0
+        """Optimizers whose tensors the trial is about."""
 
     def before_update(self) -> None:
         """Note that an attached update begins: a trial ends."""
@@ -93,6 +95,8 @@ class Writers:
         """Prepare for the questions of a save that begins now."""
         may_trust, self._has_updated = self._has_updated and not self._are_others, False
         self._places = None if may_trust else frozenset()
+        if len(self._optimizers) > self._num_tried:  # one more is attached: its tensors are to be tried as well
+            self._is_proven, self._trial, self._num_tried = False, None, len(self._optimizers)
         if not may_trust or self._is_proven:
             return
         if self._trial is None:
