@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+import headway
+from headway.checkpoint.runtime import engine, saver
+from headway.checkpoint.runtime import image as images
 from headway.checkpoint.runtime.arenas import Arenas
-from headway.checkpoint.runtime.image import Part
+from headway.checkpoint.runtime.image import Part, pinned_pieces
+from tests.test_engine import Every
 
 PARTS = (Part("w", torch.float32, (3,), (0,), (3,)),)
 
@@ -44,3 +55,91 @@ def test_an_image_for_other_parts_keeps_the_elements_that_both_have():
     arenas.close()
 
     assert (kept, arenas.untold) == ([1.0, 2.0, 3.0], {number})
+
+
+@given(st.lists(st.integers(1, 40_000), max_size=20), st.sampled_from([4096, 10_000, 50_000]), st.integers(0, 9))
+def test_memory_is_registered_in_pieces_that_no_record_lies_across(lengths, most, tail):
+    slots, at = [], 0
+    for length in lengths:
+        slots.append(SimpleNamespace(record_offset=at, record_bytes=length))
+        at = images.aligned(at + length)
+    pieces = pinned_pieces(slots, at + 4096 * tail, most_bytes=most, page_bytes=4096)
+    starts = [offset for offset, _ in pieces]
+
+    assert starts[0] == 0
+    assert [offset + length for offset, length in pieces] == [*starts[1:], at + 4096 * tail]
+    for slot in slots:
+        end = slot.record_offset + slot.record_bytes
+        assert any(offset <= slot.record_offset and end <= offset + length for offset, length in pieces)
+    for offset, length in pieces[:-1]:
+        held = [slot for slot in slots if offset <= slot.record_offset < offset + length]
+        assert len(held) == 1 or held[-1].record_offset + held[-1].record_bytes - offset <= most
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Have memory registered with a made CUDA in pieces of 8 KiB; returns the names of the threads that did it."""
+    names = []
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: names.append(threading.current_thread().name) or 0,
+        cudaHostUnregister=lambda *_: None,
+    )
+    monkeypatch.setattr(images, "_CUDA", SimpleNamespace(device=nullcontext, cudart=lambda: cudart))
+    monkeypatch.setattr(images, "pinned_pieces", partial(pinned_pieces, most_bytes=8192))
+    return names
+
+
+def test_memory_is_pinned_in_a_thread_that_a_capture_stops_between_two_pieces(registered, monkeypatch):
+    parts = tuple(Part(f"w{k}", torch.float32, (2000,), (0,), (2000,)) for k in range(6))
+    arenas = Arenas(2, pin=torch.device("cpu"))
+    arenas.prepare(parts, 0)
+    arenas.take(parts, 0, busy=set(), spare=None)
+    num_pieces = len(registered)
+    arenas.close()
+
+    assert set(registered) == {"headway-images"}
+    halted, append = Arenas(2, pin=torch.device("cpu")), registered.append
+    registered.clear()
+
+    def stop(name):
+        append(name)
+        if len(registered) == 2:
+            threading.Thread(target=halted.halt).start()
+            halted._is_halted.wait(10)
+
+    cudart = SimpleNamespace(
+        cudaHostRegister=lambda *_: stop(threading.current_thread().name) or 0, cudaHostUnregister=lambda *_: None
+    )
+    monkeypatch.setattr(images, "_CUDA", SimpleNamespace(device=nullcontext, cudart=lambda: cudart))
+    halted.prepare(parts, 0)
+    halted._thread.join()
+    assert registered == ["headway-images"] * 2
+    for number in range(2):
+        halted.take(parts, 0, busy=set(range(number)), spare=None)
+    halted.close()
+    assert registered[2:] == ["MainThread"] * (num_pieces - 2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_memory_of_the_first_save_is_pinned_before_it_is_due(registered, monkeypatch, tmp_path, captures):
+    monkeypatch.setattr(saver, "in_use", lambda: True)
+    monkeypatch.setattr(saver, "cuda_device_of", lambda tensors: torch.device("cpu"))
+    monkeypatch.setattr(engine, "host_has_devices", lambda: True)
+    monkeypatch.setattr(torch.cuda.graphs.CUDAGraph, "capture_begin", lambda graph: None)
+    model = torch.nn.Linear(3, 2)
+    opt = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with headway.Checkpointer(tmp_path, model=model, opt=opt, policy=Every(4)) as ckpt:
+        ckpt.attach(opt)
+        for _ in range(3):
+            model(torch.ones(3)).sum().backward()
+            opt.step()
+        if captures:
+            torch.cuda.graphs.CUDAGraph.capture_begin(None)
+
+            assert ckpt._saver._arenas._thread is None, "the capture began beside the thread"
+        opt.step()
+        ckpt.wait()
+        assert ckpt.restore().step == 4
+    assert registered
+    assert captures or set(registered) == {"headway-images"}

@@ -471,6 +471,8 @@ def test_while_a_graph_is_captured_nothing_is_begun_and_later_snapshots_are_wait
     with monkeypatch.context() as patched:
         patched.setattr("headway.checkpoint.runtime.engine.capturing", lambda: True)
         job.run(3, save=True)
+        with pytest.raises(InputError, match="while a graph is captured"):
+            job.ckpt.save()
         assert calls == []
     job.run(1)
     job.ckpt.close()

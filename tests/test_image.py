@@ -127,6 +127,7 @@ def test_memory_is_registered_with_cuda_once_and_taken_back_only_where_that_work
     )
     monkeypatch.setattr(images, "_CUDA", SimpleNamespace(device=nullcontext, cudart=lambda: cudart))
     image = Image(plan([Part("w", torch.float32, (5,), (0,), (5,))]), tail_bytes=0, pin=host)
+    image.pin()
     start, num_bytes = image.slots[0].data_ptr() - image.plan.slots[0].payload_offset, image.num_bytes
     image.close()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from concurrent.futures import wait
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import headway.checkpoint as ours
 from headway.checkpoint import HeadwayPlanner, HeadwayReader, HeadwayStager, HeadwayWriter, restore_into
+from headway.checkpoint.runtime import image as images
+from headway.checkpoint.runtime import stager as stagers
 from headway.core.errors import BackgroundError, DamageError, FormatError, InputError
 from headway.storage import verify
 from headway.storage.commit import committed
@@ -224,6 +229,54 @@ def test_a_save_behind_the_training_holds_the_state_of_its_call_and_tells_of_fai
     stock.result(60)
     stager.close()
     assert verify(tmp_path / "step-4").status == "good"
+
+
+@pytest.fixture
+def slow_device(monkeypatch):
+    """Have states count as on a device whose copies arrive once the event is set."""
+    gate = threading.Event()
+
+    class Slow(stagers.Snapshot):
+        def wait(self):
+            assert gate.wait(20), "the caller waited for the copies"
+
+    cudart = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: None)
+    monkeypatch.setattr(images, "_CUDA", SimpleNamespace(device=nullcontext, cudart=lambda: cudart))
+    monkeypatch.setattr(stagers, "Snapshot", Slow)
+    monkeypatch.setattr(stagers, "cuda_device_of", lambda tensors: torch.device("cpu"))
+    return gate
+
+
+def test_staging_from_a_device_goes_on_behind_the_training_and_its_memory_is_used_again(slow_device, tmp_path):
+    stager, live = HeadwayStager(), state(1)
+    writer = HeadwayWriter(tmp_path / "step-1")
+    answer = dcp.async_save(live, storage_writer=writer, planner=HeadwayPlanner(), async_stager=stager)
+    future = ours.async_save(live, checkpoint_id=tmp_path / "step-2", stager=stager)
+
+    assert not answer.staging_completion.done()
+    assert not answer.upload_completion.done()
+    slow_device.set()
+    answer.staging_completion.result(60), answer.upload_completion.result(60), future.result(60)
+    stager.synchronize_staging()
+    assert {verify(tmp_path / f"step-{k}").status for k in (1, 2)} == {"good"}
+    del answer, future
+    for _ in range(6):  # more often than there are images
+        assert same(stager.stage(live).result(), live)
+    stager.close()
+
+
+def test_a_copy_that_fails_is_the_error_of_the_save_and_of_no_later_one(slow_device, tmp_path, monkeypatch):
+    def fail(self):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(stagers.Snapshot, "wait", fail)
+    stager = HeadwayStager()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        ours.async_save(state(1), checkpoint_id=tmp_path / "step-1", stager=stager).result(60)
+    stager.synchronize_staging()
+    stager.close()
+
+    assert committed(tmp_path) == []
 
 
 def _four_ranks(root):

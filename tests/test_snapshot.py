@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -78,22 +78,29 @@ class Lane:
     def wait_stream(self, other):
         self.log.append(f"{self.name} waits for {other.name}")
 
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event.name}")
+
+
+IN_ORDER = ["buffer", "main waits for side", "side waits for main", "weight", "may_change", "done"]
+"""The sums of the weights are the stream's of training: so the other one waits for it again."""
+
 
 @pytest.mark.parametrize(
     ("mode", "has_room", "end"),
     [
-        ("host", True, ["weight", "may_change", "done"]),
-        ("device", True, ["may_change", "weight", "done"]),
-        ("device", False, ["weight", "may_change", "done"]),
+        ("host", True, IN_ORDER),
+        ("device", True, ["may_change", "main waits for may_change", "weight", "buffer", "done"]),
+        ("device", False, IN_ORDER),
     ],
 )
-def test_later_work_waits_for_buffers_and_updates_for_what_they_change(monkeypatch, mode, has_room, end):
+def test_later_work_waits_for_buffers_or_for_all_that_a_device_copies_to_itself(monkeypatch, mode, has_room, end):
     log, names = [], iter(["began", "may_change", "done"])
     main, side = Lane("main", log), Lane("side", log)
 
     def event(enable_timing):
         name = next(names)
-        return SimpleNamespace(record=lambda stream: log.append(name))
+        return SimpleNamespace(record=lambda stream: log.append(name), name=name)
 
     def slot(name):
         return SimpleNamespace(copy_=lambda source, non_blocking: log.append(name))
@@ -103,6 +110,7 @@ def test_later_work_waits_for_buffers_and_updates_for_what_they_change(monkeypat
             raise torch.OutOfMemoryError("CUDA out of memory")
         return tensor.detach()
 
+    monkeypatch.setattr(snapshots, "room_bytes", lambda device, spare_fraction: 1000)
     monkeypatch.setattr(torch.cuda, "Event", event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
@@ -113,8 +121,56 @@ def test_later_work_waits_for_buffers_and_updates_for_what_they_change(monkeypat
 
     copy = snapshots._begun(side, pairs, lambda tensor: tensor is weight, mode)
 
-    assert log == ["side waits for main", "began", "buffer", "main waits for side", *end]
-    assert (copy.num_bytes, len(copy.clones)) == (32, int(mode == "device" and has_room))
+    assert log == ["side waits for main", "began", *end]
+    assert (copy.num_bytes, len(copy.clones)) == (32, 2 * (mode == "device" and has_room))
+
+
+class Pool:
+    """A pool of a made allocator; the allocator notes which pools are still referred to."""
+
+    alive = 0
+
+    def __init__(self):
+        Pool.alive += 1
+
+    def __del__(self):
+        Pool.alive -= 1
+
+
+def test_a_copy_inside_of_a_device_lies_in_a_pool_of_its_own_that_is_gone_after_the_save(monkeypatch):
+    inside, taken = [], []
+
+    @contextmanager
+    def use_mem_pool(pool, device):
+        inside.append(pool)
+        yield
+        inside.remove(pool)
+
+    monkeypatch.setattr(torch.cuda, "MemPool", Pool)
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1000, 10_000))
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: taken.append(len(inside)) or tensor.detach())
+    device, event = torch.device("cuda", 0), SimpleNamespace()
+    copy = snapshots._DeviceCopy(device, 20, event, event, event, 0.0)
+    copy.clones, copy.pool = snapshots._clones([torch.ones(100), torch.ones(100)], device)
+    snapshot = Snapshot("device")
+    snapshot._copies.append(copy)
+
+    assert (taken, Pool.alive, len(copy.clones)) == ([1, 1], 1, 2)
+    snapshot.release()
+    assert (Pool.alive, copy.clones) == (0, [])
+    assert snapshots._clones([torch.ones(201)], device) == ([], None)  # 2 % of all stay free: no caches are emptied
+
+
+@pytest.mark.parametrize(("free", "state", "mode"), [(500, 299, "device"), (500, 300, "host"), (200, 1, "host")])
+def test_a_device_is_filled_up_to_eighty_percent_where_the_mode_is_chosen(monkeypatch, free, state, mode):
+    """By what the driver has free: what torch has reserved, and not allocated between steps, is the next forward's."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free, 1000))
+    began = SimpleNamespace(elapsed_time=lambda done: 5000.0)
+    copy = snapshots._DeviceCopy(torch.device("cuda", 0), state, began, began, began, 0.0)
+
+    assert snapshots.mode_for(torch.device("cuda", 0), state) == mode
+    assert copy.better_mode() == mode
 
 
 def test_a_state_on_the_host_touches_no_device():
@@ -137,6 +193,7 @@ def test_a_copy_that_nobody_waits_for_has_the_value_of_a_lazy_sign(mode):
 def test_an_image_is_pinned_for_the_device_of_the_state_until_it_is_closed():
     source = torch.randn(1 << 20, device="cuda")
     image = Image(plan([Part("w", source.dtype, (1 << 20,), (0,), (1 << 20,))]), tail_bytes=0, pin=source.device)
+    image.pin()
     snapshot = Snapshot()
     snapshot.copy([(image.slots[0], source)], settled=lambda tensor: True)
     snapshot.wait()

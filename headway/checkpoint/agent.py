@@ -56,6 +56,7 @@ from headway.checkpoint.messages import (
     Phase,
     Redundant,
 )
+from headway.checkpoint.sums import check_sums
 from headway.core.channel import Channel, Listener, Peer, runtime_directory
 from headway.core.errors import HeadwayError, InputError
 from headway.core.pace import Pace
@@ -249,6 +250,7 @@ class Agent:
         self._saving.sweep(self._abandoned)
         try:
             memory = self._arenas[save.number][1] if save.num_bytes else b""
+            check_sums(memory, self._layout.slots, save.sums)
             draft, phases = self._saving.persist_rank(hello, self._layout, save, memory, self._pace)
         except Exception as error:  # whatever the disk, the folder or our own code does: the save is lost, we go on
             LOG.exception("step %d was not persisted", save.step)

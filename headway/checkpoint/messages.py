@@ -101,6 +101,8 @@ class Persist(msgspec.Struct, tag=True, frozen=True):
     values: tuple[Value, ...] = ()
     replicas: dict[str, str] = {}
     """Name of a tensor that is taken to be equal on all ranks -> digest of all of it (first save of a layout)."""
+    sums: tuple[tuple[int, int], ...] = ()
+    """[slots of the layout] Bytes of a word, and the sum of the words; see `headway.checkpoint.sums`."""
 
 
 class Phase(msgspec.Struct, array_like=True, frozen=True):

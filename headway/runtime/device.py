@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +106,30 @@ class Device:
             }
         except (AttributeError, RuntimeError):
             return {}
+
+    def free_memory(self) -> tuple[int, int] | None:
+        """Return (free, all) bytes as the driver counts them: of all processes, caches of torch as taken; or None."""
+        try:
+            free, total = module_of(self.kind).mem_get_info(self.index)
+        except (AttributeError, RuntimeError):
+            return None
+        return int(free), int(total)
+
+    @contextmanager
+    def private_pool(self) -> Iterator[Any]:
+        """Have what this thread allocates in the block come from a pool of memory of its own, which is yielded.
+
+        Once all of it is freed and nobody refers to the pool, its memory goes back to the driver. None is yielded, and
+        allocated as ever, where this kind of device has no pools.
+        """
+        module = module_of(self.kind)
+        make, use = getattr(module, "MemPool", None), getattr(module, "use_mem_pool", None)
+        if make is None or use is None:
+            yield None
+            return
+        pool = make()
+        with use(pool, self._place):
+            yield pool
 
     def _stream(self) -> Any:
         if self._accelerator is None:

@@ -44,6 +44,12 @@ def meminfo(root: Path, name: str) -> int | None:
 
 def cgroup_memory(root: Path) -> tuple[int | None, int | None]:
     """Return (limit, use) of the tightest of this process's cgroups and their ancestors; None without a limit."""
+    found = tightest_group(root)
+    return (None, None) if found is None else found[1:]
+
+
+def tightest_group(root: Path) -> tuple[Path, int, int | None] | None:
+    """Return (folder, limit, use) of that cgroup; None without a limit."""
     found = []
     for folder in group_folders("memory", root):
         for limit_name, use_name in (
@@ -52,5 +58,5 @@ def cgroup_memory(root: Path) -> tuple[int | None, int | None]:
         ):
             limit, use = number_in(folder / limit_name), number_in(folder / use_name)
             if limit is not None and limit < NO_LIMIT:
-                found.append((limit, use))
-    return min(found, key=lambda pair: pair[0] - (pair[1] or 0), default=(None, None))
+                found.append((folder, limit, use))
+    return min(found, key=lambda group: group[1] - (group[2] or 0), default=None)

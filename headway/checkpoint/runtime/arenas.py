@@ -14,14 +14,21 @@ objects outgrow their room, an image is made anew as its turn comes.
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import warnings
+from collections.abc import Callable
 
 import torch
 
 from headway.checkpoint.messages import Layout, Slot
-from headway.checkpoint.runtime.image import SPARE_TAIL_BYTES, Image, Part, Plan, aligned, check_room, fits_torch, plan
+from headway.checkpoint.runtime.image import SPARE_TAIL_BYTES, Image, Part, Plan, aligned, fits_torch, plan
+from headway.checkpoint.runtime.room import check_room
 from headway.checkpoint.runtime.shards import LocalShard, LocalState
+
+LOG = logging.getLogger(__name__)
+LOG.addHandler(logging.NullHandler())
 
 
 def parts_of(shards: list[LocalShard]) -> tuple[Part, ...]:
@@ -64,6 +71,22 @@ class Arenas:
         """Numbers whose memory the agent does not know."""
         self._parts: tuple[Part, ...] = ()
         self._plan = Plan((), 0)
+        self._thread: threading.Thread | None = None
+        self._is_halted = threading.Event()
+
+    def prepare(self, parts: tuple[Part, ...], tail_bytes: int) -> None:
+        """Make all images in a thread, where they are for copies from a device: locking their pages takes long.
+
+        What goes wrong there is raised by `take`, which tries again.
+        """
+        if self._pin is not None:
+            self._thread = threading.Thread(target=self._prepared, args=(parts, tail_bytes), name="headway-images")
+            self._thread.start()
+
+    def halt(self) -> None:
+        """Stop that thread after the piece that it is at; `take` does the rest."""
+        self._is_halted.set()
+        self._join()
 
     def take(self, parts: tuple[Part, ...], tail_bytes: int, *, busy: set[int], spare: int | None) -> tuple[int, Image]:
         """Return a free image for `parts`, with room for `tail_bytes` of objects, and its number.
@@ -71,11 +94,13 @@ class Arenas:
         Not one of the `busy`, and not `spare` (the newest that is committed) where another one is free. The first
         call makes all images: it pays for the memory, so that no later save does.
         """
+        self._join()
         self._lay(parts)
         free = [number for number in range(self._count) if number not in busy]
         number = next((number for number in free if number != spare), free[0])
         image = self._images.get(number)
         if image is not None and image.plan is self._plan and image.tail_bytes >= tail_bytes:
+            image.pin()
             return number, image
         for needed in range(self._count) if not self._images else [number]:
             self._renew(needed, tail_bytes)
@@ -83,6 +108,7 @@ class Arenas:
 
     def carry(self, number: int, parts: tuple[Part, ...], tail_bytes: int) -> Image:
         """Replace an image by one for other parts, or with more room; what both have keeps its elements."""
+        self._join()
         old = self._images.pop(number)
         held = {
             (slot.fqn, slot.offsets, slot.lengths): tensor
@@ -100,6 +126,7 @@ class Arenas:
 
     def close(self) -> None:
         """Give all memory back; no save may be under way any more."""
+        self.halt()
         while self._images:
             self._images.popitem()[1].close()
 
@@ -117,7 +144,22 @@ class Arenas:
             )
         self._plan, self._parts = plan(parts, rendered=not fits_torch()), parts
 
-    def _renew(self, number: int, tail_bytes: int) -> Image:
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _prepared(self, parts: tuple[Part, ...], tail_bytes: int) -> None:
+        """Make the images until that is halted, the first one first."""
+        try:
+            self._lay(parts)
+            for number in range(self._count):
+                if not self._is_halted.is_set():
+                    self._renew(number, tail_bytes, is_halted=self._is_halted.is_set)
+        except Exception as cause:  # the save will meet it, on the thread that can raise it
+            LOG.info("no memory was prepared for the first save: %s", cause)
+
+    def _renew(self, number: int, tail_bytes: int, *, is_halted: Callable[[], bool] = lambda: False) -> Image:
         """Make an image for the current plan, in place of the one that had its number."""
         old = self._images.pop(number, None)
         if old is not None:
@@ -126,6 +168,7 @@ class Arenas:
         room = aligned(tail_bytes + tail_bytes // 4 + SPARE_TAIL_BYTES)
         self._images[number] = Image(self._plan, tail_bytes=room, pin=self._pin)
         self.untold.add(number)
+        self._images[number].pin(is_stopped=is_halted)
         return self._images[number]
 
 

@@ -76,7 +76,7 @@ def async_save(
     redundancy: str = "none",
     overwrite: bool = True,
 ) -> Future[Metadata]:
-    """Save as `save` does, behind the training: return once the state has been copied.
+    """Save as `save` does, behind the training: return once the state may be changed.
 
     What goes wrong afterwards is raised by the future, else by the next call. Group and `stager` are made at the
     first call and kept; the thread is a plain one: nothing is imported anew. Raises `InputError` for a group without
@@ -96,7 +96,7 @@ def async_save(
         start_ns = time.perf_counter_ns()
         try:
             # Taken out of the list: once it is written nobody holds the copy, and its memory serves the next one.
-            done = _saved(staged.pop(), writer, planner, group)
+            done = _saved(_arrived(staged.pop()), writer, planner, group)
         except BaseException as error:  # whatever it is, it is the caller's
             result.set_exception(error)
             return
@@ -110,6 +110,11 @@ def async_save(
     stager.watch(result)
     state_account.snapshotted(begun_ns, time.perf_counter_ns(), bytes=num_bytes, step=number)
     return result
+
+
+def _arrived(staged: dict[str, Any] | Future[dict[str, Any]]) -> dict[str, Any]:
+    """Return a staged state once its copies are there; the future is not kept."""
+    return staged.result() if isinstance(staged, Future) else staged
 
 
 def without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,9 @@ fails in the background is raised at the next call.
 A step ends with the update, so an attached optimizer begins the save there.
 What comes after the update belongs to the step too (a scheduler, a gradient
 scaler, an averaged model): such objects are read when the next update begins,
-or at `maybe_save`, whichever is first.
+or at `maybe_save`, whichever is first. On a device a write of parameters
+outside of attached updates, between the two, never tears a checkpoint: it is
+copied as well, waits for the copy, or the save is refused (see `writers`).
 
 >>> import tempfile
 >>> model = torch.nn.Linear(2, 2)
@@ -31,7 +33,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -47,11 +49,12 @@ from headway.checkpoint.runtime.rng_state import RngStates
 from headway.checkpoint.runtime.saver import Options, Saver
 from headway.checkpoint.runtime.schedule import Schedule, StepMeter
 from headway.checkpoint.runtime.tickets import SaveTicket
+from headway.checkpoint.runtime.writers import CAPTURES, REPLAYS, Writers, before
 from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
 from headway.runtime import state_account
-from headway.runtime.device import capturing
+from headway.runtime.device import capturing, host_has_devices
 from headway.storage.manifest import COMMIT, METADATA
 from headway.storage.objects import url_of
 from headway.storage.redundancy.stripes import scheme_of
@@ -136,7 +139,11 @@ class Checkpointer(Closing):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
         self._step = 0
-        self._closed = self._is_captured = False
+        self._closed = False
+        self._writers = Writers(self._optimizers)
+        self._undos: list[Callable[[], None]] = []
+        if host_has_devices():
+            self._undos = before(REPLAYS, self._before_replay) + before(CAPTURES, self._before_capture)
 
     # The training loop.
 
@@ -175,16 +182,21 @@ class Checkpointer(Closing):
             return saver.begun(self._step)
         self._step = self._step + 1 if step is None else _number(step)
         self._end_step(saver)
-        return self._begin(saver, self._step) if self._planned().is_due(self._step) else None
+        if self._planned().is_due(self._step):
+            return self._begin(saver, self._step)
+        saver.prepare()
+        return None
 
     def save(self, step: int | None = None, *, block: Block = "snapshot") -> SaveTicket:
         """Save now, as step `step` (default: steps counted so far); return once the state has been copied.
 
         With block="durable" return once the checkpoint is committed. Raises `InputError` inside forward or backward,
-        `BackgroundError` when an earlier save failed (or this one, where it is waited for).
+        or while a graph is captured; `BackgroundError` when an earlier save failed (or this one, if it is waited for).
         """
         pick(dict.fromkeys(get_args(Block), 0), block, "block")
         number = self._step if step is None else _number(step)
+        if self._postponed():
+            raise InputError("a checkpoint cannot be taken while a graph is captured: call it before or after that.")
         saver = self._ready()
         saver.raise_failures()
         ticket = self._begin(saver, number)
@@ -239,6 +251,8 @@ class Checkpointer(Closing):
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
+            for undo in self._undos:
+                undo()
             if self._saver is not None:
                 atexit.unregister(self._leave)
                 self._saver.close()
@@ -247,23 +261,39 @@ class Checkpointer(Closing):
 
     def _before_update(self) -> None:
         """An update begins: what the last save has left to read is read now, and not overwritten before."""
-        if self._pid != os.getpid() or self._postponed() or self._saver is None or self._saver.pending is None:
+        if self._pid != os.getpid() or self._postponed():
+            return
+        self._writers.before_update()
+        if self._saver is None or self._saver.pending is None:
             return
         before_s = time.perf_counter()
-        self._saver.fence()
         self._saver.complete()
+        self._saver.fence()  # also for what `complete` began to copy
         self._meter.stall(time.perf_counter() - before_s)
+
+    def _before_replay(self) -> None:
+        """A graph is about to be replayed, which may hold an update, and calls no hook: it waits for the copy."""
+        if self._pid == os.getpid() and self._saver is not None and not capturing():
+            self._saver.fence()
+
+    def _before_capture(self) -> None:
+        """A graph is about to be captured: no thread of ours may call the device's library meanwhile."""
+        if self._pid == os.getpid() and self._saver is not None:
+            self._saver.halt()
 
     def _after_update(self) -> None:
         """An update is over, and a step with it."""
         if self._pid != os.getpid() or self._postponed():
             return
         saver = self._opened()
+        self._writers.after_update()
         self._step += 1
         self._end_step(saver)
         if self._planned().is_due(self._step):
             late = {name: thing for name, thing in self._objects.items() if changes_after_update(thing)}
             self._begin(saver, self._step, late)
+        else:
+            saver.prepare()
 
     def _postponed(self) -> bool:
         """Whether a graph is being captured: a copy or a query of ours would become part of it, or spoil it.
@@ -272,7 +302,7 @@ class Checkpointer(Closing):
         for a snapshot at once, and not from the next update on.
         """
         if capturing():
-            self._is_captured = True
+            self._writers.distrust()
             return True
         return False
 
@@ -289,7 +319,10 @@ class Checkpointer(Closing):
         saver.raise_failures()
 
     def _begin(self, saver: Saver, step: int, late: Mapping[str, Any] | None = None) -> SaveTicket:
-        saver.settled = (lambda tensor: False) if self._is_captured else _Settled(self._optimizers)
+        if saver.is_torn:
+            self._writers.distrust()
+        self._writers.begin()
+        saver.settled = self._writers.are_known
         ticket = saver.begin(step, late or {})
         self._meter.stall(ticket.blocked_s, saved=True)
         self._planned().saved(step)
@@ -340,28 +373,6 @@ class Checkpointer(Closing):
             )
         if self._closed:
             raise InputError("this Checkpointer is closed. Make a new one.")
-
-
-class _Settled:
-    """Whether nothing but an attached optimizer's update changes a tensor: its parameters and their state."""
-
-    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        self._optimizers = optimizers
-        self._places: set[int] | None = None
-
-    def __call__(self, tensor: torch.Tensor) -> bool:
-        """Say so; asked of CUDA tensors only."""
-        if self._places is None:
-            self._places = {place for optimizer in self._optimizers for place in _places(optimizer)}
-        return tensor.untyped_storage().data_ptr() in self._places
-
-
-def _places(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Return where the memory of parameters and optimizer state begins."""
-    tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    tensors += [value for held in optimizer.state.values() for value in held.values() if torch.is_tensor(value)]
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return {tensor.untyped_storage().data_ptr() for tensor in local}
 
 
 def changes_after_update(thing: Any) -> bool:

@@ -19,13 +19,14 @@ from __future__ import annotations
 import io
 import logging
 import math
+import mmap
 import os
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from pathlib import Path
+from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -33,13 +34,12 @@ from torch.serialization import skip_data
 
 from headway.checkpoint.messages import Slot
 from headway.checkpoint.persist import persist
+from headway.checkpoint.runtime.room import take_room
 from headway.checkpoint.runtime.shards import dtype_name
 from headway.checkpoint.saving import payloads
 from headway.core.arena import shared_memory
 from headway.core.errors import FormatError, HeadwayError
 from headway.core.pace import Pace
-from headway.core.units import format_bytes
-from headway.runtime.host_memory import host_memory, meminfo
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -59,6 +59,10 @@ _CUDA: Any = torch.cuda
 _DESCRIPTOR = b"PK\x07\x08"
 _CENTRAL_BYTES, _CENTRAL_CRC = 46, 16
 """Length of an entry of a zip's central directory without its texts, and where its CRC lies."""
+
+PINNED_BYTES = 1 << 30
+"""Memory is registered with CUDA in pieces of about this: one takes some tenths of a second, under a lock of the driver
+that others wait for."""
 
 _POPULATE = 23
 """MADV_POPULATE_WRITE: map all pages now rather than one fault at a time (Linux 5.14)."""
@@ -227,17 +231,18 @@ class Image:
     def __init__(self, laid: Plan, *, tail_bytes: int, pin: torch.device | None = None) -> None:
         """Write all records but their elements, with room for `tail_bytes` of objects.
 
-        `pin` locks the pages for copies from a CUDA device, that one and all others. Raises `HeadwayError` when the
-        host has no memory for it.
+        `pin` is the CUDA device, if any, for copies from which (and from all others) `pin()` will lock the pages.
+        Raises `HeadwayError` when the host has no memory for it.
         """
         self.plan = laid
         self.num_bytes = aligned(max(laid.num_bytes + tail_bytes, RECORD_BYTES))
         """Of the memory."""
         self.tail_bytes = self.num_bytes - laid.num_bytes
         """Room for objects."""
-        check_room(self.num_bytes)
+        self._share = take_room(self.num_bytes)
         self.file, self.mapped = shared_memory("headway-image", self.num_bytes)
-        self._pinned: torch.device | None = None
+        self._pin_on, self._pinned = pin, list[int]()  # addresses of the pieces that are registered
+        self._pieces = pinned_pieces(laid.slots, self.num_bytes) if pin is not None else []
         try:
             os.posix_fallocate(self.file.fileno(), 0, self.num_bytes)
         except OSError as cause:
@@ -246,15 +251,26 @@ class Image:
                 f"no {self.num_bytes} bytes of host memory for a snapshot ({cause.strerror}). Save with inflight=1, on "
                 "more ranks, or give the host or its /dev/shm limit more memory."
             ) from cause
-        with suppress(OSError, ValueError):  # an older kernel maps them as they are first used
-            self.mapped.madvise(_POPULATE)
+        if pin is None:  # registering maps them too, and Python's other threads need not wait for it
+            with suppress(OSError, ValueError):  # an older kernel maps them as they are first used
+                self.mapped.madvise(_POPULATE)
+        self._share.filled()
         self.memory = memoryview(self.mapped)
         self._whole = torch.frombuffer(self.mapped, dtype=torch.uint8)
         self.slots = [self._slot(slot) for slot in laid.slots]
         """[pieces] One tensor per slot of the plan, which views the memory."""
         self._write_records()
-        if pin is not None:
-            self._pin(pin)
+
+    def pin(self, *, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Register what is not registered with CUDA yet: copies from devices run at full speed, beside the computation.
+
+        Between two pieces it may be stopped, and called again. It does nothing where no device was named.
+        """
+        while self._pieces and not is_stopped():
+            offset, num_bytes = self._pieces.pop(0)
+            if not self._register(self._whole.data_ptr() + offset, num_bytes):
+                self._pieces = []
+                self._unpin()
 
     def render(self) -> None:
         """Write the records of a plan that is `rendered`; the slots hold the elements."""
@@ -282,9 +298,7 @@ class Image:
 
     def close(self) -> None:
         """Give the memory back, in this process; slots must not be used any more."""
-        if self._pinned is not None:
-            with _CUDA.device(self._pinned):
-                _CUDA.cudart().cudaHostUnregister(self._whole.data_ptr())
+        self._unpin()
         self.slots = []
         del self._whole
         self.memory.release()
@@ -294,6 +308,7 @@ class Image:
         with suppress(BufferError):  # a slot that somebody still holds keeps it mapped
             self.mapped.close()
         self.file.close()
+        self._share.give_back()
 
     def _slot(self, slot: Slot) -> torch.Tensor:
         dtype: torch.dtype = getattr(torch, slot.dtype)
@@ -311,36 +326,46 @@ class Image:
                 at = slot.record_offset + offset
                 self.memory[at : at + len(piece)] = piece
 
-    def _pin(self, device: torch.device) -> None:
-        """Register the memory with CUDA: copies from devices run at full speed, beside the computation.
+    def _register(self, start: int, num_bytes: int) -> bool:
+        """Register a piece; return whether that worked.
 
         With the state's own device current: another would get a context for it, some hundred megabytes of its memory.
         """
-        with _CUDA.device(device):
-            code = _CUDA.cudart().cudaHostRegister(self._whole.data_ptr(), self.num_bytes, 0)
+        with _CUDA.device(self._pin_on):
+            code = _CUDA.cudart().cudaHostRegister(start, num_bytes, 0)
         if int(code) == 0:
-            self._pinned = device
-        else:
-            with suppress(RuntimeError):
-                torch.ones(1, device=device)  # takes the error: torch would find it at the next kernel of training
-            LOG.warning("cudaHostRegister failed with %s: the host waits for copies from the device", code)
+            self._pinned.append(start)
+            return True
+        with suppress(RuntimeError):
+            torch.ones(1, device=self._pin_on)  # takes the error: torch would find it at the next kernel of training
+        LOG.warning("cudaHostRegister failed with %s: the host waits for copies from the device", code)
+        return False
+
+    def _unpin(self) -> None:
+        while self._pinned:
+            with _CUDA.device(self._pin_on):
+                _CUDA.cudart().cudaHostUnregister(self._pinned.pop())
+
+
+def pinned_pieces(
+    slots: Sequence[Slot], num_bytes: int, *, most_bytes: int = PINNED_BYTES, page_bytes: int = mmap.PAGESIZE
+) -> list[tuple[int, int]]:
+    """Return (offset, length) of the pieces in which memory is registered, of `most_bytes` where records allow it.
+
+    They are cut where a record begins, at the start of a page: a copy fills the elements of one record, and CUDA may
+    refuse one whose memory lies in two registrations. A record larger than `most_bytes` is a piece of its own.
+    """
+    cuts = [0]
+    for slot in slots:
+        at, end = slot.record_offset, slot.record_offset + slot.record_bytes
+        if at > cuts[-1] and at % page_bytes == 0 and end - cuts[-1] > most_bytes:
+            cuts.append(at)
+    return [(at, end - at) for at, end in pairwise([*cuts, num_bytes])]
 
 
 def cuda_device_of(tensors: Iterable[torch.Tensor]) -> torch.device | None:
     """Return the first CUDA device that a state lies on; None where it lies on none, which then is left alone."""
     return next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-
-
-def check_room(num_bytes: int) -> None:
-    """Raise `HeadwayError` for more than the host has left: the kernel would end a process rather than say so."""
-    # Of a container's limit the whole counts: what it uses now includes cached files, which give way.
-    limits = meminfo(Path("/"), "MemAvailable"), host_memory()["memory_total_bytes"]
-    room = min((limit for limit in limits if limit is not None), default=num_bytes)
-    if num_bytes > room:
-        raise HeadwayError(
-            f"a snapshot takes {format_bytes(num_bytes)} of host memory, and there are {format_bytes(room)}. "
-            "Save with inflight=1, on more ranks, or give the host more memory."
-        )
 
 
 @cache

@@ -16,6 +16,7 @@ whole. In between, and after, training goes on.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import socket
 import time
@@ -34,13 +35,19 @@ from headway.checkpoint.runtime.arenas import Arenas, layout_of, parts_of, sourc
 from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, pickled
 from headway.checkpoint.runtime.image_file import host_bytes
 from headway.checkpoint.runtime.kept_cut import KeptCut
+from headway.checkpoint.runtime.replica_holders import ReplicaHolders
 from headway.checkpoint.runtime.shards import LocalState
 from headway.checkpoint.runtime.snapshot import Snapshot
 from headway.checkpoint.runtime.tickets import LISTEN_S, Commit, SaveTicket
+from headway.checkpoint.sums import TornError
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
 from headway.runtime import state_account
+from headway.runtime.device import in_use
 from headway.storage.digests import checksum
+
+LOG = logging.getLogger(__name__)
+LOG.addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +84,8 @@ class _Pending:
     """Name -> pickled object."""
     is_changed: bool
     """Whether this is the first save of a layout."""
+    sums: dict[Any, tuple[int, int]] = field(default_factory=dict)
+    """(fqn, offsets) of a piece -> (bytes of a word, sum of the words) that the copy must have."""
 
 
 class Saver:
@@ -98,6 +107,8 @@ class Saver:
         """What went wrong in the background beside saves (parity, old checkpoints), to be raised."""
         self.settled: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether nothing but a weight update changes a tensor."""
+        self.is_torn = False
+        """Whether a save was refused since somebody wrote the state while it was copied."""
         self.durable_s: float | None = None
         """How long the save that was committed last took, from its start to its commit; whoever reads it takes it."""
         self._arenas: Arenas | None = None
@@ -108,6 +119,7 @@ class Saver:
         self._cut = KeptCut()
         self._stored: dict[str, tuple[str, bytes]] = {}  # fqn -> a plain value as text, and as it is stored
         self._last = self._furthest = -1  # steps: of the last save, and the highest of all saves
+        self._num_steps = 0
         self._num_returns = 0  # how often a save went back to a step that was passed
         self._layout: tuple[Any, Layout] | None = None
         self._mode = "device" if options.device_snapshot == "device" else "host"
@@ -126,6 +138,26 @@ class Saver:
     def begun(self, step: int) -> SaveTicket | None:
         """Return the ticket of a save that is under way, or that failed without anybody being told."""
         return self._tickets.get(step)
+
+    def prepare(self) -> None:
+        """Have a thread take and pin the memory of the first save, from a device, before one is due.
+
+        Called after each step; acts on the second, when optimizers have made their state.
+        """
+        self._num_steps += 1
+        if self._num_steps != 2 or self._arenas is not None or not in_use():
+            return
+        try:
+            _, _, parts, values = self._looked_at()
+            assert self._arenas is not None
+            self._arenas.prepare(parts, tail_bytes_of(list(values.values())))
+        except Exception as cause:  # whatever the objects raise, the save that is asked for is to raise it
+            LOG.info("no memory was prepared for the first save: %s", cause)
+
+    def halt(self) -> None:
+        """Stop pinning memory in a thread: a graph is about to be captured, which calls of others may spoil."""
+        if self._arenas is not None:
+            self._arenas.halt()
 
     def begin(self, step: int, late: Mapping[str, Any]) -> SaveTicket:
         """Begin to save `step`; objects named in `late` are read again by `complete`. Waits for room first.
@@ -158,6 +190,7 @@ class Saver:
             return
         begun_ns = time.perf_counter_ns()
         with self._given_up_on_error(pending):
+            pending.snapshot.renew()
             if pending.late:
                 with state_account.inside("checkpoint.snapshot"):
                     self._read_late(pending)
@@ -169,7 +202,7 @@ class Saver:
         state_account.waited(begun_ns, ended_ns, step=pending.ticket.step)
 
     def fence(self) -> None:
-        """Let the next update wait, on its device, for copies that are under way."""
+        """Let what is launched next wait, on its device, for copies that are under way."""
         if self._pending is not None:
             self._pending.snapshot.fence()
 
@@ -246,6 +279,7 @@ class Saver:
     def _failed(self, message: Failed, ticket: SaveTicket | None) -> None:
         why = f"{message.kind}: {message.text.rstrip('.')}"
         if message.what == "save":
+            self.is_torn = self.is_torn or message.kind == TornError.__name__
             self._begun.pop(message.step, None)
             if ticket is not None:
                 ticket.settle(why)
@@ -275,14 +309,8 @@ class Saver:
 
     def _read(self, ticket: SaveTicket, begun_ns: int, late: Mapping[str, Any]) -> _Pending:
         """Read everything; what is `late` is only measured for its room, and read again."""
-        early = {name: _state_of(thing) for name, thing in self._objects.items()}
-        state = self._pieces(early)
-        parts = parts_of(state.shards)
-        values = {fqn: self._bytes_of(fqn, value) for fqn, value in state.objects.items()}
-        self._stored = {fqn: stored for fqn, stored in self._stored.items() if fqn in values}
-        if self._arenas is None:
-            device = cuda_device_of(shard.tensor for shard in state.shards)
-            self._arenas = Arenas(self._options.inflight + 1, pin=device)
+        early, state, parts, values = self._looked_at()
+        assert self._arenas is not None
         busy = {number for _, number in self._begun.values()}
         is_changed = self._layout is None or self._layout[0] != (parts, state.paths)
         number, image = self._arenas.take(parts, tail_bytes_of(list(values.values())), busy=busy, spare=self._spare)
@@ -293,6 +321,17 @@ class Saver:
         return _Pending(
             ticket, number, image, parts, early, dict(late), state, snapshot, begun_ns, values, is_changed
         )  # fmt: skip
+
+    def _looked_at(self) -> tuple[dict[str, Any], LocalState, tuple[Part, ...], dict[str, bytes]]:
+        """Return the state now: name -> state, its pieces, what is stored of them, and pickled objects by name."""
+        early = {name: _state_of(thing) for name, thing in self._objects.items()}
+        state = self._pieces(early)
+        values = {fqn: self._bytes_of(fqn, value) for fqn, value in state.objects.items()}
+        self._stored = {fqn: stored for fqn, stored in self._stored.items() if fqn in values}
+        if self._arenas is None:
+            device = cuda_device_of(shard.tensor for shard in state.shards)
+            self._arenas = Arenas(self._options.inflight + 1, pin=device)
+        return early, state, parts_of(state.shards), values
 
     def _read_late(self, pending: _Pending) -> None:
         """Read the objects that the end of the step may have changed."""
@@ -312,7 +351,7 @@ class Saver:
 
     def _pieces(self, states: Mapping[str, Any]) -> LocalState:
         """Return what this rank writes of the states of all objects."""
-        whose = Whose(self._objects, self._holders)
+        whose = ReplicaHolders(self._objects, self._holders)
         agreement = self.agreement
         if agreement.rank != whose.first:
             states = {name: whose.without_buffers(name, state) for name, state in states.items()}
@@ -330,6 +369,7 @@ class Saver:
     def _carry(self, pending: _Pending, parts: tuple[Part, ...]) -> None:
         """Move to an image with other parts, or more room for objects."""
         assert self._arenas is not None
+        pending.sums |= _sums(pending)
         tail_bytes = tail_bytes_of(list(pending.values.values()))
         pending.image = self._arenas.carry(pending.number, parts, tail_bytes)
         pending.is_changed = pending.is_changed or parts != pending.parts
@@ -341,6 +381,7 @@ class Saver:
         if pending is None or not pending.snapshot.is_ready():
             return
         names, values = list(pending.values), list(pending.values.values())
+        pending.sums |= _sums(pending)
         offsets = pending.image.place(values)
         if offsets is None:
             self._carry(pending, pending.parts)
@@ -349,6 +390,7 @@ class Saver:
         pending.image.render()
         if self._options.device_snapshot == "auto":
             self._mode = pending.snapshot.better_mode()
+        pending.snapshot.release()
         self._tell(pending)
         end = offsets[-1] + len(values[-1]) if values else pending.image.plan.num_bytes
         step, attempt = pending.ticket.step, self._attempt_of(pending.ticket.step)
@@ -357,7 +399,9 @@ class Saver:
             for name, offset, value in zip(names, offsets, values, strict=True)
         )
         replicas = _replica_digests(pending.state) if pending.is_changed else {}
-        self.link.persist(Persist(step, attempt, pending.number, end, pending.begun_ns, placed, replicas))
+        slots = pending.image.plan.slots if pending.sums else ()
+        sums = tuple(pending.sums.get((slot.fqn, slot.offsets), (0, 0)) for slot in slots)
+        self.link.persist(Persist(step, attempt, pending.number, end, pending.begun_ns, placed, replicas, sums))
         self._begun[step] = (pending.begun_ns, pending.number)
         self._pending = None
 
@@ -405,52 +449,6 @@ def _state_of(thing: Any) -> Any:
     return thing if isinstance(thing, Mapping) else thing.state_dict()
 
 
-class Whose(Mapping[str, Sequence[int]]):
-    """Name of a plain tensor -> the ranks that hold equal copies of it; a name that is not here: all ranks.
-
-    Of a module's buffers the first holder's are stored. Running statistics differ between ranks, and none are the
-    right ones; data parallelism trains with the first rank's, which it sends to the others before each forward.
-    """
-
-    def __init__(self, objects: Mapping[str, Any], holders: Sequence[int] | None) -> None:
-        self.first = min(holders or (0,))
-        """The rank whose buffers are stored."""
-        self._holders = holders
-        modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
-        self._buffers = {
-            f"{name}.{key}"
-            for name, module in modules.items()
-            for key, buffer in module.named_buffers()
-            if type(buffer) in (torch.Tensor, torch.nn.Buffer)
-        }
-
-    def __getitem__(self, name: str) -> Sequence[int]:
-        """Return the holders of a tensor; raises `KeyError` where they are all ranks."""
-        if name in self._buffers:
-            return (self.first,)
-        if self._holders is None:
-            raise KeyError(name)
-        return self._holders
-
-    def __eq__(self, other: object) -> bool:
-        """Whether every name has the same holders."""
-        return isinstance(other, Whose) and (other._holders, other._buffers) == (self._holders, self._buffers)
-
-    def __iter__(self) -> Iterator[str]:
-        """Go over the buffers: other names are not known beforehand."""
-        return iter(self._buffers)
-
-    def __len__(self) -> int:
-        """Return how many buffers there are."""
-        return len(self._buffers)
-
-    def without_buffers(self, name: str, state: Any) -> Any:
-        """Return the state of the object `name` without buffers that another rank stores."""
-        if not any(fqn.startswith(f"{name}.") for fqn in self._buffers):
-            return state
-        return {key: value for key, value in state.items() if f"{name}.{key}" not in self._buffers}
-
-
 def is_late(fqn: str, late: Mapping[str, Any]) -> bool:
     """Return whether a value is read again: all of an object in `late`, of an optimizer what a scheduler may set.
 
@@ -474,6 +472,13 @@ def _pairs(image: Image, state: LocalState, wanted: Callable[[str], bool]) -> li
     """Return slot and tensor of every part whose name is wanted."""
     everything = zip(image.plan.slots, image.slots, sources_of(state.shards), strict=True)
     return [(slot, source) for told, slot, source in everything if wanted(told.fqn)]
+
+
+def _sums(pending: _Pending) -> dict[Any, tuple[int, int]]:
+    """Return the sums that pieces of a whole image must have."""
+    by_place = pending.snapshot.sums()
+    slots = zip(pending.image.plan.slots, pending.image.slots, strict=True)
+    return {(slot.fqn, slot.offsets): by_place[t.data_ptr()] for slot, t in slots if t.data_ptr() in by_place}
 
 
 def _replica_digests(state: LocalState) -> dict[str, str]:

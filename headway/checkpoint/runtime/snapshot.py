@@ -2,10 +2,14 @@
 
 Tensors of the host are copied at once. Those of a CUDA device are copied on a
 stream beside the computation, and only two things wait for that, both on the
-device: the next work of any kind for tensors that a forward may change
-(buffers), and the next weight update for those that only an update changes.
-With mode "device" the copy goes to the device's own memory first, so that the
-update waits for that fast copy alone.
+device: the next work of any kind for tensors that it may change (buffers),
+and the next weight update, or replay of a graph, for those that only an update
+changes. A write that raises the version of one of the latter has all of them
+copied again; for any other write the agent compares sums (`writers` lists who
+is seen how). With mode "device" all work waits for a copy inside the device's own
+memory, which is fast, and nothing has to be known of who writes. That copy has a
+pool of memory of its own, which goes back to the driver after the save: the
+allocator would keep it for the copying stream alone.
 
 >>> snapshot = Snapshot()
 >>> slot = torch.zeros(3)
@@ -25,7 +29,9 @@ from typing import Any
 import torch
 
 from headway.checkpoint.costs import choose_snapshot
+from headway.checkpoint.runtime.writers import sums_of, word_bytes
 from headway.core import streamed
+from headway.runtime.device import Device
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())
@@ -35,6 +41,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 DEVICE_BYTES_PER_S = 1e12
 """What a device copies inside its own memory, assumed: reading and writing at 2 TB/s together."""
+
+FREE_FRACTION = 0.2
+"""Share of a device's memory that stays free, of all processes and the copy, where the mode is chosen here."""
+
+SPARE_FRACTION = 0.02
+"""Share that a copy inside the device leaves free in any case: beyond it the allocator would empty its caches to make
+room, and wait for the device to do so."""
 
 STREAMED_THREADS = 2
 """Up to so many intra-op threads, one that goes past the caches takes as long as torch's at their best: two cores
@@ -70,9 +83,40 @@ class Snapshot:
 
     def fence(self) -> None:
         """Make what is launched from now on wait, on the device, until the state may change."""
+        self.renew()
         for copy in self._copies:
             copy.met_s = copy.met_s or time.perf_counter()
             torch.cuda.current_stream(copy.device).wait_event(copy.may_change)
+            copy.close()
+
+    def renew(self) -> None:
+        """Copy all again that may have been written meanwhile, where something was; later work waits for that.
+
+        All, since what a copy missed of one tensor may have come before what it caught of another one.
+        """
+        if not any(
+            each.source._version != each.version for copy in self._copies for each in copy.watched if each.is_open
+        ):
+            return
+        for copy in list(self._copies):
+            again = [(each.slot, each.source) for each in copy.watched if each.is_open]
+            if again:
+                copy.close(is_renewed=True)
+                self._copies.append(_begun(self._streams[copy.device], again, lambda tensor: False, "host"))
+
+    def sums(self) -> dict[int, tuple[int, int]]:
+        """Return address of a slot -> (bytes of a word, sum of the words) that it must have; the image is whole."""
+        found: dict[int, tuple[int, int]] = {}
+        for copy in self._copies:
+            if copy.watched and copy.sums is not None:
+                with torch.cuda.stream(self._streams[copy.device]):  # on training's the host would wait for its work
+                    values = copy.sums.tolist()
+                found |= {
+                    each.slot.data_ptr(): (each.word_bytes, value)
+                    for each, value in zip(copy.watched, values, strict=True)
+                    if not each.is_renewed
+                }
+        return found
 
     def is_ready(self) -> bool:
         """Whether the image is whole."""
@@ -82,11 +126,32 @@ class Snapshot:
         """Wait until the image is whole."""
         for copy in self._copies:
             copy.done.synchronize()
+            copy.close()
+
+    def release(self) -> None:
+        """Give back what copies inside devices took; the image is whole. The driver may wait for the device first."""
+        for copy in self._copies:
+            copy.clones.clear()  # before their pool: it gives back what is free then
+            copy.pool = None
 
     def better_mode(self) -> str:
         """Return the mode that would have stalled training least, by CheckFreq's rule; the snapshot is done."""
         modes = {copy.better_mode() for copy in self._copies}
         return "device" if "device" in modes else "host"
+
+
+@dataclass(slots=True)
+class _Watched:
+    """A tensor that is copied while nothing waits for that."""
+
+    slot: torch.Tensor
+    source: torch.Tensor
+    version: int
+    word_bytes: int
+    is_open: bool = True
+    """Whether a write may still meet the copy."""
+    is_renewed: bool = False
+    """Whether it was copied again, in order: then it may differ from its sum."""
 
 
 @dataclass(slots=True)
@@ -106,12 +171,23 @@ class _DeviceCopy:
     """When the host came to the next weight update."""
     clones: list[torch.Tensor] = field(default_factory=list)
     """Copies in the device's memory, kept until the image is whole."""
+    pool: Any = None
+    """Which their memory is of."""
+    watched: list[_Watched] = field(default_factory=list)
+    sums: torch.Tensor | None = None
+    """[watched] Sums of their words where the save began."""
+
+    def close(self, *, is_renewed: bool = False) -> None:
+        """Note that what is written from now on comes after the copy, or after the one that is made anew."""
+        for each in self.watched:
+            each.is_renewed |= each.is_open and is_renewed
+            each.is_open = False
 
     def better_mode(self) -> str:
         """Return "host" or "device"."""
         host_s = self.began.elapsed_time(self.done) / 1e3
         overlap_s = max((self.met_s or self.begun_s) - self.begun_s, 0.0)
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes = room_bytes(self.device, FREE_FRACTION)
         free_bytes += sum(clone.nbytes for clone in self.clones)  # what this save took, the next one can take
         device_s = self.num_bytes / DEVICE_BYTES_PER_S
         return choose_snapshot(
@@ -136,26 +212,35 @@ def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], boo
     device = pairs[0][1].device
     now = torch.cuda.current_stream(device)
     began, may_change, done = (_CUDA.Event(enable_timing=True) for _ in range(3))
-    later = [pair for pair in pairs if settled(pair[1])]
-    first = [pair for pair in pairs if not settled(pair[1])]
+    num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
+    copy = _DeviceCopy(device, max(num_bytes, 1), began, may_change, done, time.perf_counter())
     stream.wait_stream(now)
     with torch.cuda.stream(stream):
         began.record(stream)
-        _queue(first)
-    now.wait_stream(stream)
-    with torch.cuda.stream(stream):
-        clones = _clones([source for _, source in later]) if mode == "device" else []
-        if clones:
-            may_change.record(stream)
-            later = [(slot, clone) for (slot, _), clone in zip(later, clones, strict=True)]
-        _queue(later)
-        if not clones:
-            may_change.record(stream)
-        done.record(stream)
+        if mode == "device":
+            copy.clones, copy.pool = _clones([source for _, source in pairs], device)
+    if copy.clones:
+        may_change.record(stream)
+        now.wait_event(may_change)
+        with torch.cuda.stream(stream):
+            _queue([(slot, clone) for (slot, _), clone in zip(pairs, copy.clones, strict=True)])
+    else:
+        later = [pair for pair in pairs if settled(pair[1])]
+        kept = {id(slot) for slot, _ in later}
+        with torch.cuda.stream(stream):
+            _queue([pair for pair in pairs if id(pair[0]) not in kept])
+        now.wait_stream(stream)
+        if later:  # summed before anything else may write them: on the stream that whoever writes comes after
+            copy.watched = [_Watched(slot, source, source._version, word_bytes(source)) for slot, source in later]
+            copy.sums = sums_of(source for _, source in later)
+            stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            _queue(later)
+        may_change.record(stream)
+    done.record(stream)
     for _, source in pairs:
         source.record_stream(stream)  # the allocator must not hand its memory on before it was read
-    num_bytes = sum(source.numel() * source.element_size() for _, source in pairs)
-    return _DeviceCopy(device, max(num_bytes, 1), began, may_change, done, time.perf_counter(), clones=clones)
+    return copy
 
 
 def _queue(pairs: list[Pair]) -> None:
@@ -166,10 +251,28 @@ def _queue(pairs: list[Pair]) -> None:
         slot.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
 
 
-def _clones(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies in the device's own memory; none where it turns out to have no room for all of them."""
+def room_bytes(device: torch.device, spare_fraction: float) -> int:
+    """Return the memory that a device has left when `spare_fraction` of all it has stays free.
+
+    What torch has reserved and not allocated counts as taken: between two steps that is where the next forward's
+    activations will lie.
+    """
+    found = Device(device.type, device.index or 0).free_memory()
+    return 0 if found is None else found[0] - int(spare_fraction * found[1])
+
+
+def mode_for(device: torch.device, num_bytes: int) -> str:
+    """Return "device" where it has room for a copy of so much, else "host"."""
+    return "device" if 0 < num_bytes < room_bytes(device, FREE_FRACTION) else "host"
+
+
+def _clones(sources: list[torch.Tensor], device: torch.device) -> tuple[list[torch.Tensor], Any]:
+    """Return copies in the device's own memory, and their pool; none where it has no room for all of them."""
     try:
-        return [source.clone() for source in sources]
+        if room_bytes(device, SPARE_FRACTION) >= sum(source.nbytes for source in sources):
+            with Device(device.type, device.index or 0).private_pool() as pool:
+                return [source.clone() for source in sources], pool
     except torch.OutOfMemoryError:
-        LOG.warning("the device has no memory left for a snapshot: this one goes straight to the host")
-        return []
+        pass
+    LOG.warning("the device has no memory left for a snapshot: this one goes straight to the host")
+    return [], None

@@ -7,6 +7,13 @@ pinned: no save meets a page fault. An image is used again once nobody refers
 to the copy that lies in it, so a save may go on while the next one begins;
 a further one waits. The staged state has the structure of the state.
 
+Of a state on a device `stage` returns a future, as torch's protocol allows:
+the host goes on at once, and `dcp.async_save` returns an `AsyncSaveResponse`.
+The state may be changed at once too, without a wait for `staging_completion`:
+later work on the device waits there, for the copy inside the device where it
+has room for one, else for the copy to the host. On the CPU there is nothing to
+go on with: `stage` returns the copy.
+
 >>> stager, state = HeadwayStager(), {"w": torch.ones(2), "step": 7}
 >>> staged = stager.stage(state)
 >>> _ = state["w"].zero_()
@@ -18,6 +25,7 @@ a further one waits. The staged state has the structure of the state.
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -32,7 +40,7 @@ from torch.multiprocessing import reductions
 
 from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, pickled, plan
 from headway.checkpoint.runtime.shards import FlatShard
-from headway.checkpoint.runtime.snapshot import Snapshot
+from headway.checkpoint.runtime.snapshot import Snapshot, mode_for
 from headway.core.errors import BackgroundError, InputError
 
 _REDUCTIONS: Any = reductions
@@ -80,11 +88,13 @@ class HeadwayStager(AsyncStager):
         self._images: list[tuple[tuple[Part, ...], Image, Any]] = []
         self._streams: dict[torch.device, Any] = {}
         self._watched: Save | None = None
+        self._is_whole = threading.Event()
+        self._is_whole.set()
         self.num_bytes = 0
         """Of the tensors that were staged last."""
 
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state with every tensor copied; what lies on a device has arrived on return.
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """Return the state with every tensor copied: its future where some lie on a device, and may be changed too.
 
         Raises `BackgroundError` when the save that was `watch`ed has failed, or no image becomes free;
         `InputError` for a tensor that cannot be copied so.
@@ -96,21 +106,28 @@ class HeadwayStager(AsyncStager):
             for number, tensor in enumerate(found.values())
         )
         self.num_bytes = sum(tensor.nbytes for tensor in found.values())
-        image, memory = self._image(parts, cuda_device_of(found.values()))
+        device = cuda_device_of(found.values())
+        image, memory = self._image(parts, device)
         slots = [_view(memory, slot, tensor) for slot, tensor in zip(image.plan.slots, found.values(), strict=True)]
-        snapshot = Snapshot("host", self._streams)
+        snapshot = Snapshot("host" if device is None else mode_for(device, self.num_bytes), self._streams)
         snapshot.copy(zip(slots, found.values(), strict=True), settled=lambda tensor: False)
-        snapshot.wait()
         copies = dict(zip(found, slots, strict=True))
         staged: dict[str, Any] = _staged(state_dict, copies)
-        return staged
+        if device is None:
+            return staged
+        future, self._is_whole = Future[dict[str, Any]](), threading.Event()
+        threading.Thread(
+            target=_arrive, args=(snapshot, [staged], future, self._is_whole), name="headway-staging"
+        ).start()
+        return future
 
     def watch(self, save: Save) -> None:
         """Raise at the next `stage` what goes wrong with this save, unless its future has told it."""
         self._watched = save
 
     def synchronize_staging(self) -> None:
-        """Return at once: what is staged is whole."""
+        """Wait until what was staged last is whole."""
+        self._is_whole.wait()
 
     def close(self) -> None:
         """Give back the memory that nobody uses any more; raises as `stage` does."""
@@ -152,9 +169,25 @@ class HeadwayStager(AsyncStager):
             if not fits:
                 entry[1].close()
         image = fits[0][1] if fits else Image(plan(parts), tail_bytes=0, pin=device)
+        image.pin()
         memory = torch.frombuffer(image.mapped, dtype=torch.uint8)
         self._images.append((parts, image, _REDUCTIONS.StorageWeakRef(memory.untyped_storage())))
         return image, memory
+
+
+def _arrive(
+    snapshot: Snapshot, staged: list[dict[str, Any]], future: Future[dict[str, Any]], is_whole: threading.Event
+) -> None:
+    """Wait for the copies from devices, then give the state out of the list to the future and refer to it no more."""
+    try:
+        snapshot.wait()
+        snapshot.release()
+    except BaseException as error:  # whatever it is, it is the caller's
+        future.set_exception(error)
+    else:
+        future.set_result(staged.pop())
+    finally:
+        is_whole.set()
 
 
 def _view(memory: torch.Tensor, slot: Any, tensor: torch.Tensor) -> torch.Tensor:
