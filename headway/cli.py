@@ -134,6 +134,7 @@ def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, dispatch, and exit with the verb's code."""
+    reserve_standard_files()
     ours, script = split_script(sys.argv[1:] if arguments is None else arguments)
     code = 0
     try:
@@ -158,6 +159,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = 130
     leave_stdout()
     sys.exit(code)
+
+
+def reserve_standard_files() -> None:
+    """Put nothing in the place of a standard file that was closed: the next file opened would get its number.
+
+    What a rank prints would go there, into a pipe or a file of ours.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free: this one
 
 
 def leave_stdout() -> None:

@@ -33,6 +33,7 @@ from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.files_read import FilesRead
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset, OfReading
+from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import PLAIN, surroundings
 from headway.data.runtime.visible import listen_here, noting
@@ -122,6 +123,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         return (OfDataset(f"reading it {acts[0]}") if acts else None), batch
 
     finding, here = in_child(lambda: with_threads(num_threads, as_this_process))
+    finding = finding or _sets_by_example(loader, batches)
     if finding is not None:
         return finding, 0
     finding, there = in_child(as_a_worker)
@@ -217,6 +219,31 @@ def _keeps_a_file(loader: Any, batches: TriedBatch) -> str | None:
     if not once:
         return None
     return handle(loader.dataset) or f"it keeps what it read first in {min(once)}: workers would read that later"
+
+
+def _sets_by_example(loader: Any, batches: TriedBatch) -> str | None:
+    """Say that what the first reading of all sets depends on which example that is; None if not.
+
+    The script reads in an order of its own, so that another example comes first there than in `read_here`.
+    """
+    read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
+
+    def left_by(indices: Any) -> object:
+        def reading() -> tuple[None, str]:
+            if indices is not None:
+                collated(*read, indices, batched=isinstance(indices, list))
+            return None, portrait([*read, [value for value, by_code in reached(*read) if by_code and _is_plain(value)]])
+
+        return in_child(reading)[1]
+
+    if (first := left_by(batches.indices or 0)) in (0, left_by(None)):
+        return None
+    other = left_by([last] if batches.indices else last)
+    return None if other in (0, first) else "what its first reading sets depends on the example that is read"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
 
 
 def _collects(loader: Any, batches: TriedBatch) -> str | None:

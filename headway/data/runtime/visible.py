@@ -131,6 +131,7 @@ def _noted(what: str, counts: Callable[..., bool] | None, run: str, original: Ca
                 raise VisibleError(what)
         return original(*arguments, **named)
 
+    act.__module__ = act.__module__ or __name__  # a method of a built-in object has none
     for name in SUPPORTS:
         if original in getattr(os, name):
             getattr(os, name).add(act)
