@@ -201,7 +201,7 @@ def test_not_even_its_pickling_runs_here():
 class Normalised(Squares):
     """Its examples are sums over so many numbers that intra-op threads share them."""
 
-    rows = torch.randn(4, 1 << 20, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(4, 1 << 18, generator=torch.Generator().manual_seed(1))
 
     def __getitem__(self, index):
         return self.rows[index % 4].sum()
