@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime import contents as module
 from headway.data.runtime.circumstances import circumstances
-from headway.data.runtime.contents import contents
+from headway.data.runtime.contents import contents, left_out
 from headway.data.runtime.files_read import FilesRead, changed, written_since
 from headway.data.runtime.trial import keeps, unfit
 from headway.data.runtime.workers import workers
@@ -72,7 +72,8 @@ def test_a_look_reads_no_more_than_it_may(monkeypatch):
     large = [np.zeros(module.MOST_BYTES + 1, np.uint8), list(range(module.MOST_ENTRIES + 1))]
     monkeypatch.setattr(module.xxhash, "xxh3_128_digest", lambda raw: pytest.fail("it was read"))
 
-    assert contents(large) == [array.nbytes if isinstance(array, np.ndarray) else len(array) for array in large]
+    assert contents(large) == [(large[0].nbytes, None), len(large[1])]
+    assert left_out(large) == large
 
 
 def test_files_that_are_read_looked_at_or_missing_are_noted_as_they_were(tmp_path):

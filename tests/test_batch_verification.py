@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -28,6 +29,7 @@ REMEDIES = {
     "cache": (cache, {"bytes": 1 << 20}),
 }
 RATIO = [0.0]
+HIDDEN = ctypes.py_object(RATIO)
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +39,13 @@ def _threads_that_do_not_wait(monkeypatch):
 
 
 class Mixed(Dataset):
-    """Its examples depend on a number outside, which the loop changes, and which its code does not name."""
+    """Its examples depend on a number outside, which the loop changes, and which no look finds."""
 
     def __len__(self):
         return 40
 
     def __getitem__(self, index):
-        return torch.tensor([float(index), globals()["RATIO"][0]])
+        return torch.tensor([float(index), HIDDEN.value[0]])
 
 
 class Named(Mixed):

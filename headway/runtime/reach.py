@@ -26,9 +26,17 @@ from dis import get_instructions
 from functools import cache, lru_cache, partial
 from itertools import chain, islice
 from pathlib import PurePath
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+)
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 DEPTH = 12
 """Objects inside each other that are followed: with a subset and two nested transforms a setting is the tenth."""
@@ -84,9 +92,13 @@ def _held(value: Any) -> list[Any]:
         return [] if isinstance(value.__self__, (ModuleType, type)) else [value.__self__]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, ReferenceType):
+        return [value()]
     entries: list[Any] = []
     if isinstance(value, (list, tuple, deque, dict)) and len(value) <= LONG:
         entries = list(dict.values(value) if isinstance(value, dict) else value)
+    elif isinstance(value, MappingProxyType):
+        entries = [value | {}]  # of whatever size: a dictionary of its own now
     return entries + list(attributes(value).values())
 
 

@@ -73,6 +73,16 @@ LOOK_S = 0.1
 """Time after which no further one is."""
 
 
+@dataclass(slots=True)
+class _Readings:
+    """What one batch read from the dataset."""
+
+    data: object = None
+    """What the dataset went by before the first of them; None before it."""
+    pending: list[tuple[int, Any, Origin]] = field(default_factory=list)
+    """What may be kept, if reading has changed nothing."""
+
+
 class CachedExamples:
     """A view of a dataset for one reader: from the cache where it can, else from the dataset, and then kept.
 
@@ -92,16 +102,14 @@ class CachedExamples:
         self._watch, self._after_first = Watch(dataset), after_first
         self._has_read = self._has_found = False
         self._files, self._aligned = files_read(), Aligned(dataset)
-        self._data: object = None
-        self._pending: list[tuple[int, Any, Origin]] = []
-        """What was read for a batch and may be kept, if reading it has changed nothing."""
 
     def __getitem__(self, index: Any) -> Any:
         """Return example `index`: always a copy of its own."""
         if not self._is_of_now():
             return self._dataset[index]
-        example, _ = self._one(index)
-        self._keep_pending()
+        readings = _Readings()
+        example, _ = self._one(index, readings)
+        self._keep_all(readings)
         return example
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
@@ -111,23 +119,29 @@ class CachedExamples:
             return many(indices) if many else [self._dataset[index] for index in indices]
         if many and (type(indices) is not list or self._scrutiny.over):
             return many(indices)
-        pairs = self._together(many, list(indices)) if many else [self._one(index) for index in indices]
-        self._keep_pending()
+        readings = _Readings()
+        if many:
+            pairs = self._together(many, list(indices), readings)
+        else:
+            pairs = [self._one(index, readings) for index in indices]
+        self._keep_all(readings)
         if self._scrutiny.over:  # found just now: what this batch has of the cache may be out of date too
             alone = partial(_only, many) if many else self._dataset.__getitem__
             return [alone(index) if old else example for index, (example, old) in zip(indices, pairs, strict=True)]
         return [example for example, _ in pairs]
 
-    def _one(self, index: Any) -> tuple[Any, bool]:
+    def _one(self, index: Any, readings: _Readings) -> tuple[Any, bool]:
         """Return an example, and whether it comes from the cache and was not compared."""
         found = self._find(index)
         if found is not None:
-            return self._handed(index, found, lambda: self._dataset[index])
-        example, drew, files = self._read(lambda: self._dataset[index])
-        self._keep(index, example, drew, files)
+            return self._handed(index, found, lambda: self._dataset[index], readings)
+        example, drew, files = self._read(lambda: self._dataset[index], readings)
+        self._keep(index, example, drew, files, readings)
         return example, False
 
-    def _together(self, many: Callable[[list[Any]], Any], indices: list[Any]) -> list[tuple[Any, bool]]:
+    def _together(
+        self, many: Callable[[list[Any]], Any], indices: list[Any], readings: _Readings
+    ) -> list[tuple[Any, bool]]:
         """Return the examples of a batch; where reading the missing ones drew, none of them is kept."""
         found = [self._find(index) for index in indices]
         missing = [index for index, payload in zip(indices, found, strict=True) if payload is None]
@@ -135,29 +149,29 @@ class CachedExamples:
         fresh: Iterator[Any] = iter(())
         files: Mapping[str, Noted] = {}
         if missing:
-            examples, drew, files = self._read(lambda: many(missing))
+            examples, drew, files = self._read(lambda: many(missing), readings)
             # Of several examples nobody knows which one drew.
             fresh, drew = iter(examples), None if drew and len(missing) > 1 else drew
         pairs = []
         for index, payload in zip(indices, found, strict=True):
             if payload is not None:
-                pairs.append(self._handed(index, payload, partial(_only, many, index)))
+                pairs.append(self._handed(index, payload, partial(_only, many, index), readings))
                 continue
             example = next(fresh)
-            self._keep(index, example, drew, files)
+            self._keep(index, example, drew, files, readings)
             pairs.append((example, False))
         return pairs
 
     def _find(self, index: Any) -> memoryview | None:
         return self._kept.get(index) if self._is_slot(index) else None
 
-    def _handed(self, index: int, found: memoryview, read: Callable[[], Any]) -> tuple[Any, bool]:
+    def _handed(self, index: int, found: memoryview, read: Callable[[], Any], readings: _Readings) -> tuple[Any, bool]:
         """Return the example found, or, where a comparison is due, what the dataset gives."""
         first, self._has_found = not self._has_found, True
         kept, is_old = unpacked(found, self._aligned, index)
         if not is_old and (self._scrutiny.over or not self._scrutiny.is_due(len(found), first=first)):
             return kept, True
-        example, drew, _ = self._read(read)
+        example, drew, _ = self._read(read, readings)
         if drew:
             self._scrutiny.end(DREW, index)
         elif not is_old and not equal(kept, example):
@@ -165,12 +179,12 @@ class CachedExamples:
         speak(self._dataset, self._scrutiny)
         return example, False
 
-    def _read(self, read: Callable[[], Any]) -> tuple[Any, bool | None, Mapping[str, Noted]]:
+    def _read(self, read: Callable[[], Any], readings: _Readings) -> tuple[Any, bool | None, Mapping[str, Noted]]:
         """Read from the dataset; return what came, whether that drew, or did what others see, and from which files."""
         if self._scrutiny.over:
             return read(), None, {}
-        if self._data is None:
-            self._data = data_of(self._dataset)
+        if readings.data is None:
+            readings.data = data_of(self._dataset)
         with noting() as acts, self._files.noting() as files:
             reading = self._watch.around(read)
         if not self._has_read:
@@ -181,23 +195,23 @@ class CachedExamples:
     def _is_slot(self, index: Any) -> bool:
         return type(index) is int and 0 <= index < self._kept.num_slots and not self._scrutiny.over
 
-    def _keep(self, index: Any, example: Any, drew: bool | None, files: Mapping[str, Noted]) -> None:
+    def _keep(
+        self, index: Any, example: Any, drew: bool | None, files: Mapping[str, Noted], readings: _Readings
+    ) -> None:
         may = self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example)
         # Of a file that was written just now, another write might leave no trace.
         if may and written_since(files, time.time_ns()) is None:
-            self._pending.append((index, example, Origin(files, self._aligned.of([index]))))
+            readings.pending.append((index, example, Origin(files, self._aligned.of([index]))))
         speak(self._dataset, self._scrutiny)
 
-    def _keep_pending(self) -> None:
+    def _keep_all(self, readings: _Readings) -> None:
         """Keep what was read for this batch, where that changed nothing the dataset goes by: a hit would leave it out.
 
         One look for all of them. A file opened lazily, at the first reading, is such a change, and costs no more than
         that batch.
         """
-        pending, self._pending = self._pending, []
-        before, self._data = self._data, None
-        if pending and before == data_of(self._dataset):
-            for index, example, origin in pending:
+        if readings.pending and readings.data == data_of(self._dataset):
+            for index, example, origin in readings.pending:
                 with suppress(Exception):  # an example that cannot be kept is read anew each time
                     self._kept.keep(index, example, origin)
 

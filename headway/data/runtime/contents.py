@@ -105,6 +105,8 @@ class _Look:
             return self._array(value)
         if isinstance(value, (bytearray, array)):
             return self._digest(value, memoryview(value).cast("B")) if value else 0
+        if isinstance(value, memoryview):
+            return self._digest(value, memoryview(value.tobytes())) if value.nbytes <= self._bytes else value.nbytes
         if isinstance(value, (io.BytesIO, io.StringIO)):
             return value.tell() if not value.closed else -1
         if isinstance(value, _CData) and ctypes.sizeof(value) <= self._bytes:

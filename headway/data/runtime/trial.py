@@ -226,24 +226,23 @@ def _sets_by_example(loader: Any, batches: TriedBatch) -> str | None:
 
     The script reads in an order of its own, so that another example comes first there than in `read_here`.
     """
-    read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
+    read, last, parent = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1, os.getpid()
 
-    def left_by(indices: Any) -> object:
+    def left_by(indices: Any) -> tuple[str | None, object]:
         def reading() -> tuple[None, str]:
+            os.getpid = lambda: parent
             if indices is not None:
                 collated(*read, indices, batched=isinstance(indices, list))
-            return None, portrait([*read, [value for value, by_code in reached(*read) if by_code and _is_plain(value)]])
+            settings = [value for value, by_code in reached(*read) if by_code and isinstance(value, PLAIN)]
+            return None, portrait([*read, settings])
 
-        return in_child(reading)[1]
+        return in_child(reading)
 
-    if (first := left_by(batches.indices or 0)) in (0, left_by(None)):
-        return None
-    other = left_by([last] if batches.indices else last)
-    return None if other in (0, first) else "what its first reading sets depends on the example that is read"
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN)
+    finding, first = left_by(batches.indices or 0)
+    if finding is not None or first == left_by(None)[1]:
+        return finding
+    same = first == left_by([last] if batches.indices else last)[1]
+    return None if same else "what its first reading sets depends on the example that is read"
 
 
 def _collects(loader: Any, batches: TriedBatch) -> str | None:
