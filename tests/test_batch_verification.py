@@ -194,12 +194,13 @@ def test_a_batch_that_cannot_be_compared_is_counted_with_the_reason(monkeypatch)
 
 
 SCRIPT = """
-import sys, torch
+import ctypes, sys, torch
 from torch.utils.data import DataLoader, Dataset
 ratio = [0.0]
+hidden = ctypes.py_object(ratio)
 class Mixed(Dataset):
     def __len__(self): return 48
-    def __getitem__(self, index): return torch.full((3,), index / 48 + globals()["ratio"][0])
+    def __getitem__(self, index): return torch.full((3,), index / 48 + hidden.value[0])
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for batch in DataLoader(Mixed(), 4):

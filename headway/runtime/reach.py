@@ -120,7 +120,7 @@ def attributes(value: Any) -> dict[str, Any]:
         return {}
     found: dict[str, Any] = getattr(value, "__dict__", {})
     kind: type = type(value)
-    if (names := slots_of(kind)) and not _of_library(kind.__module__):
+    if (names := slots_of(kind)) and not of_library(kind.__module__):
         found = {**found, **{name: getattr(value, name) for name in names if hasattr(value, name)}}
     if kind.__module__.startswith("pandas."):  # its table is a class in C, which has neither
         columns = [getattr(column, "_ndarray", column) for column in getattr(found.get("_mgr"), "arrays", ())]
@@ -153,13 +153,13 @@ def _named(value: Any) -> list[tuple[Any, bool]]:
     """
     if isinstance(value, FunctionType):
         is_installed = _is_installed(value.__module__)
-        return [(part, is_installed) for part in _of_function(value)]
+        return [(part, is_installed) for part in named_by(value)]
     if isinstance(value, (CodeType, ModuleType, MethodType, list, tuple, dict)):
         return []
     kind = value if isinstance(value, type) else type(value)
     parts: list[tuple[Any, bool]] = []
     for base in kind.__mro__:
-        if not _of_library(base.__module__):
+        if not of_library(base.__module__):
             is_installed = _is_installed(base.__module__)
             own = [part for name, part in vars(base).items() if name != "__slotnames__"]  # copying an instance adds it
             parts += [(getattr(part, "__func__", getattr(part, "fget", part)), is_installed) for part in own]
@@ -173,13 +173,13 @@ def _is_installed(module: str | None) -> bool:
     return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(place).parts)
 
 
-def _of_function(function: FunctionType) -> list[Any]:
+def named_by(function: FunctionType) -> list[Any]:
     """Return cells, defaults, attributes, and the globals that the code names: `name`, and `module.name`."""
-    if _of_library(function.__module__):
-        return []
+    if of_library(function.__module__) and of_library(function.__globals__.get("__name__")):
+        return []  # a script's wrapper of a library's function has that one's module
     parts = closure_of(function)
     parts += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()]
-    names = _names_in(function)
+    names = names_in(function)
     scope = function.__globals__
     named = [scope[name] for name in sorted(names.globals & scope.keys())]
     if not names.globals.isdisjoint(ANY_GLOBAL):
@@ -202,7 +202,7 @@ def _is_setting(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
+class NamesUsed:
     """The names that a function and those inside of it look up."""
 
     code: CodeType
@@ -214,16 +214,16 @@ class _Names:
     """Modules that it imports itself."""
 
 
-_NAMES: WeakKeyDictionary[FunctionType, _Names] = WeakKeyDictionary()
+_NAMES: WeakKeyDictionary[FunctionType, NamesUsed] = WeakKeyDictionary()
 """Function -> its names."""
 
 
-def _names_in(function: FunctionType) -> _Names:
+def names_in(function: FunctionType) -> NamesUsed:
     """Return the names that a function looks up: found once."""
     code = function.__code__
     known = _NAMES.get(function)
     if known is None or known.code is not code:
-        known = _NAMES[function] = _Names(code, set(), set(), set())
+        known = _NAMES[function] = NamesUsed(code, set(), set(), set())
         for instruction in chain.from_iterable(map(get_instructions, _codes(code))):
             name = instruction.opname
             if name == "IMPORT_NAME":
@@ -244,7 +244,7 @@ def _imported(names: set[str], scope: dict[str, Any]) -> list[ModuleType]:
     package = scope.get("__package__") or ""
     paths = [path for name in sorted(names) for path in (name, name.partition(".")[0], f"{package}.{name}".strip("."))]
     found = [sys.modules.get(path) for path in paths]
-    return [module for module in found if isinstance(module, ModuleType) and not _of_library(module.__name__)]
+    return [module for module in found if isinstance(module, ModuleType) and not of_library(module.__name__)]
 
 
 def _of_modules(modules: list[ModuleType], names: set[str]) -> list[Any]:
@@ -258,11 +258,11 @@ def _of_modules(modules: list[ModuleType], names: set[str]) -> list[Any]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        is_library = _of_library(module.__name__)
+        is_library = of_library(module.__name__)
         for found in (vars(module)[name] for name in sorted(names & vars(module).keys())):
             if not isinstance(found, ModuleType):
                 parts += [] if is_library and isinstance(found, (type, FunctionType, *LEAVES)) else [found]
-            elif not _of_library(found.__name__):
+            elif not of_library(found.__name__):
                 stack.append(found)
     return parts
 
@@ -275,7 +275,12 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(inner)
 
 
-def _of_library(module: str | None) -> bool:
+def of_library(module: str | None) -> bool:
+    """Tell whether a module is one whose code is not looked into.
+
+    >>> of_library("torch.utils.data"), of_library("__main__"), of_library(None)
+    (True, False, False)
+    """
     return (module or "").partition(".")[0] in _LIBRARIES
 
 

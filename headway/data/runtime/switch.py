@@ -39,6 +39,7 @@ from headway.data.runtime.read_ahead import (
     num_free,
     pass_restorer,
 )
+from headway.data.runtime.stores import stored_outside
 from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Making, Pool, Task, lock_wait_fraction
 from headway.data.runtime.trial import EXAMPLES, TriedBatch, in_child, unfit
@@ -295,6 +296,8 @@ def different(loader: DataLoader[Any]) -> str | None:
     finding = unfit(loader)[0] or names_draws(read) or names_threads(read)
     if finding:
         return impure(finding)
+    if stored := stored_outside(*read):
+        return f"reading an example may set {stored}, which the loop would find set too early"
     if any(isinstance(value, (BytesIO, StringIO)) for value, _ in reached(read)):
         return "it reads a file in memory, of which threads would move each other's position"
 
