@@ -488,7 +488,7 @@ STORES = {
     "property": (Property, "self._n"), "contextmanager": (Managed, "self.num"), "edited": (EditedView, "self.x"),
     "transform of a view": (InTransform, "self.x"), "composed": (InCompose, "self.x"), "queue": (Queued, "self.q"),
     "collate": (CollateState, "self.longest"),
-    "map": (Mapped, "self.rows"), "globals": (Globals, "globals()"), "default": (Default, "the argument cache"),
+    "map": (Mapped, "self.rows"), "globals": (Globals, None), "default": (Default, "the argument cache"),
     "getattr": (Dispatching, "self.num"), "on one path": (OnOnePath, "self.seen"), "match": (Matching, None),
     "closure": (lambda: closure()[0], "the enclosing variable seen"),
     "nonlocal": (lambda: closure()[1], "the enclosing variable num"),
