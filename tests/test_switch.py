@@ -143,9 +143,7 @@ class Phased(Squares):
 
     def __getitem__(self, index):
         time.sleep(0.0005)
-        return torch.tensor(
-            [index, self.epoch, sys.modules["random"].randrange(100) if self.epoch > 1 else 0]
-        )
+        return torch.tensor([index, self.epoch, sys.modules["random"].randrange(100) if self.epoch > 1 else 0])
 
 
 def test_what_the_script_changes_between_epochs_is_seen_and_tried_again():

@@ -44,6 +44,9 @@ DEPTH = 12
 MOST_OBJECTS = 2048
 """Objects that are looked into; plain numbers and texts do not count."""
 
+MOST_INSTALLED = 512
+"""The same, where there are any to which only the code of installed packages leads."""
+
 LONG = 128
 """A container with more entries holds data, and is not looked into."""
 
@@ -61,8 +64,8 @@ def reached(*holders: Any, cut: list[Any] | None = None) -> Iterator[tuple[Any, 
     seen: set[int] = set()
     queue = deque((holder, 0, False) for holder in holders)
     later: deque[tuple[Any, int, bool]] = deque()
-    while (queue or later) and len(seen) < MOST_OBJECTS:
-        is_own = bool(queue)
+    while (queue and len(seen) < MOST_OBJECTS) or (later and len(seen) < MOST_INSTALLED):
+        is_own = bool(queue) and len(seen) < MOST_OBJECTS
         value, depth, outside = queue.popleft() if is_own else later.popleft()
         if isinstance(value, LEAVES):
             yield value, outside

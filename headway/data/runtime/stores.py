@@ -42,6 +42,9 @@ ENTRIES = frozenset({
 CACHED = type(lru_cache(len))
 """The class of functions that keep their results."""
 
+MOST_FUNCTIONS = 128
+"""Functions that are followed; also what the depth of calls between them goes by."""
+
 PASSES = 6
 """Times that effects of functions are passed on to their callers at most."""
 
@@ -50,7 +53,10 @@ def stored_outside(*holders: Any) -> str | None:
     """Say what the code that reads an example from `holders` (dataset, collate function) stores outside of its own
     variables, such as "self.num_bad" or "the global SEEN"; None if nothing that is seen.
     """
-    code = _Reading(holders)
+    try:
+        code = _Reading(holders)
+    except _TooManyError:
+        return "more than could be followed"
     if code.cache is not None:
         return code.cache
     for _ in range(PASSES):
@@ -69,6 +75,10 @@ def stored_outside(*holders: Any) -> str | None:
         if not is_new:
             return None
     return "more than could be followed"
+
+
+class _TooManyError(Exception):
+    """Raised where reading may run more functions than are followed."""
 
 
 class _Reading(Unknown):
@@ -197,6 +207,8 @@ class _Reading(Unknown):
         if function in self._known or (is_library and of_library(function.__module__)):
             return
         self._known.add(function)
+        if len(self._known) > MOST_FUNCTIONS:
+            raise _TooManyError
         if not is_library:  # as a wrapper of `contextlib` is, which has the module of what it wraps
             self.functions[function] = None
             code, defaults = function.__code__, function.__defaults__ or ()
