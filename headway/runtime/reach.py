@@ -263,6 +263,8 @@ def _of_modules(modules: list[ModuleType], names: set[str]) -> list[Any]:
         seen.add(id(module))
         is_library = of_library(module.__name__)
         for found in (vars(module)[name] for name in sorted(names & vars(module).keys())):
+            if found is sys.modules:
+                continue  # those that code may look up there, `names_in` has by their names
             if not isinstance(found, ModuleType):
                 parts += [] if is_library and isinstance(found, (type, FunctionType, *LEAVES)) else [found]
             elif not of_library(found.__name__):

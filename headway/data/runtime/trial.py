@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -364,6 +365,8 @@ def in_child(
 
     def answered() -> bytes:
         torch.set_num_threads(1)
+        # What is imported now may ask for it (torch's compiler does), and trying folders out writes to them.
+        tempfile.tempdir = tempfile.tempdir or "/tmp"
         try:
             answer = work()
         except Exception as failure:
