@@ -294,3 +294,23 @@ def test_datasets_and_lambdas_of_the_script_itself_work_and_the_interpreter_ends
     )  # fmt: skip
 
     assert (done.returncode, done.stdout, done.stderr) == (0, "[0, 3, 6, 9]\n", "")
+
+
+def test_threads_pin_the_batches_that_they_make_and_the_loop_waits_for_none(monkeypatch):
+    pinned_by = []
+
+    def pin(batch, device=None):
+        pinned_by.append(threading.current_thread())
+        return batch
+
+    monkeypatch.setattr("headway.data.runtime.threads.pin_memory", pin)
+    iterator = iter(DataLoader(Numbers(8), 2, workers="threads", num_workers=2))
+    iterator._pin_memory, iterator._pin_memory_device = True, "cuda"
+
+    assert [batch.tolist() for batch in iterator] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert pinned_by
+    assert threading.main_thread() not in pinned_by
+    gone = weakref.ref(iterator)
+    del iterator
+    gc.collect()
+    assert gone() is None

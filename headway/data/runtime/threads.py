@@ -2,7 +2,7 @@
 
 Use it through `DataLoader(workers="threads")` or a `Pipeline`'s loader. The
 threads claim the examples of a batch one by one, so a slow example holds up
-no other; the last to finish collates. At most `prefetch_factor x num_workers`
+no other; the last to finish collates, and pins. At most `prefetch_factor x num_workers`
 batches are under way. Threads share one copy of the dataset and hand batches
 over without copying, but Python code runs in one of them at a time:
 `reason_against` measures whether that matters. Times are seconds.
@@ -17,9 +17,8 @@ The dataset must be safe to read from several threads, and
 ...     def finish(self, making, keys): return making
 >>> pool, task = Pool(2), Task(Squares(), [3, 1, 2])
 >>> pool.help(task)
->>> task.wait(timeout_s=None), task.result()
-(True, [9, 1, 4])
->>> pool.close()
+>>> task.wait(timeout_s=None), task.result(), pool.close()
+(True, [9, 1, 4], None)
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ class Making:
 class Task:
     """One batch in the making. Of several failures that of the first part counts, so it is the same on every run."""
 
-    def __init__(self, work: Work, keys: Keys) -> None:
-        self._work, self._keys = work, keys
+    def __init__(self, work: Work, keys: Keys, pin: Callable[[Any], Any] | None = None) -> None:
+        self._work, self._keys, self._pin = work, keys, pin  # the last runs in the thread that finishes the batch
         self._making = work.begin(keys)
         self.files: Mapping[str, Any] = getattr(self._making, "files", {})  # what it was read from, where that is noted
         self._parts = work.parts(keys)
@@ -206,7 +205,7 @@ class Task:
     def anew(self) -> Task:
         """Drop it, and return another one of the same keys."""
         self.drop()
-        return Task(self._work, self._keys)
+        return Task(self._work, self._keys, self._pin)
 
     def drop(self) -> None:
         """Make nothing more of it."""
@@ -245,7 +244,8 @@ class Task:
     def _finish(self, thread: int, began: Clocks | None) -> None:
         try:
             if self._failure is None:
-                self._batch = self._work.finish(self._making, self._keys)
+                batch = self._work.finish(self._making, self._keys)
+                self._batch = batch if self._pin is None else self._pin(batch)
         except BaseException as error:  # the collate function's
             self._failure = self._parts, error, thread
         self._making = None
@@ -361,8 +361,6 @@ class InThreads(Walked):
         self.walk.taken += 1
         data = self._result(task)
         task.report(self._num_yielded, len(self._pool), partial(batch_bytes, data))
-        if self._pin_memory:
-            data = pin_memory(data, self._pin_memory_device)  # type: ignore[no-untyped-call]  # torch has no types for it
         return data
 
     def _result(self, task: Task) -> Any:
@@ -375,7 +373,9 @@ class InThreads(Walked):
             keys = self._next_index()  # type: ignore[no-untyped-call]  # nor for this
         except StopIteration:
             return False
-        self._ahead.append(Task(self._work, keys))
+        # Pinning 100 MB takes 10 ms. Not a method of this object, which that would keep.
+        pin = partial(pin_memory, device=self._pin_memory_device) if self._pin_memory else None
+        self._ahead.append(Task(self._work, keys, pin))
         self._pool.help(self._ahead[-1])
         return True
 
