@@ -126,7 +126,8 @@ def _noted(what: str, counts: Callable[..., bool] | None, run: str, original: Ca
     def act(*arguments: Any, **named: Any) -> Any:
         acts = _NOTING.acts
         if acts is not None and (counts is None or counts(*arguments, **named)) and not is_recording(arguments):
-            acts.append(what)
+            if what not in acts:  # print() comes to stdout's `write` as well
+                acts.append(what)
             if _NOTING.ahead:
                 raise VisibleError(what)
         return original(*arguments, **named)
