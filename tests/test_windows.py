@@ -325,3 +325,16 @@ def test_followers_read_what_the_leader_announced(tmp_path):
     assert follower.read() == 1234
     assert leader.leads
     assert torch.__version__
+
+
+def test_a_leader_that_takes_no_part_in_the_first_windows_does_not_take_them_for_cheap(tmp_path, monkeypatch):
+    """What a window costs it cannot know, so that it goes on to assume what the first one is assumed to cost."""
+    monkeypatch.setattr("headway.runtime.windows.takes_part", lambda *_: False)
+    with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
+        windows = session.windows
+        windows._cycle, windows._first_ns = 1, 1
+        assumed_ns = windows._expected_cost_ns(1_000_000)
+        windows._begin()
+
+        assert windows._expected_cost_ns(1_000_000) == assumed_ns
+        assert windows.cost_ns >= assumed_ns

@@ -328,17 +328,17 @@ class HangWatch:
         folder = self.run / "hang"
         number = sum(1 for file in folder.glob("*.json") if file.stem.isdecimal())
         path = folder / f"{number}.json"
-        told = ""
+        sentence = ""
         try:
             folder.mkdir(exist_ok=True)
             dumps = self._dumps(path.with_suffix(""), ranks)
             if facts["ahead"]:
-                told = self._blame(dumps, rows)
+                sentence = self._blame(dumps, rows)
             write_json(path, {**facts, "ranks": rows})
             where = f"See: headway hang {shlex.quote(str(self.run))}"
         except OSError as cause:
             where = f"{path} could not be written: {cause}"
-        self._say(f"{summary(rows, facts['silent_s'])}{told}. {where}")
+        self._say(f"{summary(rows, facts['silent_s'])}{sentence}. {where}")
 
     def _dumps(self, folder: Path, ranks: Mapping[int, Followed]) -> dict[int, Path]:
         """Collect the Flight Recorder's entries of the ranks of this host into `folder`."""
@@ -359,8 +359,8 @@ class HangWatch:
         with contextlib.suppress(HeadwayError):  # dumps that contradict each other are there for a person to read
             reports = of_dumps(Trace.open([path for _, path in sorted(dumps.items())])) if dumps else None
             origins = () if reports is None else localise(*reports[:2], groups=reports.groups).origins
-        told = [one for one in origins if one.reason in ("absent", "differs") and one.ranks[0] in dumps]
-        blocking = [one for one in told if one.num_waiting]
+        known = [one for one in origins if one.reason in ("absent", "differs") and one.ranks[0] in dumps]
+        blocking = [one for one in known if one.num_waiting]
         for row in rows:
             row["silent"] = row["silent"] or any(row["rank"] in origin.ranks for origin in blocking)
         suspects = [row["rank"] for row in rows if row["silent"]]

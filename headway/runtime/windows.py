@@ -187,7 +187,7 @@ class Windows:
         """Set `shape`, or stop, by how long the newest window of a device held the training thread."""
         if not device.activities():
             return
-        if not self.count:
+        if not self._last_cost_ns:  # the first that this rank records
             self.shape = Shape(1, host=True)
         elif self._held_ns:
             held_ns, self._held_ns = self._held_ns, 0
@@ -198,7 +198,7 @@ class Windows:
                 self.shape = shape
 
     def _expected_cost_ns(self, step_ns: int) -> int:
-        if self.count:
+        if self._last_cost_ns:
             return max(self._last_cost_ns * 6 // 5, FIRST_COST_NS // 10)
         first = FIRST_DEVICE_COST_NS if device.activities() else FIRST_COST_NS
         return first + int(FIRST_SLOWDOWN * self.shape.steps * step_ns)
@@ -220,7 +220,8 @@ class Windows:
         step = self.probes.steps[0] // self._cycle
         if not takes_part(self.probes.recorder.rank, num_ranks(), step):
             self.count += 1
-            self.cost_ns += self._last_cost_ns  # the others' window holds up this rank as well
+            # The others' window holds up this rank as well; one that has recorded none knows no better than a guess.
+            self.cost_ns += self._expected_cost_ns(self._step_ns())
             return self._cycle
         started, usual = now(), self._step_ns()
         self._fit()

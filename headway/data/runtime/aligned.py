@@ -1,6 +1,6 @@
 """What single examples rest on in memory that is too large to look through before each batch.
 
-A look at memory (`contents`) reads some megabytes, and one level into long lists. Of a larger array, or of a longer
+A look at memory (`contents`) reads some megabytes, and some levels into long lists. Of a larger array, or of a longer
 list of records, that has an entry per example, the entries of one batch are compared alone: as they were when it was
 read, and as they are when the loop asks for it. A split's own index, with a whole number per example, leads to entries
 as well.
