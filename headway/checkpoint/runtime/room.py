@@ -128,7 +128,7 @@ def _ledger() -> Iterator[list[_Entry]]:
         os.ftruncate(file, len(content))
     finally:
         if not os.fstat(file).st_size:
-            path.unlink(missing_ok=True)  # whoever waits for the lock finds that out, and makes another file
+            path.unlink(missing_ok=True)  # a process that waits for the lock finds that out, and makes another file
         os.close(file)
 
 

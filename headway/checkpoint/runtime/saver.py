@@ -351,11 +351,11 @@ class Saver:
 
     def _pieces(self, states: Mapping[str, Any]) -> LocalState:
         """Return what this rank writes of the states of all objects."""
-        whose = ReplicaHolders(self._objects, self._holders)
+        holders = ReplicaHolders(self._objects, self._holders)
         agreement = self.agreement
-        if agreement.rank != whose.first:
-            states = {name: whose.without_buffers(name, state) for name, state in states.items()}
-        return self._cut.pieces(states, rank=agreement.rank, world_size=agreement.world_size, holders=whose)
+        if agreement.rank != holders.first:
+            states = {name: holders.without_buffers(name, state) for name, state in states.items()}
+        return self._cut.pieces(states, rank=agreement.rank, world_size=agreement.world_size, holders=holders)
 
     def _bytes_of(self, fqn: str, value: Any) -> bytes:
         """Return an object as it is stored; plain values that stay the same are pickled once."""

@@ -230,7 +230,7 @@ def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], boo
         with torch.cuda.stream(stream):
             _queue([pair for pair in pairs if id(pair[0]) not in kept])
         now.wait_stream(stream)
-        if later:  # summed before anything else may write them: on the stream that whoever writes comes after
+        if later:  # summed before anything else may write them: on the stream that every later write comes after
             copy.watched = [_Watched(slot, source, source._version, word_bytes(source)) for slot, source in later]
             copy.sums = sums_of(source for _, source in later)
             stream.wait_stream(now)

@@ -271,7 +271,7 @@ class _Frame:
         if isinstance(owner.known, ModuleType):
             found = vars(owner.known).get(name)
             return replace(found_by_name(found, name, label), of=replace(owner, of=None))
-        values = self._script.held(name)
+        values = self._script.values_named(name)
         found = (
             self._script.effects(Value(name=name)) if values and all(isinstance(v, property) for v in values) else []
         )
@@ -284,7 +284,7 @@ class _Frame:
 
     def _item(self, owner: Value, *, is_slice: bool) -> Value:
         """Return an item: of an object of the script's, what its `__getitem__` returns."""
-        values = self._script.held(owner.name) if owner.of is not None else []
+        values = self._script.values_named(owner.name) if owner.of is not None else []
         if values and all(is_scripts(value, "__getitem__") for value in values):
             of = replace(owner, of=None)
             return self._called(Value(OUTSIDE, OUTSIDE, owner.label, "__getitem__", of), [NEW], ())
@@ -342,7 +342,7 @@ class _Frame:
         elif name == "PUSH_NULL":
             stack.append(NULL)
         elif name == "GET_ITER":
-            if any(hasattr(type(value), "__next__") for value in self._script.held(stack[-1].name)):
+            if any(hasattr(type(value), "__next__") for value in self._script.values_named(stack[-1].name)):
                 self._report(stack[-1])
             stack[-1] = replace(stack[-1], name="", of=None)
         elif name == "FOR_ITER":
@@ -450,7 +450,7 @@ class _Frame:
         if results:
             return reduce(Value.joined, results)
         if of is not None and not is_function:
-            held = self._script.held(of.name) if name in ("get", "items", "keys", "values") else []
+            held = self._script.values_named(of.name) if name in ("get", "items", "keys", "values") else []
             is_new = name not in HANDING or (bool(held) and all(map(has_plain_items, held)))
             return NEW if is_new else of.part(f"{of.label}.{name}()")
         if name in ("globals", "locals") and isinstance(callee.known, BuiltinFunctionType):
@@ -465,7 +465,7 @@ class _Frame:
         """Tell whether a method may change its object: `get` without a key is that of a queue."""
         if (effects and of.label in ("self", "cls")) or (of.is_slice and name in OF_LISTS):
             return False
-        is_file = any(isinstance(value, IOBase) for value in self._script.held(of.name))
+        is_file = any(isinstance(value, IOBase) for value in self._script.values_named(of.name))
         return changes(name) or (name == "get" and not args) or (name == "read" and is_file)
 
     def _itself(self) -> Value:

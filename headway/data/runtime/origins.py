@@ -137,7 +137,7 @@ class Unknown:
         """Return the effects of the script's functions that a call may run."""
         return []
 
-    def held(self, name: str) -> list[Any]:
+    def values_named(self, name: str) -> list[Any]:
         """Return the values that attributes of this name have."""
         return []
 

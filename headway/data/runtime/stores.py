@@ -103,7 +103,7 @@ class _Reading(Unknown):
         for holder in holders:
             self._take(holder)
 
-    def held(self, name: str) -> list[Any]:
+    def values_named(self, name: str) -> list[Any]:
         """Return the values that attributes of this name have."""
         return self._by_name.get(name, [])
 
