@@ -31,7 +31,8 @@ import torch.utils.data
 from headway import data
 from headway.core.errors import InputError
 from headway.data.caches.scrutiny import unseen
-from headway.data.runtime.cache import CachedExamples, ExampleCaches, Shelf, Stored
+from headway.data.runtime.cache import ExampleCaches, Shelf, Stored
+from headway.data.runtime.cached_examples import CachedExamples
 from headway.data.serving.server import DataServer
 
 SIZE, EPOCHS, BUDGET = 101, 4, 1 << 22
@@ -128,6 +129,8 @@ def through(path: str, dataset: Examples) -> tuple[int, int]:
     options |= {"num_workers": 2, "workers": path.rpartition(" ")[2]} if "2" in path else {}
     cached = data.DataLoader(dataset, cache_bytes=BUDGET, **options)
     num_frozen = epochs(cached)
+    if cached.cache is not None and cached.cache.finding:
+        print(f"{path}, {dataset}: {cached.cache.finding}", file=sys.stderr)
     return num_frozen, cached.cache.hits if cached.cache is not None else 0
 
 

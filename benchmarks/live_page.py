@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from _command import ROOT
 
@@ -39,13 +40,15 @@ class Browser(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
-        host, _, port = url.removeprefix("http://").rstrip("/").partition(":")
-        self._connection = http.client.HTTPConnection(host, int(port), timeout=30)
+        address = urlsplit(url)
+        assert address.hostname is not None
+        self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=30)
+        self._path = f"/events?{address.query}"
         self.step, self.updates, self.bytes = 0, 0, 0
 
     def run(self) -> None:
         """Read until the server goes away."""
-        self._connection.request("GET", "/events", headers={"Accept": "text/event-stream"})
+        self._connection.request("GET", self._path, headers={"Accept": "text/event-stream"})
         answer = self._connection.getresponse()
         while line := answer.readline():
             self.bytes += len(line)

@@ -5,6 +5,10 @@ every random case, with a state of at most 1 KB; a billion items resume in 50 ms
 process; a tenth of the cases load in real worker processes, a tenth in threads, changing between both and neither from
 life to life (their examples draw from `headway.data.generator()`, which works everywhere). Peer: torchdata's
 StatefulDataLoader on the kinds of case that it can be asked, in an environment of its own. 50 cases, `--full` 500.
+
+And at every place (before a pass, after each batch, at its end, between two passes, after the last one) loaders of
+every kind (an order of their own, torch's samplers, a user's, batch samplers, streams with a state) go on as if nothing
+had been: without workers, `--full` also with two processes, kept or not, and with two threads.
 """
 
 import json
@@ -27,6 +31,7 @@ from headway.data import DataLoader, generator, torch_generator
 sys.path.insert(0, str(Path(__file__).parent))
 
 from jobs.augmented import Augmented, rows
+from jobs.resume_kinds import SAMPLED, STREAMED, after, places, played, rest
 
 
 class Keyed(Augmented):
@@ -85,6 +90,24 @@ def case(number: int, *, workers: str) -> tuple[bool, int]:
     return delivered == expected[: len(delivered)], largest
 
 
+HELD_BY = {
+    "none": {}, "processes": {"num_workers": 2}, "processes, kept": {"num_workers": 2, "persistent_workers": True},
+    "threads": {"num_workers": 2, "workers": "threads"},
+}  # fmt: skip
+"""Kind of workers -> arguments."""
+
+
+def at_every_place(workers: str) -> tuple[int, int]:
+    """Interrupt every kind of loader at every place of three passes; returns how often, and how often wrongly."""
+    cases = different = 0
+    for make in (SAMPLED | (STREAMED if workers != "threads" else {})).values():
+        whole = played(make, 3, **HELD_BY[workers])
+        for place in places(whole):
+            found = rest(make, place, 3, times=1 + place[0] % 2, **HELD_BY[workers])
+            cases, different = cases + 1, different + (found != after(whole, place))
+    return cases, different
+
+
 def resume_seconds() -> float:
     """Return the CPU seconds from a state deep inside a billion items to its next batch's indices."""
     loader = DataLoader(range(1_000_000_000), 256, True)
@@ -116,13 +139,15 @@ def main() -> int:
     cases = 500 if "--full" in sys.argv else 50
     kinds = ["processes", "threads", *["none"] * 8]
     outcomes = [case(number, workers=kinds[number % 10]) for number in range(cases)]
+    placed = [at_every_place(workers) for workers in (HELD_BY if "--full" in sys.argv else ["none"])]
     seconds = min(resume_seconds() for _ in range(3))
     table = peer_table()
-    different = sum(not same for same, _ in outcomes)
+    different = sum(not same for same, _ in outcomes) + sum(wrong for _, wrong in placed)
     ok = not different and max(size for _, size in outcomes) <= 1024 and seconds <= 0.05
     ok = ok and all(row["headway"]["bits"] for row in table.values())
     print(json.dumps({
-        "bench": "resume_exact", "cases": cases, "different": different, "state_bytes": max(s for _, s in outcomes),
+        "bench": "resume_exact", "cases": cases, "places": sum(count for count, _ in placed),
+        "different": different, "state_bytes": max(s for _, s in outcomes),
         "resume_1e9_cpu_ms": round(1000 * seconds, 2), "kinds": table,
         "peer": "torchdata 0.11.0 StatefulDataLoader", "claim": "0 different, <= 1 KB, <= 50 ms", "met": bool(ok),
     }))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Random kills of workers, master and readers of a fleet: is every item delivered exactly once, and does nothing hang?
+"""Random kills of workers, master, supervisor and readers of a fleet: every item exactly once, and does nothing hang?
 
 Claim: over 200 random schedules of SIGKILL (and SIGSTOP) against real processes, every rank's committed sequence is bit
 for bit the one without kills, and each run ends within 60 s. Readers are trainers in small: they write a checkpoint
@@ -24,9 +24,10 @@ import psutil
 
 from headway.core.rng import stream
 from headway.core.whole_file import whole_file
+from headway.data.fleet.keeper import Keeper
 from headway.data.fleet.reader import Reader
 from headway.data.fleet.splits import BatchKeys, Pass
-from headway.data.fleet.supervisor import Settings, forked, start
+from headway.data.fleet.supervisor import Settings, forked
 from headway.data.serving.packing import unpack
 
 LIMIT_S = 60.0
@@ -98,13 +99,13 @@ def play(seed: int) -> Outcome:
     every, item_s = int(rng.integers(1, 5)), float(rng.uniform(0.001, 0.004))
     # Kills fall into the time that the undisturbed run takes, about: they are what makes it longer.
     long_s = min(0.8 * num_items * len(passes) * item_s / workers + 0.1, 3.0)
-    kinds = rng.choice(["worker", "worker", "master", "client", "pause"], int(rng.integers(1, 8)))
+    kinds = rng.choice(["worker", "worker", "master", "supervisor", "client", "pause"], int(rng.integers(1, 8)))
     kills = sorted(zip(rng.uniform(0.0, long_s, len(kinds)).tolist(), map(str, kinds), strict=True))
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder = Path(name)
         options = {"split_batches": int(rng.integers(1, 7)), "lease_s": LEASE_S, "patience_s": LIMIT_S, **tcp}
         settings = Settings(folder, num_items, num_workers=workers, most_workers=workers, **options)
-        pid, fleet = start(prepared(item_s), settings)
+        keeper = Keeper(prepared(item_s), settings)
         trainers: dict[int, int] = {}
 
         def trainer(rank: int) -> Callable[[], None]:
@@ -126,7 +127,7 @@ def play(seed: int) -> Outcome:
                     failed += status not in (0, signal.SIGKILL)
             while left and time.monotonic() - begun >= left[0][0]:
                 kind = left.pop(0)[1]
-                if victim := strike(kind, pid, list(trainers), rng):
+                if victim := strike(kind, keeper.supervisor, list(trainers), rng):
                     done[kind] = done.get(kind, 0) + 1
                     resuming += [(time.monotonic() + 1.3 * LEASE_S, victim)] if kind == "pause" else []
             while resuming and time.monotonic() >= resuming[0][0]:
@@ -137,8 +138,7 @@ def play(seed: int) -> Outcome:
         for child in trainers:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        fleet.close()
-        os.waitpid(pid, 0)
+        keeper.close()
         exact = not trainers and not failed
         exact = exact and all(
             msgspec.json.decode((folder / f"rank{rank}.json").read_bytes())["rows"] == expected(passes, rank)
@@ -153,7 +153,13 @@ def strike(kind: str, supervisor: int, trainers: list[int], rng: np.random.Gener
         names = {process.pid: process.name() for process in psutil.Process(supervisor).children()}
         workers = [pid for pid, name in names.items() if name.startswith("headway-w")]
         masters = [pid for pid, name in names.items() if name == "headway-master"]
-        among = {"worker": workers, "pause": workers, "master": masters, "client": trainers}[kind]
+        among = {
+            "worker": workers,
+            "pause": workers,
+            "master": masters,
+            "client": trainers,
+            "supervisor": [supervisor],
+        }[kind]
         if among:
             victim = int(rng.choice(among))
             os.kill(victim, signal.SIGSTOP if kind == "pause" else signal.SIGKILL)
@@ -166,7 +172,10 @@ def main() -> int:
     schedules = 200 if "--full" in sys.argv else 20
     first = int(sys.argv[sys.argv.index("--seed") + 1]) if "--seed" in sys.argv else 0
     outcomes = [play(seed) for seed in range(first, first + schedules)]
-    kills = {kind: sum(o.kills.get(kind, 0) for o in outcomes) for kind in ("worker", "master", "client", "pause")}
+    kills = {
+        kind: sum(o.kills.get(kind, 0) for o in outcomes)
+        for kind in ("worker", "master", "supervisor", "client", "pause")
+    }
     wrong = [first + k for k, outcome in enumerate(outcomes) if not outcome.exact]
     longest_s = max(outcome.seconds for outcome in outcomes)
     ok = not wrong and longest_s < LIMIT_S

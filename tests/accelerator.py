@@ -7,7 +7,7 @@ made to wait where a real one waits: for the device (`synchronize`, `.item()`), 
     python -m tests.accelerator --forward-ms 3 --backward-ms 6 -- train.py       runs train.py on it, under headway too
 
 The script is not edited: `.to("cuda")` and `torch.cuda.synchronize()` mean this device. Tensors stay on the CPU; one
-that gradients flow through counts as on the device.
+that gradients flow through, or that was copied there, counts as on the device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ class Accelerator(device.Device):
         """Start and end of all work, ns of the host's clock."""
         self.waits: list[tuple[int, int]] = []
         """The same of the host's waits for the device."""
+        self.copies: list[tuple[int, int]] = []
+        """The same of the host's calls that copy to the device, which is no work of it."""
         self.live_events = self.made_events = self.queries = 0
         self._queue: deque[int] = deque()
         self._free: list[Any] = []
 
-    def launch(self, duration_ns: int) -> None:
-        """Queue work; waits while the queue is full."""
+    def launch(self, duration_ns: int, *, works: bool = True) -> None:
+        """Queue work, or what is none; waits while the queue is full."""
         if self.capturing:
             return
         while self._queue and self._queue[0] <= now():
@@ -60,10 +63,19 @@ class Accelerator(device.Device):
         start = max(now(), self.busy_until_ns)
         self.busy_until_ns = start + duration_ns
         self._queue.append(self.busy_until_ns)
+        if not works:
+            return
         if self.work and self.work[-1][1] == start:
             self.work[-1] = (self.work[-1][0], self.busy_until_ns)
         else:
             self.work.append((start, self.busy_until_ns))
+
+    def copy(self, duration_ns: int) -> None:
+        """Copy from pageable memory: behind all work, and the host waits until it is done."""
+        start = now()
+        self.launch(duration_ns, works=False)
+        self.synchronize()
+        self.copies.append((start, now()))
 
     def synchronize(self) -> None:
         """Wait until all work is done."""
@@ -132,7 +144,7 @@ def install(
 ) -> Callable[[], None]:
     """Have what torch computes launch work on `accelerator`, in `launches` parts each; returns the undo.
 
-    The outermost forward, backward (by a hook of its root's output) and update launch; `.item()` waits.
+    The outermost forward, `torch.autograd.backward` and update launch; `.item()` waits.
     """
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -151,10 +163,16 @@ def install(
         if depth[0] == 1:
             launching(forward_ms)()
 
-    def ended(module: Any, _: Any, output: Any) -> None:
+    def ended(module: Any, *_: Any) -> None:
         depth[0] -= 1
-        if depth[0] == 0 and isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(launching(backward_ms))
+
+    def turning(original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            """Launch first: the gradient of the root is the first thing that a backward computes."""
+            launching(backward_ms)()
+            return original(tensors, *args, **kwargs)
+
+        return backward
 
     def waiting(original: Callable[..., Any]) -> Callable[..., Any]:
         def item(tensor: Any) -> Any:
@@ -170,15 +188,15 @@ def install(
         hooks.register_module_forward_hook(ended, always_call=True),
         register_optimizer_step_pre_hook(launching(update_ms)),
     ]
-    put_back = beneath(torch.Tensor, "item", waiting)
+    undos = [beneath(torch.Tensor, "item", waiting), beneath(torch.autograd, "backward", turning)]
     undo = device.emulate(
-        lambda tensor: accelerator if getattr(tensor, "requires_grad", False) else None,
+        lambda tensor: on(accelerator, tensor),
         {(accelerator.kind, accelerator.index): accelerator},
     )
 
     def away() -> None:
-        undo()
-        put_back()
+        for put_back in (undo, *undos):
+            put_back()
         for handle in handles:
             handle.remove()
 
@@ -186,53 +204,102 @@ def install(
 
 
 def beneath(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace a function by `make(function)` below the wrapper of a recording, if there is one; returns the undo."""
-    wrapper = getattr(owner, name)
-    original = getattr(wrapper, "__wrapped__", None)
-    cells = [cell for cell in getattr(wrapper, "__closure__", None) or () if cell.cell_contents is original]
-    if original is None or not cells:
-        setattr(owner, name, make(wrapper))
-        return lambda: setattr(owner, name, wrapper)
-    cells[0].cell_contents = make(original)
-    return lambda: setattr(cells[0], "cell_contents", original)
+    """Replace a function by `make(function)` below all wrappers of a recording, if there are any; returns the undo."""
+    outermost = function = getattr(owner, name)
+    holder = None
+    while hasattr(function, "__wrapped__"):
+        cells = [cell for cell in function.__closure__ or () if cell.cell_contents is function.__wrapped__]
+        if not cells:
+            break
+        holder, function = cells[0], function.__wrapped__
+    if holder is None:
+        setattr(owner, name, make(function))
+        return lambda: setattr(owner, name, outermost)
+    holder.cell_contents = make(function)
+    return lambda: setattr(holder, "cell_contents", function)
 
 
-def pretend_cuda(accelerator: Accelerator) -> None:
-    """Have 'cuda' mean the CPU for a script that is not edited."""
+def on(accelerator: Accelerator, tensor: Any) -> Accelerator | None:
+    """Return the device of a tensor: gradients flow through it, or it was copied there."""
+    there = getattr(tensor, "requires_grad", False) or getattr(tensor, "is_emulated", False)
+    return accelerator if there else None
+
+
+def pretend_cuda(accelerator: Accelerator, *, copy_ms: float) -> None:
+    """Have 'cuda' mean the CPU for a script that is not edited; a copy there takes so long, and the host waits for it.
+
+    That is how copies from pageable memory are; where they take no time nothing is waited for.
+    """
     import torch
 
     def moved(original: Callable[..., Any]) -> Callable[..., Any]:
         def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-            """Stay where it is, if it was to go to the device."""
+            """Copy to the device, if that is where it is to go."""
             kept = [one for one in args if not str(one).startswith("cuda")]
-            kwargs = {key: one for key, one in kwargs.items() if not str(one).startswith("cuda")}
-            return original(self, *kept, **kwargs) if kept or kwargs else self
+            others = {key: one for key, one in kwargs.items() if not str(one).startswith("cuda")}
+            here = original(self, *kept, **others) if kept or others else self
+            goes = len(kept) < len(args) or len(others) < len(kwargs)
+            if not goes or not isinstance(self, torch.Tensor) or on(accelerator, self):
+                return here
+            if copy_ms:
+                accelerator.copy(int(copy_ms * 1e6))
+            there = here.view_as(here)
+            there.is_emulated = True
+            return there
 
         return to
 
-    for owner in (torch.Tensor, torch.nn.Module):
-        owner.to = moved(owner.to)
-        owner.cuda = lambda self, *_, **__: self
+    torch.nn.Module.to = moved(torch.nn.Module.to)
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+    beneath(torch.Tensor, "to", moved)
+    beneath(torch.Tensor, "cuda", lambda _: lambda self, *_, **__: self.to("cuda"))
     beneath(torch.cuda, "synchronize", lambda _: lambda *_: accelerator.synchronize())
     torch.cuda.is_available = lambda: True
 
 
-def recorded_loop(folder: Path, accelerator: Mapping[str, float], loop: Mapping[str, float]) -> list[tuple[int, int]]:
-    """Record benchmarks/jobs/device_loop.py into `folder`/run on an emulated accelerator; returns all of its work, ns.
+@dataclass(frozen=True)
+class Truth:
+    """What one rank's device and its host did, intervals (start, end) in ns of the host's clock."""
 
-    The mappings are the options of this module and of the loop. Raises `RuntimeError` where the job fails.
+    work: list[tuple[int, int]]
+    """The device at work, copies apart."""
+    copies: list[tuple[int, int]]
+    """The loop copying to the device."""
+    loads: list[tuple[int, int]]
+    """The loop asking its loader for a batch."""
+
+
+def recorded_loop(
+    folder: Path,
+    accelerator: Mapping[str, float],
+    loop: Mapping[str, float],
+    *,
+    ranks: int = 1,
+    plan: Path | None = None,
+) -> list[Truth]:
+    """Record benchmarks/jobs/device_loop.py into `folder`/run, each rank on an emulated accelerator of its own.
+
+    The mappings are the options of this module and of the loop; `plan` is applied. Returns what is true of each
+    rank. Raises `RuntimeError` where the job fails.
     """
-    truth, job = folder / "truth.json", ROOT / "benchmarks" / "jobs" / "device_loop.py"
+    job = ROOT / "benchmarks" / "jobs" / "device_loop.py"
     command = [
-        sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder / "run"), "--module", "--",
-        "tests.accelerator", "--truth", str(truth), "--launches", "4", *options_of(accelerator),
-        "--", str(job), *options_of(loop),
+        sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder / "run"),
+        *(["--nproc-per-node", str(ranks)] if ranks > 1 else []), *(["--apply", str(plan)] if plan else []),
+        "--module", "--", "tests.accelerator",
+        "--truth", str(folder / "truth"), "--launches", "4", *options_of(accelerator),
+        "--", str(job), "--timeline", str(folder / "loads"), *options_of(loop),
     ]  # fmt: skip
     environ = {**os.environ, "OMP_NUM_THREADS": "1", device.PRETEND: "device"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
     if done.returncode:
         raise RuntimeError(f"{loop} on {accelerator}: {done.stderr[-2000:]}")
-    return [(start, end) for start, end in json.loads(truth.read_text())["work"]]
+
+    def intervals(name: str, rank: int) -> dict[str, list[tuple[int, int]]]:
+        text = Path(f"{folder / name}-{rank}.json").read_text()
+        return {kind: [(start, end) for start, end in found] for kind, found in json.loads(text).items()}
+
+    return [Truth(**intervals("truth", rank), **intervals("loads", rank)) for rank in range(ranks)]
 
 
 def options_of(values: Mapping[str, float]) -> list[str]:
@@ -243,11 +310,11 @@ def options_of(values: Mapping[str, float]) -> list[str]:
 def main() -> None:
     """Run a script on an emulated accelerator."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("forward-ms", 3.0), ("backward-ms", 6.0), ("update-ms", 1.0)):
+    for name, default in (("forward-ms", 3.0), ("backward-ms", 6.0), ("update-ms", 1.0), ("copy-ms", 0.0)):
         parser.add_argument(f"--{name}", type=float, default=default)
     parser.add_argument("--depth", type=int, default=1024, help="launches that the queue holds")
     parser.add_argument("--launches", type=int, default=1, help="launches of each part of a step")
-    parser.add_argument("--truth", type=Path, help="write what the device did to this file")
+    parser.add_argument("--truth", type=Path, help="write what the device did to this path, rank and .json behind it")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     accelerator = Accelerator(depth=options.depth)
@@ -255,17 +322,15 @@ def main() -> None:
         accelerator, forward_ms=options.forward_ms, backward_ms=options.backward_ms, update_ms=options.update_ms,
         launches=options.launches,
     )  # fmt: skip
-    pretend_cuda(accelerator)
+    pretend_cuda(accelerator, copy_ms=options.copy_ms)
     sys.argv = options.script[1:] if options.script[0] == "--" else options.script
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     finally:
         if options.truth is not None:
-            facts = {
-                "work": accelerator.work, "waits": accelerator.waits, "made_events": accelerator.made_events,
-                "queries": accelerator.queries,
-            }  # fmt: skip
-            options.truth.write_text(json.dumps(facts))
+            Path(f"{options.truth}-{os.environ.get('RANK', '0')}.json").write_text(
+                json.dumps({"work": accelerator.work, "copies": accelerator.copies})
+            )
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ class _Rows:
         """Append one."""
         self.rows.append((name, kind, lane, round(start), round(duration), corr))
 
-    def trace(self, **columns: list[int]) -> Trace:
+    def trace(self, lanes: tuple[str, ...] = LANES, **columns: list[int]) -> Trace:
         """Return them as a trace of rank 0, which the profiler writes whoever it was."""
         names = sorted({row[0] for row in self.rows})
         return Trace.from_columns(
@@ -132,7 +132,7 @@ class _Rows:
                 "duration_ns": [row[4] for row in self.rows], "corr": [row[5] for row in self.rows],
                 "rank": [0] * len(self.rows), **columns,
             },
-            names=names, lanes=LANES, ranks={0: {}},
+            names=names, lanes=lanes, ranks={0: {}},
         )  # fmt: skip
 
 
@@ -206,3 +206,95 @@ def _backend(rows: _Rows, calls: list[int], end: list[int]) -> None:
 def changed(job: Job, **changes: Any) -> Job:
     """Return the job with other fields."""
     return replace(job, **changes)
+
+
+LAUNCH = 8 * US
+"""What the host takes to launch a kernel: far less than the kernel takes, so that the host runs ahead."""
+
+DEVICE_LANES = ("main", "thread 1", "stream 7", "stream 20")
+MAIN, AUTOGRAD, COMPUTING, COMMUNICATING = range(len(DEVICE_LANES))
+
+
+class _Launches:
+    """Rows of one rank with a device: each kernel has the call that launched it."""
+
+    def __init__(self, origin_ns: int) -> None:
+        self.rows, self.host, self.device, self.corr = _Rows(), float(origin_ns), float(origin_ns), 0
+
+    def launch(self, name: str, lane: int, duration: float) -> None:
+        """Launch a kernel of the computing stream from a thread of the host."""
+        self.called(lane)
+        self.device = max(self.device, self.host)
+        self.rows.add(name, COMPUTING, self.device, duration, corr=self.corr)
+        self.device += duration
+
+    def called(self, lane: int) -> None:
+        """Write the call that launches what comes next."""
+        self.corr += 1
+        self.rows.add("cudaLaunchKernel", lane, self.host, LAUNCH / 2, "HOST", corr=self.corr)
+        self.host += LAUNCH
+
+    def span(self, name: str, lane: int, since: float, corr: int = -1) -> None:
+        """Write an operation of the host around what it did since then."""
+        self.rows.add(name, lane, since, self.host - since, "HOST", corr)
+
+
+def play_on_devices(job: Job, *, origin_ns: int = 10**15) -> Played:
+    """Play the job on devices whose hosts run ahead; collectives run one after another on a stream of their own."""
+    ranks = [_Launches(origin_ns) for _ in range(job.ranks)]
+    buckets, seq = job.buckets(), 0
+    numbers: list[dict[int, tuple[int, int]]] = [{} for _ in ranks]
+    for step in range(job.steps):
+        calls = [_launch_step(job, one, job.lag[rank], step, buckets) for rank, one in enumerate(ranks)]
+        sizes = [sum(job.size[layer] for layer in bucket) for bucket in buckets]
+        end = 0.0
+        for b, bucket in enumerate(buckets):
+            start = [max(calls[rank][b][0], end) for rank in range(job.ranks)]
+            end = max(start) + job.latency_ns + sizes[b] / job.bytes_per_s * 1e9
+            for rank, one in enumerate(ranks):
+                numbers[rank][len(one.rows.rows)] = (seq + b, sizes[b])
+                one.rows.add("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+                             COMMUNICATING, start[rank], end - start[rank], "COLL", corr=calls[rank][b][1])  # fmt: skip
+                one.device = max(one.device, end)
+                for layer in bucket if not job.views else ():
+                    since = one.host
+                    one.launch("copy kernel", AUTOGRAD, job.size[layer] / 50)
+                    one.span(COPY, AUTOGRAD, since)
+        for one in ranks:
+            since = one.host
+            one.launch("adam kernel", MAIN, 2 * MS)
+            one.span("Optimizer.step#SGD.step", MAIN, since)
+        seq += len(buckets)
+    parts = []
+    for rank, one in enumerate(ranks):
+        columns: dict[str, list[int]] = {"group": [], "seq": [], "bytes": []}
+        for row in range(len(one.rows.rows)):
+            number, size = numbers[rank].get(row, (-1, 0))
+            for name, value in zip(columns, (0 if number >= 0 else -1, number, size), strict=True):
+                columns[name].append(value)
+        parts.append(joined(one.rows.trace(lanes=DEVICE_LANES, **columns), None, rank))
+    return Played((max(one.device for one in ranks) - origin_ns) / 1e9 / job.steps, Window(concat(parts), job.steps))
+
+
+def _launch_step(job: Job, one: _Launches, lag: float, step: int, buckets: list[list[int]]) -> list[tuple[float, int]]:
+    """Launch forward and backward of one rank; returns when its device reached each collective, and who called it."""
+    one.rows.add("DistributedDataParallel.forward", MAIN, one.host, 1, "MARK")
+    for layer, forward in enumerate(job.forward_ns):
+        since = one.host
+        one.launch("gemm", MAIN, forward * lag * job.slow.get(layer, 1.0))
+        one.span("aten::mm", MAIN, since, FORWARD + step * 100 + layer)
+        one.span(f"layer.{layer}", MAIN, since)
+    calls, last = [], {bucket[-1] for bucket in buckets}
+    for layer in reversed(range(len(job.forward_ns))):
+        since = one.host
+        one.launch("gemm", AUTOGRAD, 2 * job.forward_ns[layer] * lag * job.slow.get(layer, 1.0))
+        one.span("MmBackward0", AUTOGRAD, since, FORWARD + step * 100 + layer)
+        since = one.host
+        one.launch("mul kernel", AUTOGRAD, job.size[layer] / 50)
+        if layer in last:
+            began = one.host
+            one.called(AUTOGRAD)
+            calls.append((max(one.device, one.host), one.corr))
+            one.span("c10d::allreduce_", AUTOGRAD, began)
+        one.span(GRADIENT, AUTOGRAD, since)
+    return calls

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from headway.data.runtime.decisions import Budget
 from headway.runtime.patches import replace_attribute
+from headway.runtime.remedy import Refused
 
 
 class TestContext:
@@ -22,10 +23,16 @@ class TestContext:
         self.shared = {"data.trials": Budget(clock=lambda: 0.0, longest_s=60.0)}
         self.probes = SimpleNamespace(failed=lambda name, cause: self.failures.append((name, cause)))
 
-    def patch(self, target, wrapper):
+    def patch(self, target, wrapper, **_):
         undo = replace_attribute(target, wrapper)
         self.undos.append(undo)
         return undo
+
+    def guarded(self, wrapper):
+        return wrapper
+
+    def fail(self, name, reason):
+        self.outcomes.append(Refused(name, reason))
 
     def note(self, outcome):
         self.outcomes.append(outcome)

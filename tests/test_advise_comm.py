@@ -13,13 +13,14 @@ from headway.comm.advise import SEARCH, propose
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.runtime.ddp_facts import facts_of
+from headway.sim.ddp_buckets import limits
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.ddp_window import Window
 from headway.sim.program import Program
 from headway.trace.parts import Parts
 from headway.trace.trace import Trace, concat
 from headway.trace.vocabulary import COLLECTIVES, KIND
-from tests.ddp_made import GRADIENT, Job, changed, play
+from tests.ddp_made import GRADIENT, Job, changed, play, play_on_devices
 from tests.runs_made import MS, Rows, RunMaker
 from tests.spawn import on_ranks
 
@@ -45,6 +46,14 @@ def test_the_bucket_size_is_offered_for_a_live_try_without_a_promise() -> None:
     assert (row.predicted_speedup, row.clear, row.applies) == (1.0, False, True)
     assert row.interval[0] < 1 < row.interval[1]
     assert "Try it live" in row.reason
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_buckets_of_more_than_two_ranks_need_a_grant(ranks: int) -> None:
+    row = advice(comm_ns=5 * MS, ranks=ranks)["comm.bucket"]
+
+    assert isinstance(row, Proposal)
+    assert row.allow == (None if ranks == 2 else "result-equivalent")
 
 
 def test_hidden_communication_leaves_nothing_to_win() -> None:
@@ -101,6 +110,46 @@ def test_without_windows_what_copies_cost_is_not_known() -> None:
 
     assert isinstance(row, Refusal)
     assert "a bare trace has no deep windows" in row.reason
+
+
+# Devices
+
+
+def on_devices(job: Job | None) -> dict[str, Proposal | Refusal]:
+    """Return what is proposed for a run on devices that are at work throughout, which windows of `job` show or none."""
+    made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=0).make()
+    step = made.trace.where(made.trace.named("step"))
+    work = Trace.from_columns(
+        {
+            "rank": step.events["rank"], "start_ns": step.events["start_ns"] + MS,
+            "duration_ns": step.events["duration_ns"], "seq": [MS] * len(step), "name": [0] * len(step),
+        },
+        names=["device.work"], ranks=made.trace.ranks,
+    )  # fmt: skip
+    program = Program.from_trace(concat([made.trace, work]), {**made.meta, "device_type": "NVIDIA H100"})
+    if job is not None:
+        deep = DdpReplay.from_windows([play_on_devices(job).window], models=[job.model()], cores=8)
+        program = replace(program, deep=[deep])
+    return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
+
+
+def test_devices_that_communicate_get_the_buckets_that_windows_predict() -> None:
+    job = Job(size=(4_000_000,) * 4, limit=(25 << 20, 25 << 20))
+    found = on_devices(job)
+    row = found["comm.bucket"]
+    truths = {mb: play_on_devices(job).step_s / play_on_devices(changed(job, limit=limits(mb))).step_s for mb in (1, 5)}
+
+    assert isinstance(row, Proposal)
+    assert row.edits
+    assert row.predicted_speedup >= 0.97 * max(truths.values())
+    assert isinstance(found["comm.links"], Proposal)
+
+
+def test_without_windows_of_devices_buckets_are_refused_with_the_reason() -> None:
+    row = on_devices(None)["comm.bucket"]
+
+    assert isinstance(row, Refusal)
+    assert "no window shows devices that only communicate" in row.reason
 
 
 SEARCHED = {"find_unused_parameters": True, "static_graph": False, "can_set_static_graph": True}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -161,3 +164,24 @@ def test_what_a_clean_rank_leaves_running_is_left_alone(tmp_path):
 
     os.kill(child, 0)
     os.kill(child, signal.SIGKILL)
+
+
+def test_a_rank_whose_launcher_is_killed_is_asked_to_end_and_may_save_first(tmp_path):
+    rank = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: (open('saved', 'w').close(), sys.exit(0)));"
+        "open('ready', 'w').close(); time.sleep(60)"
+    )
+    launcher = (
+        "import os, sys, time; from pathlib import Path; from headway.runtime.agent import RankProcess, RankSpec\n"
+        f"RankProcess(RankSpec(0, 0, (sys.executable, '-c', {rank!r}), os.environ), 1, 2)\n"
+        "while not Path('ready').exists(): time.sleep(0.01)\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    subprocess.run([sys.executable, "-c", launcher], cwd=tmp_path, env=environ, timeout=60, check=False)
+
+    for _ in range(1000):
+        if (tmp_path / "saved").exists():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it was not asked to end")

@@ -29,7 +29,8 @@ REMEDIES = {
     "cache": (cache, {"bytes": 1 << 20}),
 }
 RATIO = [0.0]
-HIDDEN = ctypes.py_object(RATIO)
+ADDRESS = id(RATIO)
+"""Where it lies: code that knows only that gets at it, and no look does."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +46,7 @@ class Mixed(Dataset):
         return 40
 
     def __getitem__(self, index):
-        return torch.tensor([float(index), HIDDEN.value[0]])
+        return torch.tensor([float(index), ctypes.cast(ADDRESS, ctypes.py_object).value[0]])
 
 
 class Named(Mixed):
@@ -181,9 +182,7 @@ def test_of_a_loader_with_workers_the_first_batch_is_made_by_a_worker_like_its_o
 
 
 def test_a_batch_that_cannot_be_compared_is_counted_with_the_reason(monkeypatch):
-    monkeypatch.setattr(
-        "headway.data.runtime.verification.in_child", lambda work, limit: ("the child ended or hung", 0)
-    )
+    monkeypatch.setattr("headway.data.runtime.verification.in_child", lambda *_, **__: ("the child ended or hung", 0))
     expected = passes(DataLoader(Squares(40), 4))
 
     with applied(*REMEDIES["threads"], verify=True) as context:
@@ -197,10 +196,11 @@ SCRIPT = """
 import ctypes, sys, torch
 from torch.utils.data import DataLoader, Dataset
 ratio = [0.0]
-hidden = ctypes.py_object(ratio)
+address = id(ratio)
 class Mixed(Dataset):
     def __len__(self): return 48
-    def __getitem__(self, index): return torch.full((3,), index / 48 + hidden.value[0])
+    def __getitem__(self, index):
+        return torch.full((3,), index / 48 + ctypes.cast(address, ctypes.py_object).value[0])
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 for batch in DataLoader(Mixed(), 4):

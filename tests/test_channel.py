@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import shutil
@@ -20,16 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core import wires
-from headway.core.channel import (
-    ChannelClosed,
-    Listener,
-    TcpListener,
-    connect,
-    connect_tcp,
-    pair,
-    runtime_directory,
-)
+from headway.core.channel import ChannelClosed, Listener, TcpListener, connect, connect_tcp, pair
 from headway.core.errors import InputError
+from headway.core.handshake import MOST_STRANGERS
+from headway.core.private import runtime_directory
 
 
 class Text(msgspec.Struct, tag=True, frozen=True):
@@ -318,9 +313,8 @@ def test_types_that_cannot_be_told_apart_are_refused():
         pair(types=Plain | Other)
 
 
-@pytest.mark.parametrize("speaks", ["wrong token", "http", "nothing"])
-def test_who_does_not_hold_the_token_is_not_read(speaks, monkeypatch):
-    monkeypatch.setattr("headway.core.channel._HANDSHAKE_S", 0.3)
+@pytest.mark.parametrize("speaks", ["wrong token", "http", "half of it"])
+def test_who_does_not_hold_the_token_is_not_read_and_let_go(speaks):
     listener = TcpListener("127.0.0.1", 0, "secret", types=TYPES)
     failures = []
 
@@ -330,20 +324,52 @@ def test_who_does_not_hold_the_token_is_not_read(speaks, monkeypatch):
                 connect_tcp("127.0.0.1", listener.port, "guess", types=TYPES)
             else:
                 with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
-                    stranger.send(b"GET / HTTP/1.1\r\n" * 8 if speaks == "http" else b"")
+                    stranger.send(b"GET / HTTP/1.1\r\n" * (8 if speaks == "http" else 2))
+                    stranger.shutdown(socket.SHUT_WR)
                     while stranger.recv(100):
                         pass
+                    failures.append("let go")
         except (ChannelClosed, ConnectionError) as error:
             failures.append(error)
 
     thread = threading.Thread(target=call)
     thread.start()
-    with pytest.raises(ChannelClosed, match="token"):
-        listener.accept(5.0)
-    thread.join(5.0)
+    while thread.is_alive():
+        with pytest.raises(TimeoutError, match="nobody who holds the token"):
+            listener.accept(0.05)
 
+    assert len(failures) == 1
     assert speaks != "wrong token" or "token" in str(failures[0])
     listener.close()
+
+
+def test_silent_callers_keep_nobody_waiting_and_only_so_many_are_let_in():
+    listener = TcpListener("127.0.0.1", 0, "secret", types=TYPES)
+    made = []
+    with contextlib.ExitStack() as opened:
+        silent = []
+        for _ in range(MOST_STRANGERS + 50):
+            silent.append(opened.enter_context(socket.create_connection(("127.0.0.1", listener.port), timeout=20)))
+            with pytest.raises(TimeoutError):
+                listener.accept(0.0)
+        caller = threading.Thread(
+            target=lambda: made.append(connect_tcp("127.0.0.1", listener.port, "secret", types=TYPES))
+        )
+        caller.start()
+        accepted = listener.accept(20.0)
+        caller.join()
+        accepted.send(Text("hello"))
+        heard = made[0].receive(20.0)[0]
+        first = len(silent[0].recv(33, socket.MSG_WAITALL))  # the nonce, and then the end
+        silent[-1].setblocking(False)
+        silent[-1].recv(32)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+        listener.close()
+        silent[-1].settimeout(20)
+        last = silent[-1].recv(1)
+
+    assert (heard, first, last) == (Text("hello"), 32, b"")
 
 
 def test_a_listener_without_the_token_learns_nothing_and_is_refused():
@@ -400,6 +426,27 @@ def test_a_real_process_is_served_and_its_death_is_seen(tmp_path):
     with pytest.raises(ChannelClosed):
         channel.receive(5.0)
     listener.close()
+
+
+def test_the_death_of_a_process_is_seen_also_while_a_fork_of_it_holds_its_sockets(tmp_path):
+    code = (
+        "import os, signal, time, msgspec; from headway.core.channel import Listener; "
+        "Text = msgspec.defstruct('Text', [('text', str)], tag='Text'); "
+        f"listener = Listener({str(tmp_path / 's')!r}, types=Text); channel = listener.accept(20.0); "
+        "fork = os.fork(); fork or time.sleep(100); channel.send(Text(str(fork))); time.sleep(100)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    channel = connect(tmp_path / "s", 20.0, types=TYPES)
+    fork = int(channel.receive(20.0)[0].text)
+    process.kill()
+    process.wait()
+    try:
+        with pytest.raises(ChannelClosed, match="has ended"):
+            channel.receive(20.0)
+        with pytest.raises(ChannelClosed, match="nobody listens"):
+            connect(tmp_path / "s", 0.0, types=TYPES)
+    finally:
+        os.kill(fork, signal.SIGKILL)
 
 
 def test_what_interrupts_a_wait_comes_with_no_other_error():

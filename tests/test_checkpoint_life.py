@@ -13,8 +13,8 @@ import torch
 
 import headway
 from headway.checkpoint import CheckpointPolicy
-from headway.core.channel import runtime_directory
 from headway.core.errors import BackgroundError, InputError
+from headway.core.private import runtime_directory
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -59,9 +59,32 @@ class Full:
         return str, ("full",)
 
 
+class Fuller(Full):
+    """Cannot be stored by the training thread either, once the other one has tried."""
+
+    has_failed = False
+
+    def __reduce__(self):
+        self.has_failed |= threading.current_thread() is not threading.main_thread()
+        if self.has_failed:
+            raise OSError(20, "Not a directory")
+        return str, ("full",)
+
+
+def test_what_only_the_thread_cannot_write_is_saved_in_the_scripts_own_way(tmp_path):
+    with applied(behind, {}, ALLOW) as context:
+        done = dcp.save({"w": Full(), "v": torch.ones(2)}, checkpoint_id=tmp_path / "step-1")
+        found = {"v": torch.zeros(2)}
+        dcp.load(found, checkpoint_id=tmp_path / "step-1")
+
+    assert found["v"].all()
+    assert set(done.state_dict_metadata) == {"w", "v"}
+    assert "saved in the script's own way" in context.outcomes[-1].reason
+
+
 def test_what_goes_wrong_is_raised_at_the_next_call_and_the_one_after_saves(tmp_path):
     with applied(behind, {}, ALLOW) as context:
-        dcp.save({"w": Full()}, checkpoint_id=tmp_path / "step-1")
+        dcp.save({"w": Fuller()}, checkpoint_id=tmp_path / "step-1")
         with pytest.raises(BackgroundError, match=r"step-1 was not written.*Remove the cause"):
             dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-2")
         assert dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step-2").state_dict_metadata
@@ -110,14 +133,14 @@ def test_calls_of_another_kind_are_left_to_torch_and_said_so(tmp_path):
 
 LAST_FAILS = """
 import os, sys, torch
-from tests.test_checkpoint_switch import Full
+from tests.test_checkpoint_switch import Fuller
 import torch.distributed.checkpoint as dcp
 if "HEADWAY_RUN" not in os.environ:
     from headway.checkpoint.runtime.switch import behind
     from tests.remedy_context import TestContext
     behind({}, TestContext("result-equivalent"))
 for place in sys.argv[2:]:
-    dcp.save({"w": torch.ones(2) if place != sys.argv[-1] else Full()}, checkpoint_id=place)
+    dcp.save({"w": torch.ones(2) if place != sys.argv[-1] else Fuller()}, checkpoint_id=place)
 print("over", flush=True)
 exec(sys.argv[1])
 """

@@ -75,6 +75,18 @@ def test_rebuilt_buckets_hold_exactly_what_the_plan_says(group):
     assert data["rebuilt_bucket_sizes"] == f"{2 * layer}, {layer}, {layer}"
 
 
+@pytest.mark.parametrize("allow", ["", "result-equivalent"])
+def test_more_than_two_ranks_keep_their_buckets_without_a_grant(group, monkeypatch, allow):
+    """The order in which they are added depends on where a gradient lies in its bucket."""
+    monkeypatch.setattr(runtime.dist, "get_world_size", lambda group=None: 3)
+    with applied(bucket, {"bucket_mb": 3}, allow=allow) as context:
+        ddp = model()
+
+    changed = 3 * MIB if allow else runtime.DEFAULT_MB * MIB
+    assert ddp._get_ddp_logging_data()["bucket_cap_bytes"] == changed
+    assert isinstance(context.outcomes[-1], Applied if allow else Refused)
+
+
 def test_a_torch_without_a_list_gets_the_single_size(group, monkeypatch):
     monkeypatch.setattr(runtime, "LIST", "no such argument")
     with applied(bucket, {"bucket_mb": 3, "bucket_mb_list": SIZES}) as context:

@@ -21,7 +21,8 @@ from headway.sim.ddp_thread import CALL, COPY, GRAD, WAIT, thread_of
 from headway.sim.ddp_window import Window, collectives, flight_path, joined
 from headway.sim.edits import Scenario, scenario_of
 from headway.trace.trace import Trace, concat
-from tests.ddp_made import MS, Job, changed, fluid, play
+from tests.ddp_made import COPY as COPIES
+from tests.ddp_made import MS, Job, changed, fluid, play, play_on_devices
 
 TOLERANCE = 0.03
 """Pieces of 256 KiB against a continuous share, and the latency of a collective that begins beside another."""
@@ -129,6 +130,42 @@ def test_gradients_that_are_views_are_waited_for_without_copies() -> None:
     assert replay_of(job).fidelity == pytest.approx(1.0, abs=TOLERANCE)
     truth = play(changed(job, limit=limits(25.0))).step_s
     assert predicted_s(job, "bucket_mb=25") == pytest.approx(truth, rel=0.05)
+
+
+# Devices whose hosts run ahead
+
+EDITS = {
+    "bucket_mb=0.5": {"limit": limits(0.5)},
+    "bucket_mb=25": {"limit": limits(25.0)},
+    "bandwidth=2x": {"bytes_per_s": 2e8},
+    "op:layer.2=2x": {"slow": {2: 2.0}},
+    f"op:{COPIES}=none": {"views": True},
+    "comm=instant": {"bytes_per_s": 1e15, "latency_ns": 0},
+}
+"""Edit -> the job that it makes."""
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("lag", [1.0, 1.3])
+@pytest.mark.parametrize("size", [(4_000_000, 2_000_000, 3_000_000, 900_000), (400_000,) * 4])
+def test_a_job_on_devices_takes_as_long_as_it_played_with_the_edit(
+    edit: str, lag: float, size: tuple[int, ...]
+) -> None:
+    """The windows show kernels and who launched them: the computing stream stands for the training thread."""
+    job = Job(size=size, lag=(1.0, lag))
+    made = replay_of(job, play_on_devices(job).window)
+    truth = play_on_devices(changed(job, **EDITS[edit])).step_s
+
+    assert made.fidelity == pytest.approx(1.0, abs=TOLERANCE)
+    assert made.step_s * made.ratio(scenario_of([edit]))[0] == pytest.approx(truth, rel=0.01)
+
+
+def test_windows_without_the_hosts_operations_do_not_tell_what_is_communicated() -> None:
+    trace = play_on_devices(Job()).window.trace
+    light = trace.where(trace.events["corr"] >= 0)  # launches and kernels
+
+    with pytest.raises(InputError, match="queued no collective"):
+        replay_of(Job(), Window(light, 3))
 
 
 # Oracles

@@ -120,7 +120,7 @@ def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objec
         children.append(said(*arguments, **named))
         return children[-1]
 
-    monkeypatch.setattr("headway.data.runtime.trial.said", counted)
+    monkeypatch.setattr("headway.data.runtime.trial_child.said", counted)
     context = TestContext(allow="result-equivalent")
     context.shared["data.trials"].longest_s = 0.2
     try:

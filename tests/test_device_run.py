@@ -12,21 +12,22 @@ from headway.trace.runs import Run
 from tests.accelerator import recorded_loop
 
 MIXES = {
-    # forward and backward ms, launches in the queue, load ms, read every; what bounds it
-    "the host two steps ahead": (4, 8, 24, 3, 0, "device"),
-    "a read in each step": (4, 8, 1000, 1, 1, "device"),
-    "a slow loader": (1, 2, 1000, 14, 0, "input"),
+    # forward, backward and copy ms, launches in the queue, load ms, read every; what bounds it
+    "the host two steps ahead": (4, 8, 0, 24, 3, 0, "device"),
+    "a read in each step": (4, 8, 0, 1000, 1, 1, "device"),
+    "a pageable copy in each step": (4, 8, 1, 1000, 2, 0, "device"),
+    "a slow loader": (1, 2, 0, 1000, 14, 0, "input"),
 }
 
 
-def run(folder: Path, mix: tuple[int, int, int, int, int, str]) -> tuple[Run, list[tuple[int, int]]]:
-    forward, backward, depth, load, read_every, _ = mix
-    work = recorded_loop(
+def run(folder: Path, mix: tuple[int, int, int, int, int, int, str]) -> tuple[Run, list[tuple[int, int]]]:
+    forward, backward, copy, depth, load, read_every, _ = mix
+    [truth] = recorded_loop(
         folder,
-        {"forward_ms": forward, "backward_ms": backward, "update_ms": 1, "depth": depth},
+        {"forward_ms": forward, "backward_ms": backward, "update_ms": 1, "copy_ms": copy, "depth": depth},
         {"steps": 80, "load_ms": load, "read_every": read_every},
     )
-    return Run.open(folder / "run"), work
+    return Run.open(folder / "run"), truth.work
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
@@ -40,8 +41,11 @@ def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix)
     assert abs(ledger.ledger_ns["useful"] - busy_ns) <= 0.06 * ledger.step_wall_ns.sum()
     assert ledger.bound == mix[-1]
     assert ledger.basis["useful"] == "device events"
-    if mix[2] < 1000:  # nothing is won by a faster loader where the device is never idle
+    if mix[3] < 1000:  # nothing is won by a faster loader where the device is never idle
         assert loading <= 1.03
         assert program.predict(["accelerator=2x"], interval=False, max_discrepancy=0.2).speedup >= 1.3
     elif mix[-1] == "input":
         assert loading >= 1.5
+    elif mix[2]:  # the host waits in the copy until the device is done, and that is no time of the copy
+        assert loading <= 1.1
+        assert ledger.spans["input.transfer"].total_ns > 3 * ledger.sub_ns["input.transfer"]

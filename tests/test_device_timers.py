@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from headway.runtime import device
 from headway.runtime.device import emulate
 from headway.runtime.device_timers import QUERIES, WORK, AllTimers, DeviceTimers
 from tests.accelerator import Accelerator, now
@@ -120,3 +123,20 @@ def test_nothing_is_recorded_while_a_graph_is_captured_and_all_goes_on_after_it(
     assert not probes.failures
     assert facts["given_up"] == 0
     assert sum(record[0] == WORK for record in probes.written) >= 2
+
+
+def test_generators_are_those_of_the_devices_in_use_and_none_is_asked_while_a_graph_is_captured(monkeypatch):
+    used = Accelerator(index=2)
+    backend = SimpleNamespace(
+        is_initialized=lambda: True, default_generators=tuple("abcd"), current_device=lambda: 1,
+        is_current_stream_capturing=lambda: False,
+    )  # fmt: skip
+    monkeypatch.setattr(device, "_MODULES", {"cuda": "made_backend"})
+    monkeypatch.setitem(sys.modules, "made_backend", backend)
+    undo = device.emulate(lambda _: used, {("cuda", 2): used})
+    try:
+        assert device.generators() == ["b", "c"]
+        used.capturing = True
+        assert device.generators() == []
+    finally:
+        undo()

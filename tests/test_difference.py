@@ -223,3 +223,15 @@ def test_metadata_that_is_damaged_or_gone_is_read_from_what_is_whole(tmp_path):
 def test_what_holds_no_checkpoint_is_refused(tmp_path):
     with pytest.raises(InputError, match="holds no checkpoint"):
         contents(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["ours-1", "dcp", "torch.save", "safetensors"])
+def test_what_is_cut_short_is_never_equal(stored, form, tmp_path):
+    whole = stored[form, "same"]
+    copied = tmp_path / whole.name
+    shutil.copytree(whole, copied) if whole.is_dir() else shutil.copy(whole, copied)
+    image = max((file for file in [copied, *copied.rglob("*")] if file.is_file()), key=lambda file: file.stat().st_size)
+    image.write_bytes(image.read_bytes()[: -image.stat().st_size // 3])
+
+    with pytest.raises(FormatError):
+        difference(contents(whole), contents(copied))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.disks.logs import Totals, read_lifetimes, read_totals, windows
+from headway.storage.disks.logs import Totals, read_lifetimes, read_totals, renamed, windows
 from tests.paths import shared
 
 HEAD = "model,size,n_unique,drive_days,failed\n"
@@ -91,3 +91,39 @@ def test_the_public_logs_are_as_large_as_published():
 
     assert (len(drives.model), int(drives.failed.sum())) == (29_072, 724)
     assert [round(36_500 * window.failures / window.disk_days, 1) for window in st4] == [1.8, 2.7]
+
+
+STEADY = Totals("a", 8e12, 2000, 50_000, 10)
+OLD, NEW = Totals("hitachi x", 4e12, 2000, 900_000, 100), Totals("hgst x", 4e12, 2000, 1_080_000, 125)
+LATER = {"a": Totals("a", 8e12, 2000, 230_000, 25), "hgst x": NEW}
+
+
+@pytest.mark.parametrize(
+    ("before", "says"),
+    [
+        (
+            {"a": STEADY, "hitachi x": OLD},
+            r"hgst x: 2000 disks .* 540 each, in a window of 90 days.*--same 'hitachi x=",
+        ),
+        ({"a": STEADY}, r"hgst x: 2000 disks .* 540 each.*Pass --same OLD=NEW"),
+        ({"a": STEADY, "old y": Totals("old y", 4e12, 2000, 9_000, 0)}, r"540 each.*likely 'old y'"),
+    ],
+)
+def test_more_disk_days_than_disks_can_live_are_a_model_that_was_renamed(before, says):
+    with pytest.raises(InputError, match=says):
+        windows(before, LATER)
+
+
+def test_a_new_name_of_a_model_that_is_gone_is_asked_for():
+    young = Totals("hgst x", 4e12, 2000, 100_000, 20)
+
+    with pytest.raises(InputError, match=r"hitachi x is in the older log alone.*pass --same 'hitachi x=hgst x'"):
+        windows({"a": STEADY, "hitachi x": Totals("hitachi x", 4e12, 2000, 9_000, 2)}, {**LATER, "hgst x": young})
+
+
+def test_a_model_that_is_said_to_be_renamed_counts_from_where_it_was():
+    before = renamed({"a": STEADY, "hitachi x": OLD}, {"Hitachi X": "HGST X"})
+
+    found = {window.model: window for window in windows(before, LATER)}
+
+    assert (found["hgst x"].disk_days, found["hgst x"].failures) == (180_000, 25)

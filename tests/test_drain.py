@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -10,8 +11,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.drain import DRAIN_S, Drainer, prune_windows
+from headway.runtime.drain import DRAIN_S, WAITING_BYTES, Drainer, prune_windows
 from headway.runtime.finalise import finalise
+from headway.runtime.problems import Problems
 from headway.trace.parquet import read
 from headway.trace.spool import recorded, stems
 from tests.paths import ROOT
@@ -22,7 +24,7 @@ from tests.rings_made import Process
 def test_every_record_drained_in_time_is_there_in_the_end(bursts, tmp_path_factory):
     run = tmp_path_factory.mktemp("run")
     process = Process(run, capacity=256)
-    drainer = Drainer(run / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(run / "rings", Problems(), attempt=0, budget_bytes=1 << 20)
     for burst in bursts:
         for _ in range(burst):
             process.write("host.logging", 10, 20)
@@ -36,7 +38,7 @@ def test_every_record_drained_in_time_is_there_in_the_end(bursts, tmp_path_facto
 
 def test_listeners_see_every_record_once(tmp_path):
     process = Process(tmp_path)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=1 << 20)
     seen: list[int] = []
     drainer.listeners.append(lambda header, records: seen.extend(records["number"].tolist()))
     for _ in range(3):
@@ -51,7 +53,7 @@ def test_listeners_see_every_record_once(tmp_path):
 def test_beyond_the_budget_the_oldest_pieces_go_but_not_the_start_and_the_loss_is_exact(tmp_path):
     rng = np.random.default_rng(0)
     process = Process(tmp_path, capacity=16384)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=60_000)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=60_000)
     written = 0
     for _ in range(40):
         for _ in range(1000):
@@ -78,7 +80,7 @@ def test_the_ring_of_a_process_that_is_gone_is_emptied_and_keeps_its_name(tmp_pa
         "import sys; from tests.rings_made import Process; from pathlib import Path;Process(Path(sys.argv[1])).train(3)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True, timeout=60)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=1 << 20)
     for _ in range(8):
         drainer.drain()
     ring = next((tmp_path / "rings").glob("*.ring"))
@@ -107,23 +109,37 @@ def test_only_the_rings_of_its_attempt_and_rank_are_touched(tmp_path):
     for rank in (0, 1):
         for attempt in (0, 1):
             Process(tmp_path, rank=rank, attempt=attempt).train(1)
-    drainer = Drainer(tmp_path / "rings", attempt=1, budget_bytes=1 << 20, ranks={0})
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=1, budget_bytes=1 << 20, ranks={0})
     drainer.drain()
     drainer.stop()
 
     assert [path.name.partition("-p")[0] for path in (tmp_path / "rings").glob("*.spool")] == ["a1-r0"]
 
 
-def test_a_full_disk_stops_the_drain_and_is_kept_for_the_launcher(tmp_path, monkeypatch):
-    Process(tmp_path).train(1)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
-
-    def full(**_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(drainer, "drain", full)
-    drainer.start()
+def test_a_disk_that_was_full_for_a_while_costs_at_most_the_records_of_that_while(tmp_path):
+    process, heard = Process(tmp_path), []
+    drainer = Drainer(tmp_path / "rings", problems := Problems(), attempt=0, budget_bytes=1 << 30)
+    drainer.listeners += [lambda *_: 1 / 0, lambda _, records: heard.append(len(records))]
+    process.train(100)
+    drainer.drain()
+    (spool,) = (tmp_path / "rings").glob("*.spool")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for full in (1, WAITING_BYTES // 64 // 10_000 + 2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (spool.stat().st_size + 100, before[1]))  # no multiple of a record
+        try:
+            for _ in range(full):
+                process.train(5_000)
+                drainer.drain()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        process.train(10)
+        drainer.drain()
+        found = recorded(stems(tmp_path / "rings")[0])
+        assert found.dropped == 0 if full == 1 else 0 < found.dropped <= full * 10_001
+        assert len(found.records) + found.dropped == sum(heard)
     drainer.stop()
 
-    assert isinstance(drainer.failure, OSError)
-    assert recorded(stems(tmp_path / "rings")[0]).dropped == 0  # the ring itself still holds it
+    assert sorted(line.rpartition(":")[0].partition("<")[0] for line in problems.lines()) == [
+        "the recording lacks records",
+        "the recording lacks what test_a_disk_that_was_full_for_a_while_costs_at_most_the_records_of_that_while.",
+    ]

@@ -53,6 +53,7 @@ OWN = {
     "numpy.Generator": (lambda: np.random.default_rng(1), lambda g: g.random()),
     "numpy.MT19937": (lambda: np.random.Generator(np.random.MT19937(1)), lambda g: g.random()),
     "numpy.Philox": (lambda: np.random.Generator(np.random.Philox(1)), lambda g: g.random()),
+    "numpy.PCG64": (lambda: np.random.PCG64(1), lambda g: g.random_raw()),
     "numpy.RandomState": (lambda: np.random.RandomState(1), lambda g: g.rand()),
     "torch.Generator": (lambda: torch.Generator().manual_seed(1), lambda g: float(torch.rand(1, generator=g))),
 }

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 import warnings
-from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -223,7 +222,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(tmp_path):
     assert Job(tmp_path).ckpt.restore().step == 2
 
 
-def test_what_fails_in_the_background_is_raised_at_the_next_call(tmp_path):
+@pytest.mark.filterwarnings("ignore:the checkpoint of step 1 is committed, but its retention failed")
+def test_what_fails_in_the_background_is_raised_by_whoever_waits_for_it(tmp_path):
     root = tmp_path / "root"
     job = Job(root, 1000)
     ticket = job.ckpt.save(1)
@@ -237,10 +237,64 @@ def test_what_fails_in_the_background_is_raised_at_the_next_call(tmp_path):
         ticket.result(20)
     root.unlink()
     (tmp_path / "away").rename(root)
-    with suppress(BackgroundError):  # tidying up behind the commit of step 1 may have met the file, too
-        job.ckpt.maybe_save()
+    job.ckpt.maybe_save()  # tidying up behind the commit of step 1 may have met the file, too: a warning
 
     assert job.ckpt.save(3, block="durable").result().step == 3
+    job.ckpt.close()
+
+
+class Spoilt:
+    """A checkpointer whose root is a file at times."""
+
+    def __init__(self, folder, **options):
+        self.root, self.away = folder / "root", folder / "away"
+        self.ckpt = headway.Checkpointer(self.root, model=torch.nn.Linear(2, 2), **options)
+        self.save(1)
+
+    def save(self, step):
+        ticket = self.ckpt.save(step)
+        while not ticket.done():
+            time.sleep(0.01)
+
+    def spoil(self):
+        self.root.rename(self.away)
+        self.root.write_text("a file where the folder was")
+
+    def mend(self):
+        self.root.unlink()
+        self.away.rename(self.root)
+
+
+def test_training_goes_on_while_saves_fail_until_three_in_a_row(tmp_path):
+    job = Spoilt(tmp_path)
+    job.spoil()
+    job.save(2)
+    with pytest.warns(RuntimeWarning, match=r"step 2 was not written.*the next save tries again"):
+        job.save(3)
+    job.mend()
+    with pytest.warns(RuntimeWarning, match="step 3 was not written"):
+        job.save(4)  # is committed: they are counted anew
+    job.spoil()
+    job.save(5)
+    for step in (6, 7):
+        with pytest.warns(RuntimeWarning, match=f"step {step - 1} was not written"):
+            job.save(step)
+
+    with pytest.raises(BackgroundError, match="step 7 was not written"):
+        job.save(8)
+    job.mend()
+    assert job.ckpt.save(9, block="durable").result().step == 9
+    job.ckpt.close()
+
+
+def test_a_failed_save_is_raised_at_the_next_one_where_that_is_asked_for(tmp_path):
+    job = Spoilt(tmp_path, on_error="raise")
+    job.spoil()
+    job.save(2)
+
+    with pytest.raises(BackgroundError, match="step 2 was not written"):
+        job.save(3)
+    job.mend()
     job.ckpt.close()
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import headway
 from headway.core.errors import BackgroundError
 from headway.storage import verify
+from headway.verbs.ckpt import diff
+from headway.verbs.ckpt_convert import reshard
 from tests.spawn import on_ranks
 
 
@@ -50,6 +52,38 @@ def test_what_two_ranks_saved_any_number_of_ranks_restores_alike(tmp_path):
     assert max(sizes) < 1.3 * min(sizes)  # replicas are split
     for answers in after.values():
         assert all((step, bits) == (2, saved[0][2]) for step, bits, _ in answers)
+
+
+def _draw(root, seeds):
+    """Save with generators seeded by rank, or restore; return what this rank draws next."""
+    import random
+
+    import numpy as np
+
+    with headway.Checkpointer(root, model=torch.nn.Linear(2, 2)) as ckpt:
+        if seeds:
+            seed = seeds[dist.get_rank() if dist.is_initialized() else 0]
+            torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+            ckpt.save(1, block="durable")
+        else:
+            ckpt.restore()
+        return torch.rand(1).item(), random.random(), np.random.rand()
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2), (3, 3)], ids=str)
+def test_new_ranks_draw_numbers_of_their_own_unless_all_ranks_were_in_step(tmp_path, seeds):
+    saved = on_ranks(_draw, len(seeds), str(tmp_path / "root"), seeds)
+    grown = tmp_path / "again" / "step-1"
+    grown.parent.mkdir()
+    reshard(tmp_path / "root" / "step-1", world=4, out=grown)
+    assert diff(tmp_path / "root" / "step-1", grown) == 0
+
+    for root in ("root", "again"):
+        restored = on_ranks(_draw, 4, str(tmp_path / root), ())
+
+        assert restored[: len(seeds)] == saved
+        for kind in zip(*restored, strict=True):  # torch's, Python's and numpy's generator
+            assert len(set(kind)) == (1 if seeds == (3, 3) else 4)
 
 
 def test_the_loss_of_a_rank_directory_is_made_up_for_by_the_agents_parity(tmp_path):

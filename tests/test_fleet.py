@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch
 
+from benchmarks.silent_callers import one_pass
 from benchmarks.worker_kills import free_port, play
 from headway.core.errors import BackgroundError, InputError
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
@@ -65,7 +66,7 @@ def equal(one, other):
 
 def children(fleet):
     """The processes of a fleet: name -> process."""
-    return {process.name(): process for process in psutil.Process(fleet._supervisor).children()}
+    return {process.name(): process for process in psutil.Process(fleet._keeper.supervisor).children()}
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -157,7 +158,7 @@ def test_a_process_that_ends_without_closing_its_fleet_leaves_only_what_its_next
     pid = os.fork()
     if not pid:
         fleet = Fleet(Drawn(8), num_workers=1)
-        os.write(tell, f"{fleet._supervisor} {fleet.settings.folder}".encode())
+        os.write(tell, f"{fleet._keeper.supervisor} {fleet.settings.folder}".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     os.close(tell)
@@ -188,6 +189,14 @@ def test_workers_of_other_hosts_join_over_tcp_with_the_token():
         os.waitpid(pid, 0)
 
     assert set(prepared) == {"w0", "far"}
+
+
+def test_a_thousand_silent_connections_leave_a_job_at_its_pace():
+    """What they cost is measured by `headway bench silent_callers`; one that is waited for costs two seconds."""
+    undisturbed_s, _ = one_pass(200, strangers=False)
+    beside_them_s, _ = one_pass(200, strangers=True)
+
+    assert beside_them_s < 10 * undisturbed_s
 
 
 def test_demand_starts_workers_and_its_end_drains_them():
@@ -257,12 +266,50 @@ def test_a_fleet_that_is_gone_is_one_clear_error_and_leaves_no_process(tmp_path)
     batches = iter(fleet.batches(4))
     next(batches)
     processes = list(children(fleet).values())
-    os.kill(fleet._supervisor, signal.SIGKILL)
+    fleet.close()
 
     with pytest.raises(BackgroundError, match=r"has had no master for 0.3 s .*go on from the last state"):
         list(batches)
-    fleet.close()
     assert psutil.wait_procs(processes, timeout=10)[1] == []
+
+
+@pytest.mark.parametrize("address", ["unix", "tcp"])
+@pytest.mark.parametrize("beside", [[], ["headway-master"]], ids=["alone", "with its master"])
+def test_a_killed_supervisor_is_started_again_and_no_batch_is_lost_or_comes_twice(beside, address):
+    tcp = {"host": "127.0.0.1", "port": free_port(), "token": "a secret"} if address == "tcp" else {}
+    with Fleet(Drawn(600), num_workers=2, **tcp) as fleet:
+        batches, kills = iter(fleet.batches(4)), []
+        got = [next(batches)["y"].tolist() for _ in range(10)]
+        for _ in range(3):
+            kills.append(psutil.Process(fleet._keeper.supervisor))
+            victims = [kills[-1], *(process for name, process in children(fleet).items() if name in beside)]
+            for victim in victims:
+                victim.kill()
+            until(lambda: fleet._keeper.supervisor != kills[-1].pid)
+            got += [next(batches)["y"].tolist() for _ in range(40)]
+        got += [batch["y"].tolist() for batch in batches]
+
+    assert got == np.arange(600).reshape(150, 4).tolist()
+    assert len({process.pid for process in kills}) == 3
+
+
+def test_a_supervisor_that_is_killed_as_soon_as_it_runs_is_given_up_in_the_end():
+    with Fleet(Drawn(8000), num_workers=1, patience_s=1.0) as fleet:
+        batches, keeper = iter(fleet.batches(4)), fleet._keeper
+        next(batches)
+        killer = threading.Thread(target=lambda: kill_while(keeper._thread.is_alive, lambda: keeper.supervisor))
+        killer.start()
+        with pytest.raises(BackgroundError, match="has had no master"):
+            list(batches)
+        killer.join()
+
+
+def kill_while(goes_on, pid):
+    """Kill the process of that id again and again."""
+    while goes_on():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid(), signal.SIGKILL)
+        time.sleep(0.02)
 
 
 def test_a_fleet_lives_as_long_as_its_process_and_not_the_thread_that_made_it():

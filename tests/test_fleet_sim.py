@@ -57,7 +57,7 @@ def test_a_fleet_is_read_from_toml(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[[dgroup", "is not TOML"),
+        ("[[dgroup", "is no TOML that headway reads"),
         ("x = 1", "must hold tables"),
         ('[[dgroup]]\nname = "a"\n', "dgroup 0.*arrivals"),
         ('[[dgroup]]\nname = "a"\narrivals = [[3, 5], [3, 5]]\nafr = [[0, 0.1]]\n', "rising days"),

@@ -174,20 +174,20 @@ def test_a_pickle_that_wants_to_run_something_is_refused(capsys, tmp_path):
 def test_a_pickle_that_wants_all_memory_is_a_damaged_one():
     huge = b"\x80\x05\x8e" + (2**62).to_bytes(8, "little")  # bytes, 4 EiB of them
 
-    with pytest.raises(FormatError, match=r"rank_4 is a damaged pickle at byte"):
+    with pytest.raises(FormatError, match=r"rank_4 is a damaged pickle of"):
         flight.parse(huge, "rank_4")
 
 
 @given(cut=st.integers(2, len(dump(ENTRY)) - 1))
 def test_a_pickle_cut_anywhere_is_a_clear_error(cut):
-    with pytest.raises(FormatError, match=r"rank_4 (is a damaged pickle at byte \d+ of|holds no list)"):
+    with pytest.raises(FormatError, match=r"rank_4 (is a damaged pickle of \d+ bytes|holds no list)"):
         flight.parse(dump(ENTRY)[:cut], "rank_4")
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b'{"entries": [{"a": 1}', r"malformed JSON at byte 21"),
+        (b'{"entries": [{"a": 1}', r"not JSON.*truncated \(byte 21\)"),
         (b'{"entries": 4}', "holds no list of entries"),
         (b'{"entries": [4]}', "holds no list of entries"),
         (b'{"entries": [{"collective_seq_id": "x"}]}', "entry 0 is not what torch writes.*Dump again"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
 from headway.runtime.drain import Drainer
+from headway.runtime.problems import Problems
 from headway.trace import follow
 from headway.trace.follow import RingFollower, RunFollower
 from headway.trace.records import IN_FLIGHT, PATIENCE, RECORD_DTYPE, read_ring
@@ -64,7 +65,7 @@ def test_it_reads_what_the_mapped_reader_reads(tmp_path):
 
 def test_what_was_overwritten_comes_from_the_launchers_spool(tmp_path):
     recorder = writer(tmp_path / "rings", capacity=256)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=1 << 20)
     follower = RunFollower(tmp_path / "rings")
     follower.poll()
     for part in range(20):
@@ -77,7 +78,7 @@ def test_what_was_overwritten_comes_from_the_launchers_spool(tmp_path):
 
 def test_a_late_reader_gets_everything_from_the_beginning_sealed_pieces_too(tmp_path):
     recorder = writer(tmp_path / "rings", capacity=256)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=64 * 64 * 16)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=64 * 64 * 16)
     for part in range(30):
         write(recorder, 100, 100 * part)
         drainer.drain()
@@ -91,7 +92,7 @@ def test_a_ring_that_the_launcher_empties_ends_from_its_spool_and_harms_nobody(t
     follower = RunFollower(tmp_path / "rings")
     write(recorder, 10)
     assert len(values(follower.poll())) == 10
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=1 << 20)
     write(recorder, 7, 10)
     drainer.drain()
     for ring in drainer._followed.values():

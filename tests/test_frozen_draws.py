@@ -12,7 +12,8 @@ import torch
 from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through
 from headway.data import DataLoader, Pipeline, generator
 from headway.data.caches.scrutiny import Scrutiny, unseen
-from headway.data.runtime.cache import CachedExamples, Shelf, Stored, cache
+from headway.data.runtime.cache import Shelf, Stored, cache
+from headway.data.runtime.cached_examples import CachedExamples
 from headway.data.runtime.watch import Watch
 from tests.remedy_context import applied
 from tests.served_made import runtime  # noqa: F401 - servers of these tests have a folder of their own
@@ -36,7 +37,9 @@ def test_an_example_that_draws_is_drawn_in_every_epoch_and_others_are_kept(path,
 
     assert num_frozen == 0
     if path != "server":  # where two threads read at once, nobody knows at first which of them drew
-        assert num_found == PURE_FOUND.get(kind, num_found)
+        expected = PURE_FOUND.get(kind, num_found)
+        # Of two processes one may read an example anew that the other is about to keep.
+        assert 0.95 * expected <= num_found <= expected if "2" in path else num_found == expected
 
 
 @pytest.mark.parametrize(("share", "finds"), [(0.99, 22), (0.5, 139), (0.1, 6930), (0.01, 86600)])

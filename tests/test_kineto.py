@@ -386,6 +386,26 @@ def test_a_kernel_without_arguments_takes_those_of_the_op_that_launched_it():
     assert KINDS[trace.events["kind"][0]] == "HOST"
 
 
+def test_a_batch_of_messages_is_one_kernel_whose_entry_lists_them():
+    send = {**COLLECTIVE, "Collective name": "send", "Dst Rank": 9}
+    trace = of(
+        span("record_param_comms", 0, 2, **send),
+        span("record_param_comms", 3, 2, **{**COLLECTIVE, "Collective name": "recv", "Src Rank": 10}),
+        span("cudaLaunchKernelExC", 6, 1, cat="cuda_runtime", correlation=5),
+        span("record_param_comms", 10, 5, **send),
+        span("cudaLaunchKernelExC", 12, 1, cat="cuda_runtime", correlation=6),
+        span("ncclDevKernel_SendRecv", 20, 5, cat="kernel", lane=(0, 20), correlation=5),
+        span("ncclDevKernel_SendRecv", 30, 5, cat="kernel", lane=(0, 20), correlation=6),
+    )
+
+    batch, single = (trace.groups[trace.events["group"][row]] for row in (5, 6))
+    assert (batch["sends"], batch["receives"]) == ([[3, 9]], [[3, 10]])
+    assert (single["sends"], single["receives"]) == ([[3, 9]], [])
+    assert [KINDS[kind] for kind in trace.events["kind"][5:]] == ["RECV", "SEND"]
+    assert trace.events["bytes"][5:].tolist() == [3200, 1600]
+    assert trace.events["peer"].tolist() == [9, 10, -1, 9, -1, -1, -1]
+
+
 def test_in_a_job_of_one_group_every_collective_belongs_to_it():
     listed = [{"pg_name": "0", "pg_desc": "default_pg", "ranks": [0, 1]}]
     reduce = span("gloo:all_reduce", 0, 5, cat="user_annotation", **{"Input Dims": [[3, 2]], "Input type": ["double"]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import InputError
-from headway.runtime.launch import LaunchOptions, launch, parse_hosts
-from headway.runtime.rank_env import Port, check_host, num_processes
+from headway.runtime.launch import LaunchOptions, launch
+from headway.runtime.rank_env import Port, check_host, num_processes, parse_hosts
 from headway.trace.runs import Run
 from tests.launching import run, script
 from tests.paths import ROOT
@@ -27,6 +28,20 @@ def test_arguments_reach_the_script_unchanged(tmp_path):
 
     assert json.loads(done.stdout) == ARGUMENTS
     assert done.returncode == 0
+
+
+def test_a_run_whose_usual_place_cannot_be_written_is_recorded_elsewhere(tmp_path):
+    job = script(tmp_path, "print(7)")
+    (tmp_path / "headway-runs").write_text("")
+    asked = [sys.executable, "-m", "headway.cli", "run", "--", job]
+    done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    named = subprocess.run([*asked[:4], "--out", "headway-runs/a", "--", job], cwd=tmp_path, capture_output=True)
+    elsewhere = Path(done.stderr.partition("this run is recorded in ")[2].partition("\n")[0])
+
+    assert (done.returncode, done.stdout) == (0, "7\n")
+    assert json.loads((elsewhere / "run.json").read_text())["exit"]["code"] == 0
+    assert (named.returncode, b"--out headway-runs/a" in named.stderr) == (2, True)
+    shutil.rmtree(elsewhere)
 
 
 def test_a_module_and_a_program_are_run_as_such(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.live_ends import STRAY_UPDATES
-from headway.ledger.live_rank import OPEN_RECORDS, RECENT, LiveRank
+from headway.ledger.live_rank import MOST_AHEAD, OPEN_RECORDS, RECENT, LiveRank
 from headway.trace.records import RECORD_DTYPE
 from headway.trace.steps import cycles
 from headway.trace.vocabulary import SPANS
@@ -48,6 +48,18 @@ def test_windows_hand_out_every_step_once_and_in_order(cut, horizons):
             ends += window.ends_ns.tolist()
 
     assert ends == [10 * MS * step for step in range(1, 41)]
+
+
+def test_steps_are_booked_once_it_is_known_what_the_device_did_in_them():
+    rank = LiveRank(0, 1, 0)
+    rank.take(updates([0] * 8))
+    assert rank.bookable == 8
+    rank.take(row("device.work", 5 * MS, 30 * MS))
+    assert rank.bookable == 3
+    rank.take(row("device.work", 40 * MS, 12 * MS))
+    assert rank.bookable == 5
+    rank.take(updates([0] * (MOST_AHEAD + 1), first_ns=80 * MS))
+    assert rank.bookable == rank.steps == 9 + MOST_AHEAD  # what the device does is not seen any more
 
 
 @pytest.mark.parametrize("cycle", [[0], [0, 1], [3, 1, 2]])

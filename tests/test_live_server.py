@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from headway.core.errors import InputError
 from headway.report import live_server
 from headway.report.live_server import HEADERS, Allowed, LiveServer, listening, refusal, server_of
 
+TOKEN = "a token"
 LOOPBACK = Allowed.of("127.0.0.1")
 DASHBOARD = Allowed.of("127.0.0.1", ["http://dashboard:3000"])
 
@@ -46,7 +49,7 @@ class Counting:
 def served(source, allowed=LOOPBACK) -> Iterator[int]:
     """Serve `source` on a free port of loopback, in a thread; yields the port."""
     with listening("127.0.0.1", 0) as bound:
-        server = server_of(LiveServer(source, allowed))
+        server = server_of(LiveServer(source, allowed, TOKEN))
         thread = threading.Thread(target=lambda: server.run(sockets=[bound]), daemon=True)
         thread.start()
         try:
@@ -64,8 +67,9 @@ def quick(monkeypatch):
     monkeypatch.setattr(live_server, "CHART_COST", 0)
 
 
-def ask(port, path="/", method="GET", **headers):
+def ask(port, path="/", method="GET", token=TOKEN, **headers):
     """Return status, headers and text of one request."""
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
     connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
     answer = connection.getresponse()
@@ -79,7 +83,8 @@ class Reader:
 
     def __init__(self, port, *, last="", page="one") -> None:
         self.connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-        self.connection.request("GET", f"/events?page={page}", headers={"Last-Event-ID": last} if last else {})
+        path = f"/events?page={page}&token=a+token"
+        self.connection.request("GET", path, headers={"Last-Event-ID": last} if last else {})
         self.answer = self.connection.getresponse()
         assert self.answer.status == 200
         self.last = last
@@ -159,6 +164,37 @@ def test_an_allowed_origin_may_read_and_others_are_not_named(one_server):
 
     assert allowed["access-control-allow-origin"] == "http://dashboard:3000"
     assert "access-control-allow-origin" not in plain
+
+
+def test_only_who_shows_the_token_is_answered_and_a_browser_shows_it_from_then_on(one_server):
+    for path in ("/", "/events", "/run.json"):
+        for wrong in ("", "another", TOKEN[:-1], "grüße"):
+            status, answered, text = ask(one_server, path, token=wrong)
+            assert (status, "set-cookie" in answered, "token is missing or wrong" in text) == (403, False, True)
+    status, answered, _ = ask(one_server, "/?token=a+token", token="")
+    cookie = answered["set-cookie"].partition(";")[0]
+
+    assert (status, "HttpOnly" in answered["set-cookie"]) == (200, True)
+    assert ask(one_server, "/", token="", Cookie=f"other=1; {cookie}")[0] == 200
+    assert ask(one_server, "/", token="", Cookie=f"{cookie}x")[0] == 403
+
+
+def test_strangers_lock_nobody_out_however_many_connections_they_open(one_server):
+    with contextlib.ExitStack() as opened:
+        strangers = []
+        for number in range(live_server.MOST_STRANGERS + 40):
+            stranger = socket.create_connection(("127.0.0.1", one_server), timeout=20)
+            stranger.sendall(b"GET /events HTTP/1.1\r\n" if number % 2 else b"")
+            strangers.append(opened.enter_context(stranger))
+        reader = Reader(one_server)
+        event = reader.next()
+        let_go = strangers[0].recv(1)
+        for _ in range(live_server.MOST_STRANGERS + 40):
+            opened.enter_context(socket.create_connection(("127.0.0.1", one_server), timeout=20))
+        still = reader.next()
+        reader.close()
+
+    assert (event[0], let_go, still[0] in ("parts", "charts")) == ("parts", b"", True)
 
 
 def test_other_addresses_are_not_found(one_server):

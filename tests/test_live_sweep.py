@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,6 +70,14 @@ def test_each_nanosecond_goes_to_the_name_of_highest_precedence_over_it(rows):
     state = [name for name, *_ in rows if name in ("checkpoint.save", "checkpoint.sync", "checkpoint.rename")]
     if len(state) < 2:  # with two of them the gap between them counts, too
         assert named(step_ns[0]) == {name: amount for name, amount in expected.items() if amount}
+
+
+def test_from_its_first_work_on_a_device_is_useful_only_while_it_is_at_work():
+    rows = [record("device.work", 20, 30), record("device.work", 70, 20), record("input.next", 40, 25)]
+    one = replace(window(0, [100], rows), device_ns=20)
+    ((_, _, step_ns),) = book_windows([one])
+
+    assert named(step_ns[0]) == {"useful": 20 + 30 + 20, "input": 15, "host": 5 + 10}
 
 
 def test_a_wait_is_the_stragglers_until_it_arrives_and_communication_after():

@@ -95,7 +95,10 @@ def test_workers_share_what_is_kept_over_epochs(options, fraction):
         compared.append(loader.cache.compared)
 
     assert [items for items, _ in seen] == [epoch(plain)[0] for _ in range(3)]
-    assert [reads for _, reads in seen[1:]] == [40 - fits + compared[k + 1] - compared[k] for k in (1, 2)]
+    # Of two workers that count a comparison at once one may lose it (`Scrutiny`).
+    lost = 2 if loader.num_workers and loader.workers_used == "processes" else 0
+    for k in (1, 2):
+        assert 0 <= seen[k][1] - (40 - fits + compared[k + 1] - compared[k]) <= lost
     assert loader.cache.hits == 2 * fits
 
 

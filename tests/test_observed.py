@@ -212,6 +212,14 @@ def test_the_thread_that_asked_for_backward_goes_on_after_it() -> None:
     assert replay(seen.dag, seen.durations(["op:backward=0.5x"])).end_ns.max() == 50
 
 
+def test_a_send_or_receive_of_a_device_scales_with_communication() -> None:
+    seen = observe(
+        trace_of(("mm", "COMPUTE", "stream 7", 0, 10), ("ncclDevKernel_SendRecv", "RECV", "stream 7", 10, 40))
+    )
+
+    assert replay(seen.dag, seen.durations(["comm=0.5x"])).end_ns.max() == 30
+
+
 def test_gloo_collectives_follow_their_enqueueing_and_hold_the_finaliser() -> None:
     seen = observe(
         trace_of(

@@ -157,6 +157,16 @@ def test_a_cache_leaves_what_comes_after_it_and_its_reads():
     assert (small.cache_after, small.planned_s) == (2, pytest.approx(0.75 + 0.1))
 
 
+def test_without_other_machines_nothing_is_moved_to_them():
+    ops = (Op(1, "read", source=True), Op(0, "decode"))
+    profile = Profile({1: 0, 0: 100}, {1: 100, 0: 400}, {1: 1.0, 0: 9.0}, 1.0, {"RAY": {0: 5.0}})
+
+    assert plan(ops, profile, Resources()).slices
+    alone = plan(ops, profile, Resources(slots=0))
+    assert (alone.slices, alone.reasons[-1]) == ((), "offload: none, there are no other machines")
+    assert plan(ops, profile, Resources(variant="SMP")).slices == ()
+
+
 def test_workers_follow_the_target_and_stay_within_the_cores():
     assert local_workers(0.01, 10, Resources(cores=4), offloads=False) == 4
     assert local_workers(0.01, 10, Resources(cores=4, target_examples_per_s=200), offloads=False) == 3

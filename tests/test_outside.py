@@ -5,21 +5,30 @@ from __future__ import annotations
 import ctypes
 import io
 import sys
+import textwrap
+import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow
 import pytest
 import torch
+from PIL import Image
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Subset
+from torch.utils.flop_counter import FlopCounterMode
 
-from headway.data.runtime.circumstances import outside
+from headway.data.runtime.circumstances import listens, outside
 from headway.data.runtime.workers import workers
 from tests.loaders_made import Squares
 from tests.remedy_context import applied
 
 STRENGTH = 0
+EDITED, EDITED_ARRAY = {"a": 1}, np.arange(3)
 package_made = ModuleType("package_made")
 package_made.settings_made = ModuleType("settings_made")
 package_made.settings_made.LEVEL = 0
@@ -51,6 +60,14 @@ class Several:
         for part in self.parts:
             value = part(value)
         return value
+
+
+class Level:
+    def __init__(self, now):
+        self.now = now
+
+    def set(self, now):
+        self.now = now
 
 
 class Scale:
@@ -117,6 +134,20 @@ PLACES = {
     "file in memory": (lambda: io.BytesIO(b"abc"), lambda held: held.seek(1)),
     "large tensor": (lambda: torch.zeros(3 << 20), lambda held: held.numpy().fill(1)),
     "conjugated": (lambda: torch.zeros(3, dtype=torch.complex64).conj(), lambda held: held.conj().numpy().fill(1)),
+    "permuted tensor": (lambda: torch.zeros(2, 3, 4).permute(2, 0, 1), lambda held: held.numpy().fill(1)),
+    "rows of a large tensor": (lambda: torch.zeros(9, 1 << 20)[::8], lambda held: held.numpy().fill(1)),
+    "sparse tensor": (lambda: torch.eye(3).to_sparse(), lambda held: held._values().numpy().fill(2)),
+    "storage": (lambda: torch.zeros(3).untyped_storage(), lambda held: held.fill_(1)),
+    "bytes of a file in memory": (lambda: io.BytesIO(b"abc"), lambda held: held.getbuffer().__setitem__(0, 7)),
+    "list's file in memory": (lambda: [io.BytesIO() for _ in range(100)], lambda held: held[77].write(b"a")),
+    "image": (lambda: Image.new("L", (2, 2)), lambda held: held.putpixel((0, 0), 3)),
+    "column": (lambda: pyarrow.array(EDITED_ARRAY), lambda _: EDITED_ARRAY.__iadd__(1)),
+    "lock": (threading.Lock, lambda held: held.acquire()),
+    "memo": (lambda: lru_cache(abs), lambda held: held(3)),
+    "keyword of a partial": (lambda: partial(abs, a=1), lambda held: held.keywords.update(a=2)),
+    "object of a method": (lambda: Level(1).set, lambda held: held(2)),
+    "dictionary of a method": (lambda: {"a": 1}.get, lambda held: held.__self__.update(a=2)),
+    "view of a dictionary": (lambda: EDITED.values(), lambda held: EDITED.update(a=EDITED["a"] + 1)),
     "type of a number": (lambda: SimpleNamespace(level=1), lambda held: setattr(held, "level", 1.0)),
     "order of entries": (lambda: OrderedDict(a=1, b=2), lambda held: held.move_to_end("a")),
 }  # fmt: skip
@@ -171,3 +202,50 @@ def test_a_look_at_what_does_not_like_to_be_looked_at_is_equal_to_no_other():
     read = Holder(Shy()), print
 
     assert outside(read) != outside(read)
+
+
+def by_a_library(value):
+    return textwrap.shorten(value, 9)
+
+
+@pytest.mark.parametrize("beside", ["textwrap", "torch.functional"])
+def test_plain_settings_of_libraries_that_code_names_are_compared_and_types_of_them_too(beside, monkeypatch):
+    read = Holder(by_a_library if beside == "textwrap" else lambda value: torch.tensor(value)), print
+    monkeypatch.setattr(sys.modules[beside], "LEVEL", 1, raising=False)
+    before = outside(read)
+
+    assert outside(read) == before
+    monkeypatch.setattr(sys.modules[beside], "LEVEL", True)
+    assert outside(read) != before
+
+
+def test_a_module_that_is_imported_between_two_looks_makes_no_difference(monkeypatch):
+    read = Holder(lambda value: torch.tensor(value)), print
+    before = outside(read)
+    module = ModuleType("torch.imported_now")
+    module.LEVEL = 1
+    monkeypatch.setitem(sys.modules, "torch.imported_now", module)
+
+    assert outside(read) == before
+
+
+class Seeing(TorchFunctionMode):
+    pass
+
+
+@pytest.mark.parametrize("make", [Seeing, lambda: FlopCounterMode(display=False)], ids=["functions", "operators"])
+def test_modes_of_torch_that_see_what_runs_listen_and_a_default_device_does_not(make):
+    with torch.device("cpu"):
+        assert not listens()
+    with make():
+        assert listens()
+    assert not listens()
+
+
+def test_a_function_that_python_calls_for_each_call_listens():
+    before = sys.getprofile()
+    sys.setprofile(lambda *_: None)
+    try:
+        assert listens()
+    finally:
+        sys.setprofile(before)

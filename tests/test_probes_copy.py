@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
-from headway.runtime.device import host_has_devices
+from headway.runtime import device
 from headway.runtime.patches import PATCHES, install, replace_attribute
 from headway.runtime.probe_copy import copy_in, to_device
+from tests.accelerator import Accelerator
 from tests.recorded import recording, rows
 
 
 def test_a_copy_to_a_device_is_recorded_with_its_bytes_and_nothing_else_is(tmp_path):
+    on_meta = device.emulate(lambda x: Accelerator() if x.device.type == "meta" else None, {})
     with recording(tmp_path) as session:
         undos = [
+            on_meta,
             replace_attribute("torch:Tensor.to", lambda original: to_device(original, session.probes)),
             replace_attribute("torch:Tensor.copy_", lambda original: copy_in(original, session.probes)),
         ]
@@ -34,6 +39,21 @@ def test_a_copy_to_a_device_is_recorded_with_its_bytes_and_nothing_else_is(tmp_p
     assert "to" not in vars(torch.Tensor)
 
 
+def test_a_copy_back_is_a_wait_for_the_device(tmp_path):
+    away = torch.ones(1)
+    undo = device.emulate(lambda x: Accelerator() if x is away else None, {})
+    try:
+        with recording(tmp_path) as session:
+            to_device(lambda _: time.sleep(1e-3) or torch.zeros(1), session.probes)(away)
+            copy_in(lambda target, source: time.sleep(1e-3) or target, session.probes)(torch.zeros(1), away)
+    finally:
+        undo()
+    found = rows(tmp_path)
+
+    assert len(found["host.sync"]) == 2
+    assert "input.transfer" not in found
+
+
 def test_compiled_code_keeps_its_graph_with_the_wrapper_in_place(tmp_path):
     with recording(tmp_path) as session:
         undo = replace_attribute("torch:Tensor.to", lambda original: to_device(original, session.probes))
@@ -53,6 +73,6 @@ def test_compiled_code_keeps_its_graph_with_the_wrapper_in_place(tmp_path):
 def test_without_a_device_the_patches_stay_out(tmp_path):
     with recording(tmp_path) as session:
         for name, patch in PATCHES.items():
-            if patch.needs == "device" and not host_has_devices():
+            if patch.needs == "device" and not device.host_has_devices():
                 assert install(name, session.probes) is None
                 assert name not in session.probes.tables["patches"]

@@ -9,6 +9,7 @@ import pytest
 from headway.core.errors import InputError
 from headway.sim.observed import observe
 from headway.trace.trace import Trace
+from headway.trace.vocabulary import KIND
 from tests.paths import shared
 from tests.traces_made import profile, span
 
@@ -81,3 +82,27 @@ def test_a_folder_of_real_profiles_is_what_its_files_are(tmp_path):
         (tmp_path / shared(name).name).symlink_to(shared(name))
 
     assert Trace.open(tmp_path) == Trace.open([shared(name) for name in names])
+
+
+@pytest.mark.parametrize("facts", [{}, {"distributedInfo": {"rank": 0, "world_size": 1}}], ids=["silent", "alone"])
+@pytest.mark.parametrize("given", ["a folder", "a list"])
+def test_processes_that_do_not_know_their_rank_are_devices_of_their_own(tmp_path, given, facts):
+    for number, host in enumerate(("left", "right")):
+        busy = [span("gemm", 10 * k, 8, lane=(0, 7), cat="kernel", correlation=k) for k in range(10)]
+        launches = [span("cudaLaunchKernel", 10 * k, 1, lane=(41, 41), cat="cuda_runtime") for k in range(10)]
+        (tmp_path / f"{number}.json").write_bytes(profile([*launches, *busy], host_name=host, **facts))
+
+    trace = Trace.open(tmp_path if given == "a folder" else sorted(tmp_path.iterdir()))
+
+    assert sorted(trace.ranks) == [0, 1]
+    for rank in (0, 1):
+        rows = (trace.events["rank"] == rank) & (trace.events["kind"] == KIND["COMPUTE"])
+        assert trace.events["duration_ns"][rows].sum() == 80_000
+
+
+def test_files_of_one_process_number_that_overlap_are_refused(tmp_path):
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_bytes(profile([span("aten::mm", 1, 5, lane=(41, 41), cat="cpu_op")]))
+
+    with pytest.raises(InputError, match=r"overlap in time.*rank<n>.json so that they are told apart"):
+        Trace.open(tmp_path)

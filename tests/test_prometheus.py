@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +24,7 @@ from headway.ledger.buckets import BUCKETS
 from headway.ledger.live_ledger import LiveLedger
 from headway.runtime.launch import LaunchOptions, check
 from headway.runtime.live_feed import Finalised, records_of
-from headway.runtime.prometheus import LedgerCollector, check_port
+from headway.runtime.prometheus import LedgerCollector, Metrics, check_port
 from tests.paths import ROOT
 from tests.recorded import environment
 from tests.runs_made import MS, RunMaker
@@ -146,6 +149,24 @@ for step in range(60):
 recorder.close()
 """
 """A rank without torch: what its probes would write, it writes itself, so that two attempts take two seconds."""
+
+
+def test_silent_connections_and_strangers_keep_no_scrape_from_its_figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_METRICS_TOKEN", "a token")
+    metrics = Metrics(SimpleNamespace(start_ns=0, nproc=1, path=tmp_path, run_id="x"), 0)
+    port = int(metrics.url.rpartition(":")[2].partition("/")[0])
+    with contextlib.ExitStack() as opened:
+        silent = [opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20)) for _ in range(100)]
+        bearer = urllib.request.Request(metrics.url, headers={"Authorization": "Bearer a token"})
+        answers = [urllib.request.urlopen(ask, timeout=20).read() for ask in (bearer, f"{metrics.url}?token=a+token")]
+        let_go = silent[0].recv(1)
+        for wrong in (metrics.url, f"{metrics.url}?token=a"):
+            with pytest.raises(urllib.error.HTTPError, match="403"):
+                urllib.request.urlopen(wrong, timeout=20)
+    metrics.close()
+
+    assert all(b"headway_goodput_ratio" in answer for answer in answers)
+    assert let_go == b""
 
 
 def test_counters_of_a_real_job_go_on_over_its_restart(tmp_path):

@@ -80,7 +80,7 @@ def test_a_plan_is_copied_and_an_event_file_that_cannot_be_written_is_a_problem_
     recording.end_attempt([])
 
     assert (tmp_path / "run" / "plan.json").read_text() == "{}"
-    assert "No space left" in recording.problems[0]
+    assert "No space left" in recording.problems.lines()[0]
 
 
 def test_folders_that_cannot_be_claimed_say_why(tmp_path):

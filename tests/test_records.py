@@ -69,7 +69,7 @@ def test_views_tied_tensors_scalars_and_empty_ones_are_told_as_torch_has_them(fo
     assert len({found[name].storage for name in ("base", "turned", "tail", "tied")}) == 1
     start, size = saved.place_of(found["tail"])
     assert np.frombuffer(data[start : start + size], np.float32).tolist() == base[1:].flatten().tolist()
-    assert saved.names_of(found["base"].storage) == "base, turned, tail, tied"
+    assert saved.names_of_storages()[found["base"].storage] == "base, turned, tail, tied"
     with pytest.raises(FormatError, match="elements of 'turned' are no row-major run"):
         saved.place_of(found["turned"])
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.runtime.redact import MARK, arguments, environment, looks_generated, says_secret, text, value
@@ -22,6 +24,55 @@ SECRETS = {
     "short": "hunter2",
     "uuid": "1b4e28ba-2fa1-41d2-883f-0016d3cca427",
 }
+
+
+SPELLINGS = [
+    ["--pass", "{}"], ["--db-pass={}"], ["--pw", "{}"], ["--pwd={}"], ["--pin={}"], ["--password", "{}"],
+    ["--passphrase={}"], ["--passcode", "{}"], ["--token", "{}"], ["--token", "--{}"], ["--token", "--password", "{}"],
+    ["--session-token={}"], ["--hf_token={}"], ["--hfToken={}"], ["--num-tokens-secret", "{}"],
+    ["--max-token-api-key={}"], ["--key", "{}"], ["--access-key={}"], ["--accessKey", "{}"], ["--private_key={}"],
+    ["--signing-key={}"], ["wandb.api_key={}"], ["+login.secret={}"], ["--jwt", "{}"], ["--cookie={}"], ["--otp", "{}"],
+    ["--url=postgres://me:{}@host/data"], ["redis://:{}@host:6379/0"], ["--remote", "git+https://me:{}@host/x.git"],
+    ["--init=tcp://me:{}@host?token={}"], ["https://account.host/c?sv=1&sig={}&se=2"],
+    ["https://b.host/k?X-Amz-Credential={}&X-Amz-Signature={}"], ["https://host/cb#access_token={}&x=1"],
+    ["-H", "Authorization: Token {}"], ["--header=Authorization: Basic {}"], ["-H", "X-Auth-Token: {}"],
+    ["-H", "Cookie: a={}; session={}"], ["--conf", '{"db": {"password": "{}"}, "lr": 1}'],
+    ["--env", "PGPASSWORD={} PGHOST=x"], ["--say", "connect(token='{}')"],
+]  # fmt: skip
+"""Forty ways to hand a script a secret that nothing but its name gives away."""
+
+SIGNED = "Zq7/x+pw-4.Tk~9!R"
+SIGNS = string.ascii_letters + string.digits + "/+_-.~!$*"
+secrets_of_any_kind = st.lists(st.sampled_from(SIGNS), min_size=8, max_size=60).map("".join)
+generated_keys = st.one_of(
+    st.lists(st.sampled_from("0123456789abcdef"), min_size=16, max_size=64).map("".join),
+    st.uuids().map(str),
+    st.lists(st.sampled_from(string.ascii_letters + string.digits + "-_"), min_size=8, max_size=80).map(
+        lambda signs: f"eyJhbGciOiJIUzI1NiJ9.eyJ{''.join(signs)}.{''.join(signs[::-1])}"
+    ),
+).filter(lambda key: len(set(key)) > 7 and re.search("[0-9]", key) and re.search("[a-f]", key))
+
+
+def told(secret, kept):
+    """Return the pieces of a secret that can be read in what is stored, six characters each."""
+    stored = "\n".join(kept)
+    return [secret[k : k + 6] for k in range(len(secret) - 5) if secret[k : k + 6] in stored]
+
+
+@pytest.mark.parametrize("argv", SPELLINGS, ids=" ".join)
+@settings(max_examples=20)
+@given(secret=secrets_of_any_kind)
+def test_no_piece_of_a_named_secret_is_stored_however_it_is_spelled(argv, secret):
+    spelled = [argument.replace("{}", secret) for argument in argv]
+
+    assert not told(secret, arguments(["train.py", *spelled, "--lr", "1e-3"]))
+    assert not told(secret, [text(f"Traceback\n  Command {spelled} failed: {' '.join(spelled)}\n")])
+
+
+@given(key=generated_keys)
+def test_a_generated_key_is_known_by_its_shape_alone(key):
+    for argv in ([key], ["--run", key], [f"--run={key}"], [f"s3://bucket/{key}/x"], [f"a,{key},b"]):
+        assert not told(key, arguments(argv))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +110,9 @@ def test_a_generated_key_is_replaced_wherever_it_stands(name):
         "train.py", "--lr=1e-3", "--tokenizer", "gpt2", "--max-tokens=4096", "/data/imagenet/train/batch-00012.tar",
         "meta-llama/Llama-3.1-8B-Instruct", "s3://bucket/some/long/prefix/2024-11-20/run-17", "--dims=1024,1024,4096",
         "2024-11-20T10:12:22", "http://host:8080/x?step=12", "--keys", "configs/model_large_batch256.yaml", "", "-m",
-        "checkpoint_epoch_0003_step_00120000.pt", "--n-tokens", "grüße", "torch.optim.AdamW", "0.00000000000000001",
+        "checkpoint_epoch_0003_step_00120000.pt", "--pin-memory=True", "--pass-through=1", "--num-token=3",
+        "http://h:8080/a", "https://github.com/me/code@v2", "--token-dim=64", "--key-size=12", "0000000000000042",
+        "--max-token=9", "--n-tokens", "grüße", "torch.optim.AdamW", "0.00000000000000001",
     ],
 )  # fmt: skip
 def test_ordinary_arguments_stay_as_they_are(argument):
@@ -93,8 +146,9 @@ def test_names_and_keys():
 
 def test_no_byte_of_a_secret_is_in_the_run_folder_but_in_the_users_own_output(tmp_path):
     job = tmp_path / "job.py"
-    job.write_text("import sys; print(sys.argv); raise ValueError('token=' + sys.argv[2])")
+    job.write_text("import sys; print(sys.argv); raise ValueError(f'token={sys.argv[2]}, of {sys.argv}')")
     argv = ["--api-key", SECRETS["aws"], f"--url=https://u:{SECRETS['short']}@h/x", SECRETS["github"]]
+    argv += [argument.replace("{}", SIGNED) for spelling in SPELLINGS for argument in spelling]
     code = (
         "import sys; from pathlib import Path; from headway.runtime.launch import LaunchOptions, launch;"
         "launch(LaunchOptions(out=Path(sys.argv[1]), quiet=True), sys.argv[2:])"
@@ -109,4 +163,4 @@ def test_no_byte_of_a_secret_is_in_the_run_folder_but_in_the_users_own_output(tm
     assert Path(tmp_path / "run" / "run.json") in files
     for path in files:
         content = path.read_bytes()
-        assert not [name for name, secret in SECRETS.items() if secret.encode() in content], path
+        assert not [secret for secret in (*SECRETS.values(), SIGNED) if secret.encode() in content], path

@@ -83,7 +83,8 @@ def test_a_loader_whose_examples_depend_on_index_and_randomness_goes_on_exactly(
 
 def test_a_dataset_that_remembers_is_found_and_the_reason_named():
     facts = found(torch.utils.data.DataLoader(Remembers(), 6, shuffle=True))
-    assert not any(case["examples"] for case in facts["cases"])
+    # What they hold is at fault, not their order, which is the same between passes.
+    assert {case["case"] for case in facts["cases"] if case["examples"]} <= {"between passes"}
     assert "Remembers changes attributes of itself" in facts["hint"]
 
 

@@ -15,6 +15,7 @@ from headway.core.mounts import Mount, place_of
 from headway.runtime.drain import Drainer
 from headway.runtime.finalise import finalise
 from headway.runtime.launch import LaunchOptions, launch
+from headway.runtime.problems import Problems
 from headway.trace import ring_folders, spool
 from headway.trace.runs import Run
 from tests.rings_made import Process
@@ -73,7 +74,7 @@ def test_without_a_list_of_mounts_everything_counts_as_local(tmp_path):
 def test_a_ring_that_is_retired_stays_mapped_and_its_name_stays_taken(tmp_path):
     process = Process(tmp_path)
     process.train(2)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=1 << 20)
     drainer.drain()
     (ring,) = drainer._followed.values()
     ring.retire()
@@ -87,7 +88,7 @@ def test_a_ring_that_is_retired_stays_mapped_and_its_name_stays_taken(tmp_path):
 def test_what_a_ring_held_is_kept_when_somebody_removes_it_while_the_job_runs(tmp_path):
     process = Process(tmp_path)
     process.train(4)
-    drainer = Drainer(tmp_path / "rings", attempt=0, budget_bytes=1 << 20)
+    drainer = Drainer(tmp_path / "rings", Problems(), attempt=0, budget_bytes=1 << 20)
     drainer.drain()
     process.train(3)
     os.unlink(process.recorder.path)  # as a session manager does when its user logs out

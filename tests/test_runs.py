@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError, InputError
 from headway.runtime.finalise import finalise
 from headway.runtime.recording import Exit, RankRow, Recording
+from headway.trace.ring import Recorder
 from headway.trace.runs import Run, is_run, merge
 from tests.rings_made import Process
 
@@ -197,6 +199,19 @@ def test_a_folder_that_is_no_run_says_why(tmp_path, files, words):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     with pytest.raises(FormatError, match=words):
+        Run.open(tmp_path)
+
+
+def test_a_ring_that_could_not_be_made_is_why_a_run_holds_nothing(tmp_path):
+    (tmp_path / "run.json").write_text('{"schema": "headway.run-folder/1"}')
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        assert not Recorder(str(tmp_path / "rings"), rank=0, attempt=0).open()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with pytest.raises(FormatError, match=r"holds no events: nothing is recorded in process .*: File too large"):
         Run.open(tmp_path)
 
 

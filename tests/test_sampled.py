@@ -132,29 +132,6 @@ def test_kernels_copies_and_gaps_are_told_apart(tmp_path):
     assert "host.launch" in {cause.cause for cause in find_causes(ledger)}
 
 
-@pytest.mark.parametrize("ahead_ms", [0, 20, 60, 95])
-def test_what_a_host_that_is_ahead_launched_before_the_window_is_no_gap(tmp_path, ahead_ms):
-    """A device that is busy all the time: a window shows its kernels from the first one that was launched in it."""
-    made = RunMaker(ranks=1, steps=4, compute_ns=100 * MS, optimizer_ns=0, transfer_ns=0, iter_ns=0, fetch_ns=0).make()
-    duration = steps_of(made, 0)[1][1]
-    kernels = [("kernel", "gemm", at * MS, MS) for at in range(ahead_ms, duration // MS)]
-
-    ledger = Ledger.of(on_device(made, (write_window(made, tmp_path, 0, 0, 1, kernels),)))
-
-    in_steps = sum(duration for _, duration in steps_of(made, 0))
-    assert ledger.ledger_ns["useful"] >= 0.98 * in_steps
-
-
-def test_windows_that_show_no_kernel_are_not_used_and_it_is_said(tmp_path):
-    made = RunMaker(ranks=1, steps=6).make()
-    file = write_window(made, tmp_path, 0, 0, 3, [])
-
-    ledger = Ledger.of(on_device(made, (file,)))
-
-    assert ledger.ledger_ns == {bucket: made.truth_ns.get(bucket, 0) for bucket in BUCKETS}
-    assert any("1 profiler windows show no kernel" in note for note in ledger.notes)
-
-
 def test_a_rank_without_a_window_takes_the_shares_of_the_others(tmp_path):
     made = RunMaker(ranks=2, steps=6, comm_ns=0, transfer_ns=0, iter_ns=0).make()
     file = write_window(made, tmp_path, 0, 0, 3, busy(0.5, steps_of(made, 0)[3][1]))
@@ -193,3 +170,14 @@ def test_a_window_outside_every_step_is_not_used(tmp_path):
     ledger = Ledger.of(on_device(made, (file,)))
 
     assert ledger.basis["useful"] == "remainder"
+
+
+def test_a_process_with_several_devices_is_said_to_count_as_one():
+    made = RunMaker(ranks=2, steps=4).make()
+    facts = {
+        rank: {**row, "timers": {"devices": ["cuda:0", "cuda:1"][: rank + 1]}} for rank, row in made.trace.ranks.items()
+    }
+
+    notes = Ledger.of(replace(made.trace, ranks=facts)).notes
+
+    assert "rank 1 computes on several devices and counts as one: at work while any of them is" in notes

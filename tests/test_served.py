@@ -192,7 +192,7 @@ def test_an_empty_dataset_has_an_empty_epoch_and_no_server(runtime, empty):
     assert loader.state_dict()["epoch"] == 0
     assert [list(loader), list(loader), len(loader)] == [[], [], 0]
     assert loader.state_dict()["epoch"] == 2
-    assert not runtime.exists()
+    assert [*runtime.iterdir()] == []
 
 
 class Draws(Rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import re
 import shutil
 import signal
@@ -14,13 +15,14 @@ import threading
 import warnings
 from pathlib import Path
 
+import psutil
 import pytest
 
 from headway.core.errors import BackgroundError
 from headway.data import DataLoader, DataServer
 from headway.data.runtime import links
 from tests.paths import ROOT
-from tests.served_made import Rows, end, ids, only
+from tests.served_made import Rows, end, ids, only, server_of
 from tests.served_made import runtime as runtime
 from tests.test_server import facts, until
 
@@ -78,11 +80,11 @@ def test_two_jobs_and_the_ranks_of_one_outlive_the_same_server(runtime, monkeypa
     assert sorted(taken["a"]) == sorted(taken["b0"] + taken["b1"]) == list(range(60))
 
 
-def two_ranks(monkeypatch, world_size=2, **options):
+def two_ranks(monkeypatch, world_size=2, data=None, **options):
     """Loaders of the first two ranks of a job, in one process."""
     monkeypatch.setattr(links, "_number", itertools.repeat(0))
     options = {"batch_size": 3, "shuffle": True, "world_size": world_size, "server": DataServer(job="one", **options)}
-    return [DataLoader(Rows(60), rank=rank, **options) for rank in (0, 1)]
+    return [DataLoader(data or Rows(60), rank=rank, **options) for rank in (0, 1)]
 
 
 def test_a_rank_in_mid_epoch_goes_on_exactly_behind_a_lost_server_when_another_was_done_and_gone(runtime, monkeypatch):
@@ -98,6 +100,37 @@ def test_a_rank_in_mid_epoch_goes_on_exactly_behind_a_lost_server_when_another_w
         taken += ids(iterator)
 
     assert sorted(taken) == list(range(60))
+
+
+class Forking(Rows):
+    """Its reading starts a helper, as decoders do, which outlives the server."""
+
+    def __getitem__(self, k):
+        if k == 7 and not os.fork():
+            signal.pause()
+        return super().__getitem__(k)
+
+
+def test_a_lost_server_is_noticed_and_replaced_also_while_a_fork_of_it_lives(runtime, monkeypatch):
+    first, second = two_ranks(monkeypatch, data=Forking(60))
+    iterator = iter(second)
+    taken = ids(next(iterator) for _ in range(3)) + ids(first)
+    del first
+    gc.collect()
+    until(lambda: facts(only(runtime))["clients"] == 1)
+    pid = server_of(only(runtime))
+    forks = psutil.Process(pid).children()
+    os.kill(pid, signal.SIGKILL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the restart
+            taken += ids(iterator)
+    finally:
+        for fork in forks:
+            fork.kill()
+
+    assert sorted(taken) == list(range(60))
+    assert len(forks) == 1
 
 
 def test_a_rank_that_was_done_goes_into_its_next_epoch_behind_a_lost_server_and_the_other_follows(runtime, monkeypatch):

@@ -212,7 +212,7 @@ class Job:
         self.moments, self.begun = [(0, dict(self.values))], {}
         patch.setattr(saver, "AgentLink", lambda hello: Agent(self))
         state = {"model": self.model, "opt": self.opt}
-        self.ckpt = headway.Checkpointer(root, **state, policy=Every(1), device_snapshot=mode)
+        self.ckpt = headway.Checkpointer(root, **state, policy=Every(1), device_snapshot=mode, on_error="raise")
         self.ckpt.attach(self.opt)
         self.agent = self.ckpt._opened().link
         begin = self.ckpt._saver.begin

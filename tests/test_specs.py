@@ -82,7 +82,7 @@ GOOD = 'bytes_per_s = 1e9\nlatency_s = 2e-5\nsource = "x"\n'
         ("[links.lab]\n" + GOOD.replace("1e9", "'fast'"), r"links.lab: Expected `float`, got `str`.*bytes_per_s"),
         ("[links.lab]\n" + GOOD.replace("1e9", "-1.0"), r"links.lab: bytes_per_s is -1.0; write a finite number > 0"),
         ("[links.lab]\n" + GOOD.replace("1e9", "nan"), r"bytes_per_s is nan"),
-        ("[links.lab\n", r"is not TOML.*Correct that place"),
+        ("[links.lab\n", r"is no TOML.*at line 1, column 11.*Correct the file"),
     ],
 )
 def test_a_bad_file_is_refused_with_the_place(text: str, message: str, tmp_path) -> None:

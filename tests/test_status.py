@@ -54,6 +54,14 @@ def test_every_loss_lowers_goodput_by_its_share(name):
     assert f"goodput 60 % | top loss {bucket} 40 %" in progress.line(10 * SECOND)
 
 
+def test_what_comes_after_the_last_step_does_not_slow_the_steps_down():
+    progress = Progress(start_ns=0, world_size=1)
+    progress.add(header(), records(*[("optimizer.step", step * SECOND // 10, 10) for step in range(40)]))
+
+    assert progress.line(4 * SECOND).startswith("step 40 | 10 steps/s | goodput")
+    assert progress.line(30 * SECOND).startswith("step 40 | 10 steps/s | no step for 26.1 s | goodput")
+
+
 def test_start_up_is_a_loss_and_ranks_that_have_not_begun_lose_all():
     progress = Progress(start_ns=0, world_size=2)
     progress.add(header(), records(("optimizer.step", 5 * SECOND, 10), ("optimizer.step", 10 * SECOND - 10, 10)))

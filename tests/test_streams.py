@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.runtime.problems import Problems
 from headway.runtime.streams import BoundedLog, Streams, Tail, write_all
 from tests.paths import ROOT
 
@@ -34,7 +35,7 @@ def test_a_log_never_exceeds_its_limit_and_ends_with_what_was_written_last(write
 
 def test_a_log_without_room_costs_no_output(tmp_path, capfd):
     (tmp_path / "r0.out").symlink_to("/dev/full")
-    streams = Streams(tmp_path, limit_bytes=1 << 16)
+    streams = Streams(tmp_path, problems := Problems(), limit_bytes=1 << 16)
     ends = streams.attach(0, plain=True, label="default0", alone=True)
     streams.start()
     for _ in range(3):
@@ -45,7 +46,7 @@ def test_a_log_without_room_costs_no_output(tmp_path, capfd):
     streams.close()
 
     assert capfd.readouterr().out == "x" * 30_000
-    assert "r0.out lacks 30000 bytes: [Errno 28]" in streams.problems[0]
+    assert problems.lines() == [f"the recording lacks 30000 bytes of {tmp_path / 'r0.out'}: No space left on device"]
 
 
 @given(writes=st.lists(st.binary(min_size=1, max_size=30), max_size=60), limit=st.integers(1, 100))
@@ -76,8 +77,9 @@ def captured(tmp_path: Path, writes: list[tuple[int, str, bytes]], *, json: bool
     code = f"""
 import os
 from pathlib import Path
+from headway.runtime.problems import Problems
 from headway.runtime.streams import Streams
-streams = Streams(Path({str(tmp_path / "logs")!r}), limit_bytes=1 << 20, stdout_to_stderr={json})
+streams = Streams(Path({str(tmp_path / "logs")!r}), Problems(), limit_bytes=1 << 20, stdout_to_stderr={json})
 fds = {{rank: dict(zip(("out", "err"), streams.attach(rank, plain=rank == 0, label=f"default{{rank}}")))
        for rank in (0, 1)}}
 streams.start()
@@ -132,8 +134,9 @@ def test_a_reader_that_went_away_costs_the_output_not_the_log(tmp_path):
     code = f"""
 import os, sys
 from pathlib import Path
+from headway.runtime.problems import Problems
 from headway.runtime.streams import Streams
-streams = Streams(Path({str(tmp_path)!r}), limit_bytes=1 << 20)
+streams = Streams(Path({str(tmp_path)!r}), Problems(), limit_bytes=1 << 20)
 out, err = streams.attach(0, plain=True, label="default0")
 streams.start()
 os.write(out, b"first\\n"); sys.stdin.read()
@@ -218,7 +221,7 @@ def test_on_a_terminal_rank_0_sees_one_too_and_the_status_line_never_cuts_into_i
 
 
 def test_a_process_left_behind_with_the_pipes_open_does_not_hold_the_end_up_and_nothing_is_lost(tmp_path):
-    streams = Streams(tmp_path / "logs", limit_bytes=1 << 24, stdout_to_stderr=True)
+    streams = Streams(tmp_path / "logs", Problems(), limit_bytes=1 << 24, stdout_to_stderr=True)
     out, err = streams.attach(3, plain=False, label="default3")
     streams.start()
     text = b"a line\n" * 100_000

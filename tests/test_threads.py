@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
+from headway.core.hidden_thread import running
 from headway.data import DataLoader, generator, torch_generator
 from headway.data.runtime import account
 from headway.data.runtime.threads import WORKERS, Pool, Task
@@ -158,7 +159,7 @@ def test_no_more_is_read_ahead_than_the_window():
 
 def test_examples_and_batches_are_made_in_the_loaders_threads_without_a_worker_info():
     def where(_=None):
-        return threading.current_thread().name.rsplit("-", 1)[0], torch.utils.data.get_worker_info()
+        return running.get(threading.get_ident(), "").rsplit("-", 1)[0], torch.utils.data.get_worker_info()
 
     class Here(Augmented):
         def __getitem__(self, item):

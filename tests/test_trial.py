@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from headway.data.runtime.cache import uncacheable
+from headway.data.runtime.cache_trial import uncacheable
 from headway.data.runtime.sharing import followed
 from headway.data.runtime.switch import unthreadable
-from headway.data.runtime.trial import limited, read_here, unfit
+from headway.data.runtime.trial import read_here, unfit
+from headway.data.runtime.trial_child import limited
 from headway.data.runtime.workers import untunable
 from headway.data.serving.server import DataServer
 from tests.loaders_made import Squares
@@ -66,9 +67,9 @@ def writes_a_file(index):
 
 READINGS = {
     counts_globally: "changes a variable outside",
-    counts_in_shared_memory: "writes to memory that processes share",
-    reads_a_global_file: "moves in a file that stays open",
-    asks_a_server: "raised OSError",
+    counts_in_shared_memory: "in memory that processes share",
+    reads_a_global_file: "a file that is open for writing",
+    asks_a_server: "reaches a socket.socket, whose state cannot be seen",
     shards_by_worker: "in a worker, it reads something else",
     draws_from_a_samplers_generator: "draws random numbers",
     writes_a_file: "raised PermissionError: it opens '.*' for writing",

@@ -34,6 +34,7 @@ from headway.trace.parts import Parts
 from headway.trace.trace import Trace
 from headway.verbs.compare import unfinished
 from headway.verbs.explain import explain, fixes_of, refuted
+from headway.verbs.plan import plan as plan_verb
 from headway.verbs.report import heat_maps, known_steps, step_durations, timelines, window_of
 from headway.verbs.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.source import newest_run
@@ -282,6 +283,19 @@ def test_the_verdict_of_a_run_advises_no_remedy_that_the_run_found_unfit(tmp_pat
         assert not any(row.name.startswith("data.") for row in found.plan.proposals)
         assert not any(cause.fix.startswith("data.") for cause in found.causes)
     assert facts["applied"][0]["parameters"] == {"num_workers": 2}
+
+
+def test_the_plan_that_a_run_applied_stays_when_it_is_planned_anew(tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(BEFORE, run)
+    assert plan_verb(run, json=True) == 0
+    facts, applied = json.loads((run / "run.json").read_text()), (run / "plan.json").read_text()
+    (run / "run.json").write_text(json.dumps(facts | {"plan": "plan.json"}))
+    (run / "plan.json").write_text(applied + " ")
+
+    assert plan_verb(run, json=True) == 0
+    assert (run / "plan.json").read_text() == applied + " "
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["path"] == str(run / "next-plan.json")
 
 
 def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path):

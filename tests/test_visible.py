@@ -7,13 +7,14 @@ import logging
 import os
 import resource
 import signal
-import threading
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from headway.core.hidden_thread import HiddenThread
 from headway.data.caches import scrutiny
 from headway.data.child import said
 from headway.data.runtime import contents, switch
@@ -47,6 +48,13 @@ class Printing(Squares):
     def __getitem__(self, index):
         if index % 3 == 2:
             print(index)
+        return super().__getitem__(index)
+
+
+class Warns(Squares):
+    def __getitem__(self, index):
+        if index % 3 == 2:
+            warnings.warn(f"row {index} is corrupt", stacklevel=1)
         return super().__getitem__(index)
 
 
@@ -87,6 +95,34 @@ def test_lines_of_examples_come_as_often_and_between_the_same_batches(remedy, da
     expected = lines()
     with applied(remedy, REMEDIES[remedy]):
         assert lines() == expected
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_warnings_of_examples_reach_the_script_that_collects_them(remedy):
+    def seen():
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loader, found = DataLoader(Warns(), 4), []
+            for _ in range(2):
+                for batch in loader:
+                    found.append(
+                        (batch.tolist(), [str(one.message) for one in caught if "corrupt" in str(one.message)])
+                    )
+        return found
+
+    expected = seen()
+    with applied(remedy, REMEDIES[remedy]):
+        assert seen() == expected
+
+
+@pytest.mark.parametrize("remedy", REMEDIES)
+def test_a_script_of_limited_addresses_keeps_them_for_itself(remedy, monkeypatch):
+    limits = {resource.RLIMIT_AS: (1 << 50, 1 << 50)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind, of=resource.getrlimit: limits.get(kind) or of(kind))
+    with applied(remedy, REMEDIES[remedy]) as context:
+        list(DataLoader(Squares(), 4))
+
+    assert "RLIMIT_AS" in context.outcomes[-1].reason
 
 
 @pytest.mark.parametrize("remedy", REMEDIES)
@@ -179,13 +215,13 @@ def test_a_host_without_room_for_workers_or_threads_reads_as_before(remedy, monk
 
     here = os.getpid()
 
-    def start(thread, original=threading.Thread.start):
+    def start(thread, original=HiddenThread.start):
         if thread.name == "headway-loader-1" and os.getpid() == here:
             raise RuntimeError("can't start new thread")
-        original(thread)
+        return original(thread)
 
     plain, _ = epochs(make)
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(HiddenThread, "start", start)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with applied(remedy, REMEDIES[remedy]) as context:
         taken = {int(name) for name in os.listdir("/proc/self/fd")}

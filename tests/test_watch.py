@@ -79,7 +79,7 @@ def test_ctrl_c_ends_it_and_that_is_no_error(tmp_path):
 
 def test_it_serves_loopback_on_a_free_port_by_default(tmp_path):
     with watching(tmp_path / "a") as (one, _), watching(tmp_path / "b") as (other, _):
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", one)
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{16,}", one)
         assert one != other
 
 
@@ -197,7 +197,8 @@ def test_eight_ranks_at_fifty_steps_a_second_are_followed_without_a_complaint(fo
     verdict = page.inner_text("h1")
 
     assert page.complaints == []
-    assert {re.sub(r"\?.*", "", asked) for asked in page.asked} == {followed, f"{followed}events"}
+    address = followed.partition("?")[0]
+    assert {re.sub(r"\?.*", "", asked) for asked in page.asked} == {address, f"{address}events"}
     assert (rows, link) == (9, "live")
     assert re.match(r"[\d,]+ steps\. The line is the median over ranks", lead)
     assert "8 devices" in verdict
@@ -241,7 +242,7 @@ def test_a_page_opened_before_the_run_follows_it_from_its_first_step_to_its_repo
 
 @pytest.mark.slow
 def test_a_page_of_another_origin_reads_nothing(followed, opened):
-    read = f"fetch({json.dumps(followed + 'events')}).then((r) => r.status, () => 'refused')"
+    read = f"fetch({json.dumps(followed.replace('?', 'events?'))}).then((r) => r.status, () => 'refused')"
     assert opened("data:text/html,<title>stranger</title>").evaluate(read) == "refused"
     rebound = urllib.request.Request(followed, headers={"Host": "evil.example"})
     with pytest.raises(urllib.error.HTTPError, match="421"):

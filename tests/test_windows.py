@@ -6,14 +6,27 @@ import json
 import os
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.runtime import device
 from headway.runtime.window_schedule import MOST_RANKS, Schedule, opening_step, spacing, takes_part
-from headway.runtime.windows import BUDGET, HOLD_NS, STEPS, Shape, budget_from, quiet_stderr, shape_after
+from headway.runtime.windows import (
+    BUDGET,
+    HOLD_NS,
+    MOST_MORE_STEPS,
+    STEPS,
+    Shape,
+    budget_from,
+    quiet_stderr,
+    shape_after,
+)
+from tests.accelerator import Accelerator, now
 from tests.recorded import recording, rows, run_script
 
 TRAIN = """
@@ -60,14 +73,21 @@ def test_a_window_opens_ahead_at_a_multiple_of_its_spacing(now, cycle, ahead, po
     st.integers(10**6, 10**8),
     st.floats(0.01, 0.1),
     st.integers(1, 4),
+    st.randoms(use_true_random=False),
 )
-def test_eight_hosts_share_one_schedule_and_one_budget_without_a_word(costs, step_ns, budget, cycle):
+def test_eight_hosts_share_one_schedule_and_one_budget_without_a_word(costs, step_ns, budget, cycle, random):
     """All windows of a host are some of those of a host on which they cost less; what the job pays is one budget."""
-    steps = [spacing(cost_ns=cost, step_ns=step_ns, budget=budget) for cost in costs]
+    ahead, busy = 40, 20
+    steps = [spacing(cost_ns=cost, step_ns=step_ns, budget=budget, least=ahead + busy) for cost in costs]
     far = 8 * max(steps) * cycle
-    opened = [
-        {opening_step(now=k, cycle=cycle, ahead=1, spacing=one) for k in range(0, far, one * cycle)} for one in steps
-    ]
+    opened = []
+    for one in steps:  # after a window a host looks for the next at a step of its own
+        own, at = set(), random.randrange(busy) * cycle
+        while at < far:
+            at = opening_step(now=at, cycle=cycle, ahead=ahead, spacing=one)
+            own.add(at)
+            at += random.randrange(busy) * cycle
+        opened.append({step for step in own if step <= far})
     hosts = list(zip(costs, steps, opened, strict=True))
     paid = {step: max(cost for cost, _, own in hosts if step in own) for step in set.union(*opened)}
 
@@ -338,3 +358,28 @@ def test_a_leader_that_takes_no_part_in_the_first_windows_does_not_take_them_for
 
         assert windows._expected_cost_ns(1_000_000) == assumed_ns
         assert windows.cost_ns >= assumed_ns
+
+
+def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monkeypatch):
+    """The host is ahead: what it launched in the window runs when it has launched two more steps."""
+    accelerator, stopped = Accelerator(), []
+    monkeypatch.setattr(device, "capturing", lambda: False)  # torch for a CPU cannot be asked
+    monkeypatch.setattr("headway.runtime.windows.low_level_start", lambda **_: None)
+    monkeypatch.setattr("headway.runtime.windows.low_level_stop", lambda: stopped.append(now()) or SimpleNamespace())
+    undo = device.emulate(lambda _: accelerator, {("cuda", 0): accelerator})
+    try:
+        with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
+            windows = session.windows
+            windows._cycle, windows._first_ns = 1, 1
+            windows._begin()
+            accelerator.launch(30_000_000)
+            looks = 0
+            while not stopped:
+                windows.listen(0)
+                looks += 1
+                time.sleep(0.005)
+            assert stopped[0] >= accelerator.busy_until_ns
+            assert 2 <= looks <= MOST_MORE_STEPS + 1
+            assert accelerator.live_events == 0
+    finally:
+        undo()

@@ -72,7 +72,7 @@ def finish(model, loss, *more, examples=0):
 
 
 def join():
-    """Join the group of the two ranks, however they were started."""
+    """Join the group of the ranks, however they were started."""
     where = {name: int(os.environ[name.upper()]) for name in ("rank", "world_size")}
     if "STORE" in os.environ:
         dist.init_process_group("gloo", init_method=os.environ["STORE"], **where)

@@ -4,7 +4,10 @@ It is not edited for the emulated device: run it by itself where there is a CUDA
 """
 
 import argparse
+import json
+import os
 import time
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -32,6 +35,9 @@ def main():
     parser.add_argument("--host-ms", type=float, default=0.0, help="between forward and backward")
     parser.add_argument("--read-every", type=int, default=0, help="read the loss every so many steps; 0 = never")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument(
+        "--timeline", help="write when the loader was asked, ns, to this path, rank and .json behind it"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -42,7 +48,8 @@ def main():
     )  # fmt: skip
     model = torch.nn.Linear(8, 8).to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, x in enumerate(loader):
+    loads = []
+    for step, x in enumerate(timed(loader, loads)):
         loss = model(x.to("cuda")).square().mean()
         if options.host_ms:
             time.sleep(options.host_ms / 1e3)
@@ -52,7 +59,21 @@ def main():
         if options.read_every and step % options.read_every == 0:
             loss.item()
     torch.cuda.synchronize()
+    if options.timeline:
+        Path(f"{options.timeline}-{os.environ.get('RANK', '0')}.json").write_text(json.dumps({"loads": loads}))
     print(f"loss {loss.item():.6f}")
+
+
+def timed(loader, loads):
+    """Yield the batches, and note when each was waited for."""
+    batches = iter(loader)
+    while True:
+        start = time.perf_counter_ns()
+        batch = next(batches, None)
+        loads.append((start, time.perf_counter_ns()))
+        if batch is None:
+            return
+        yield batch
 
 
 if __name__ == "__main__":

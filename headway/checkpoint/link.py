@@ -156,7 +156,7 @@ class AgentLink:
         _asked(self.hello.root, self.hello.rank, Leave(), timeout_s=0.0)  # an orphan of an earlier attempt
         log = socket_path(self.hello.root, self.hello.rank).with_suffix(f".{os.getpid()}.log")
         _sweep(log.parent)
-        with theirs, open(log, "ab") as said:
+        with theirs, open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "headway.checkpoint.agent", str(theirs.fileno()), str(log)],
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said, pass_fds=[theirs.fileno()],

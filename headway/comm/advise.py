@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 
+from headway.comm import EXACT_RANKS
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
+from headway.ledger.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.ddp_thread import COPIED
 from headway.sim.ddp_window import models_of
-from headway.sim.program import Prediction, Program
+from headway.sim.program import Program
 from headway.trace.vocabulary import COLLECTIVES
 
 TRY_MB = 25
@@ -56,19 +58,24 @@ LEAST_GATHERS = 2
 
 def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
     """Yield what each remedy for communication would win, or why it is refused or has to be tried."""
-    del ledger
-    if setup.world_size < 2 or not program.recording.meetings:
+    if setup.world_size < 2 or not (program.recording.meetings or program.talks_by_device):
         yield Refusal("comm.bucket", "comm", "no collective over ranks was recorded")
         return
-    bound = program.predict(["comm=instant"])
-    gathers_s = _gathers_s(program)
+    try:
+        bound = program.predict(["comm=instant"]).speedup
+    except (InputError, BarMissedError) as cause:
+        if not program.talks_by_device:
+            raise
+        yield _by_share(ledger, program, str(cause))
+        return
+    gathers_s = _gathers_s(program, bound)
     if gathers_s is not None:
         yield _order(program, gathers_s)
     else:
         yield _gradient_view(program, setup)
         yield _static_graph(program)
-    if bound.speedup < MIN_SPEEDUP:
-        share = format_fraction(1 - 1 / bound.speedup)
+    if bound < MIN_SPEEDUP:
+        share = format_fraction(1 - 1 / bound)
         reason = f"exposed communication costs {share} of a step: no bucket size can win more"
         yield Refusal("comm.bucket", "comm", reason)
         return
@@ -77,6 +84,15 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
     else:
         yield _bucket(program, bound)
     yield _links(program, bound)
+
+
+def _by_share(ledger: object, program: Program, reason: str) -> Proposal | Refusal:
+    """Return what buckets could win at most, from the share of time in which devices only communicated."""
+    exposed = ledger.fraction("comm.exposed") if isinstance(ledger, Ledger) else 0.0
+    bound = 1 / max(1 - exposed, 0.1)
+    if bound < MIN_SPEEDUP:
+        return Refusal("comm.bucket", "comm", f"no window shows devices that only communicate; {reason}")
+    return _to_try(program, bound, reason)
 
 
 def _gradient_view(program: Program, setup: Setup) -> Proposal | Refusal:
@@ -175,11 +191,12 @@ def _order(program: Program, gathers_s: float) -> Proposal | Refusal:
     )
 
 
-def _gathers_s(program: Program) -> float | None:
+def _gathers_s(program: Program, bound: float) -> float | None:
     """Return the seconds per step that the slowest rank waits for all-gathers; None unless the job is sharded.
 
     Sharded training gathers parameters and scatters gradients at every step; its all-gathers count as waited for where
-    the training thread was held up, which always-on records show on the CPU only.
+    the training thread was held up, which always-on records show on the CPU only. Of devices `bound`, the speed-up
+    without all communication, says how much that can be at most.
     """
     if program.run is None:
         return None
@@ -192,15 +209,15 @@ def _gathers_s(program: Program) -> float | None:
         if min(int(gathers.sum()) / LEAST_GATHERS, int((called & np.isin(corr, SCATTERS)).sum())) < steps:
             return None
         slowest = max(slowest, float(rows.events["duration_ns"][gathers].sum()) / NS_PER_S / steps)
-    return slowest
+    return program.measured_s * (1 - 1 / bound) if program.talks_by_device else slowest
 
 
-def _bucket(program: Program, bound: Prediction) -> Proposal | Refusal:
+def _bucket(program: Program, bound: float) -> Proposal | Refusal:
     """Return the size that is predicted best, a refusal when none is worth it, a live try where none can be told."""
     try:
         found = {size: program.predict([f"bucket_mb={size}"]) for size in SIZES_MB}
     except (InputError, BarMissedError) as cause:
-        return _to_try(bound, str(cause))
+        return _to_try(program, bound, str(cause))
     size = min(found, key=lambda tried: found[tried].step_s)
     best = found[size]
     if best.speedup < MIN_SPEEDUP:
@@ -215,28 +232,35 @@ def _bucket(program: Program, bound: Prediction) -> Proposal | Refusal:
         applies=True,
         parameters={"bucket_mb": size},
         cost="one more copy of the largest bucket",
-        risk="more than two ranks may add gradients in another order",
+        risk="more than two ranks add gradients in another order",
+        allow=_grant(program),
         reason=f"Buckets of {size} MiB overlap backward best. {best.note}",
     )
 
 
-def _to_try(bound: Prediction, reason: str) -> Proposal:
+def _to_try(program: Program, bound: float, reason: str) -> Proposal:
     """Return the offer without a promise."""
     return Proposal(
         name="comm.bucket",
         room="comm",
         edits=(),
         predicted_speedup=1.0,
-        interval=(1 / bound.speedup, bound.speedup),
+        interval=(1 / bound, bound),
         applies=True,
         parameters={"bucket_mb": TRY_MB},
+        allow=_grant(program),
         cost="one more copy of the largest bucket",
         risk="larger buckets start later, smaller ones cost more wake-ups: either may be slower",
-        reason=f"At most {bound.speedup:.3f}x, at worst a loss: {reason}",
+        reason=f"At most {bound:.3f}x, at worst a loss: {reason}",
     )
 
 
-def _links(program: Program, bound: Prediction) -> Proposal:
+def _grant(program: Program) -> str | None:
+    """Return what lets buckets change: the sum of two numbers is the same in any order, that of more is not."""
+    return "result-equivalent" if len(program.recording.lanes) > EXACT_RANKS else None
+
+
+def _links(program: Program, bound: float) -> Proposal:
     """Return what links of twice the bandwidth would win.
 
     Without deep windows only the exposed part is known: then the truth lies between no gain and no communication.
@@ -244,7 +268,7 @@ def _links(program: Program, bound: Prediction) -> Proposal:
     faster = program.predict(["bandwidth=2x"])
     interval = faster.interval
     if not program.replays_links:
-        interval = (min(1.0, interval[0]), max(interval[1], bound.speedup))
+        interval = (min(1.0, interval[0]), max(interval[1], bound))
     return Proposal(
         name="comm.links",
         room="comm",

@@ -19,8 +19,9 @@ raises `TimeoutError`, and it goes on. Descriptors received are the caller's to
 close. A message longer than a packet goes through a memfd, unseen.
 
 A unix socket has mode 0600, and both ends check whose process is at the other
-one. Over TCP both prove that they hold the token before anything else is read;
-what follows is not encrypted.
+one. Over TCP both prove that they hold the token before anything else is read
+(`handshake.py`), and no caller keeps the listener waiting; what follows is not
+encrypted.
 
 >>> class Ping(msgspec.Struct, tag=True):
 ...     number: int
@@ -37,9 +38,7 @@ headway.core.wires.ChannelClosed: the other end closed the channel: enough
 from __future__ import annotations
 
 import fcntl
-import hmac
 import os
-import secrets
 import select
 import socket
 import stat
@@ -52,15 +51,15 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.core.errors import InputError
+from headway.core.handshake import Strangers, prove_caller
 from headway.core.wires import ChannelClosed as ChannelClosed
 from headway.core.wires import Frames, Packets, Wire
 
 MOST_PATH_BYTES = 107
 """Longest path of a unix socket (`sun_path`, with its closing zero)."""
 
-_NONCE_BYTES, _PROOF_BYTES = 32, 32
-_HANDSHAKE_S = 2.0
-"""Longest that a stranger may keep a TCP listener busy before it has proved anything."""
+_BACKLOG = 1024
+"""Callers that the kernel lets wait for `TcpListener.accept`."""
 _RETRY_S = 0.02
 _CREDENTIALS = struct.Struct("iII")
 
@@ -118,7 +117,7 @@ class Channel:
 
     def abandon(self) -> None:
         """Close a forked child's copy of this end: the connection goes on in the process that opened it."""
-        self._wire.socket.close()
+        self._wire.abandon()
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -169,11 +168,16 @@ class Listener:
         """Stop listening and remove the socket; channels that were accepted stay."""
         if self._lock < 0:
             return
-        self._socket.close()
         for left in (self.path, _lock_path(self.path)):
             left.unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = -1
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close a forked child's copy: else nobody could listen here after its parent while the child lives."""
+        self._socket.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 class TcpListener:
@@ -182,35 +186,36 @@ class TcpListener:
     def __init__(self, host: str, port: int, token: str, *, types: Any) -> None:
         """Listen at `host`:`port` (0: any free port). Raises `InputError` on an empty token or a port that is taken."""
         _check_token(token)
-        self._token, self._types = token.encode(), types
+        self._types = types
         try:
-            self._socket = socket.create_server((host, port))
+            listening = socket.create_server((host, port), backlog=_BACKLOG)
         except OSError as error:
             raise InputError(f"cannot listen at {host}:{port}: {error}. Choose another port, or 0.") from error
-        self.port: int = self._socket.getsockname()[1]
+        self.port: int = listening.getsockname()[1]
+        self._strangers = Strangers(listening, token.encode())
 
     def accept(self, timeout_s: float | None = None) -> Channel:
-        """Return a channel to the next process that proves it holds the token.
+        """Return a channel to the next process that proves that it holds the token.
 
-        Raises `ChannelClosed` when it does not within 2 s (listening goes on), `TimeoutError` when nobody came.
+        Waits for nobody in particular: who does not prove it is let go, unseen, within 2 s or for a newer caller.
+        Raises `TimeoutError` when nobody proved it; 0.0 only looks, as a loop does when `fileno` is readable.
         """
-        wire = Frames(_accepted(self._socket, timeout_s))
-        _prove(wire, self._token, listens=True)
-        return Channel(wire, self._types)
+        return Channel(self._strangers.proved(timeout_s), self._types)
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-        return self._socket.fileno()
+        """Return the descriptor to wait on; -1 once closed."""
+        return self._strangers.fileno()
 
     def close(self) -> None:
         """Stop listening; channels that were accepted stay."""
-        self._socket.close()
+        self._strangers.close()
 
 
 def connect(path: str | Path, timeout_s: float = 5.0, *, types: Any) -> Channel:
     """Return a channel to the process that listens at `path`, trying for `timeout_s` until one does.
 
-    Raises `ChannelClosed` when nobody does, `InputError` when it is another user's.
+    A wait on the channel ends with the process that listens, even where forks of it keep its end open. Raises
+    `ChannelClosed` when nobody listens, `InputError` when it is another user's.
     """
     _check_path(Path(path))
     deadline = time.monotonic() + timeout_s
@@ -231,7 +236,13 @@ def connect(path: str | Path, timeout_s: float = 5.0, *, types: Any) -> Channel:
     if peer.uid != os.getuid():
         connected.close()
         raise InputError(f"{path} is a socket of user {peer.uid}, you are {os.getuid()}. Start a server of your own.")
-    return Channel(Packets(connected), types, peer)
+    wire = Packets(connected)
+    if peer.pid:  # 0: it lives in another container
+        try:
+            wire.watch(peer.pid)
+        except ProcessLookupError:
+            raise wire.broken(f"nobody listens at {path} any more. Start the server again.") from None
+    return Channel(wire, types, peer)
 
 
 def connect_tcp(host: str, port: int, token: str, timeout_s: float = 5.0, *, types: Any) -> Channel:
@@ -250,7 +261,7 @@ def connect_tcp(host: str, port: int, token: str, timeout_s: float = 5.0, *, typ
                 raise ChannelClosed(f"nobody listens at {host}:{port} ({error}). Start the server first.") from error
             time.sleep(_RETRY_S)
     wire = Frames(connected)
-    _prove(wire, token.encode(), listens=False)
+    prove_caller(wire, token.encode())
     return Channel(wire, types)
 
 
@@ -259,24 +270,6 @@ def pair(*, types: Any) -> tuple[Channel, Channel]:
     peer = Peer(os.getpid(), os.getuid())
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(Packets(one), types, peer), Channel(Packets(other), types, peer)
-
-
-def runtime_directory() -> Path:
-    """Return the folder for sockets and logs of this user, made with mode 0700.
-
-    $XDG_RUNTIME_DIR/headway, or /tmp/headway-<uid> where that is not set.
-    Raises `InputError` when the folder belongs to somebody else, or is open to others.
-    """
-    session = os.environ.get("XDG_RUNTIME_DIR", "")
-    folder = Path(session) / "headway" if os.path.isdir(session) else Path(f"/tmp/headway-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise InputError(
-            f"{folder} must be a folder of user {os.getuid()} that nobody else can enter (mode 0700). "
-            "Remove it, or set XDG_RUNTIME_DIR to a folder of yours."
-        )
-    return folder
 
 
 def _accepted(listening: socket.socket, timeout_s: float | None) -> socket.socket:
@@ -345,27 +338,3 @@ def _clear(path: Path) -> None:
         path.unlink()
     except FileNotFoundError:
         pass
-
-
-def _prove(wire: Frames, token: bytes, *, listens: bool) -> None:
-    """Exchange nonces, then proofs over both that only a holder of the token can make; each proof names its side."""
-    deadline = time.monotonic() + _HANDSHAKE_S
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    try:
-        wire.socket.send(ours)
-        theirs = wire.exactly(_NONCE_BYTES, deadline)
-        nonces = ours + theirs if listens else theirs + ours
-        mine, other = (hmac.digest(token, side + nonces, "sha256") for side in (b"listener", b"caller"))
-        if not listens:
-            mine, other = other, mine
-            wire.socket.send(mine)
-        if not hmac.compare_digest(wire.exactly(_PROOF_BYTES, deadline), other):
-            raise ChannelClosed("the other end does not hold the token. Give both ends the same one.")
-        if listens:
-            wire.socket.send(mine)
-    except (TimeoutError, OSError) as error:
-        wire.close()
-        raise ChannelClosed(f"the other end did not prove that it holds the token ({error}).") from error
-    except ChannelClosed as error:
-        wire.close()
-        raise ChannelClosed(f"{error} It may be that the tokens differ.") from error

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
 from headway.core.whole_file import whole_file
 
@@ -27,6 +28,13 @@ SCHEMA = "headway.plan-file/1"
 
 ALLOWANCES: tuple[str, ...] = ("result-equivalent",)
 """What a remedy may ask of the user (`--allow`): the same distribution of results, but not the same random draws."""
+
+
+def granted(allow: str | None) -> str | None:
+    """Return `allow`. Raises `InputError` where it is no grant that there is."""
+    if allow not in (None, *ALLOWANCES):
+        raise InputError(f"--allow is {allow!r}; it must be {' or '.join(ALLOWANCES)}. Write it so, or drop it.")
+    return allow
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +149,11 @@ class PlanFile:
 def read_plan(path: str | os.PathLike[str]) -> PlanFile:
     """Read a plan file. Raises `InputError` when it is missing, `FormatError` (with the place) when it is no plan."""
     try:
-        content = json.loads(Path(path).read_bytes())
+        content = read_json(path, fix="Write a plan with `headway plan RUN -o FILE`.")
     except OSError as cause:
         raise InputError(
             f"cannot read the plan {path}: {cause.strerror}. Write one with `headway plan RUN`."
         ) from cause
-    except ValueError as cause:
-        raise FormatError(f"{path} is not JSON ({cause}). Write a plan with `headway plan RUN -o FILE`.") from cause
     try:
         return PlanFile.from_json(content)
     except InputError as cause:

@@ -14,7 +14,7 @@ here, at the border.
 from __future__ import annotations
 
 import re
-from decimal import ROUND_HALF_EVEN, Decimal, InvalidOperation
+from decimal import ROUND_HALF_EVEN, Decimal
 
 from headway.core.errors import InputError
 
@@ -22,6 +22,9 @@ NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 NS_PER_US = 1_000
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+MOST_TIME_DIGITS = 400
+"""Characters, and digits before the point, that the text of a time may have."""
 
 _BYTE_UNITS = {
     "": 1, "B": 1,
@@ -42,10 +45,12 @@ def us_text_to_ns(text: str) -> int:
     Raises `InputError` when `text` is not a finite decimal number.
     """
     try:
-        scaled = Decimal(text).scaleb(3)
+        scaled = Decimal(text if len(text) <= MOST_TIME_DIGITS else "nan").scaleb(3)
+        if not scaled.is_finite() or scaled.adjusted() > MOST_TIME_DIGITS:  # an exponent writes any number of digits
+            raise ValueError("it is larger than any time")
         return int(scaled.to_integral_value(rounding=ROUND_HALF_EVEN))
-    except (InvalidOperation, ValueError, OverflowError) as cause:
-        raise InputError(f"{text!r} is not a time in microseconds. Write a finite decimal number.") from cause
+    except (ArithmeticError, ValueError) as cause:
+        raise InputError(f"{text[:40]!r} is not a time in microseconds. Write a finite decimal number.") from cause
 
 
 def parse_bytes(text: str) -> int:

@@ -34,6 +34,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     if not target.parent.is_dir():
         raise InputError(f"{target} cannot be written: the folder {target.parent} does not exist. Create it first.")
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
+    draft.unlink(missing_ok=True)  # of a dead process of our number; or a link that somebody laid there to be followed
     try:
         yield draft
         os.replace(draft, target)

@@ -57,6 +57,7 @@ class Wire(ABC):
         connected.setblocking(False)  # waiting is done by poll, which knows deadlines and harms no other thread
         self._sending = threading.Lock()
         self._open = True
+        self._peer_fd = -1
 
     @abstractmethod
     def send(self, body: bytes, fds: Sequence[int], timeout_s: float | None = None, kind: bytes = _PLAIN) -> None:
@@ -76,7 +77,20 @@ class Wire(ABC):
                 self.send(reason[:MOST_REASON].encode(), (), 0.1, _GOODBYE)
         with suppress(OSError):  # the peer was first
             self.socket.shutdown(socket.SHUT_RDWR)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close this process's copy: where a fork or its parent has another, the connection goes on."""
+        self._open = False
         self.socket.close()
+        peer_fd, self._peer_fd = self._peer_fd, -1
+        if peer_fd >= 0:
+            os.close(peer_fd)
+
+    def watch(self, pid: int) -> None:
+        """Let waits end with process `pid`, whose forks may keep its end open. Raises `ProcessLookupError` if gone."""
+        with suppress(PermissionError):  # a sandbox allows no such descriptor: the end of the socket must do
+            self._peer_fd = os.pidfd_open(pid)
 
     def wait(self, events: int, deadline: float | None) -> None:
         """Wait until the socket is ready for `events` (poll's). Raises `TimeoutError` at `deadline` (monotonic)."""
@@ -85,9 +99,14 @@ class Wire(ABC):
             poll.register(self.socket.fileno(), events)
         except ValueError:
             raise ChannelClosed("this end of the channel was closed. Open another.") from None
+        if self._peer_fd >= 0:
+            poll.register(self._peer_fd, select.POLLIN)
         left_ms = None if deadline is None else max((deadline - time.monotonic()) * 1e3, 0.0)
-        if not poll.poll(left_ms):
+        ready = [fd for fd, _ in poll.poll(left_ms)]
+        if not ready:
             raise TimeoutError("the other end of the channel did not answer in time.")
+        if ready == [self._peer_fd]:  # what it said before it ended would make the socket ready, too
+            raise self.broken("the process at the other end of the channel has ended. Connect again.")
 
     def broken(self, why: str) -> ChannelClosed:
         """Close without a word and return the error to raise."""

@@ -23,14 +23,15 @@ from typing import Generic, Literal, TypeVar
 
 from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.core.hidden_thread import HiddenThread, forget
 
 T = TypeVar("T")
 
 
 class Worker(Closing, Generic[T]):
-    """Calls `work(entry)` for every accepted entry, in order, on one daemon thread.
+    """Calls `work(entry)` for every accepted entry, in order, on one thread that the script does not see.
 
-    Close it, or use it in a `with` block: at interpreter exit a daemon thread
+    Close it, or use it in a `with` block: at interpreter exit the thread
     stops where it is. It belongs to the process that made it.
     """
 
@@ -58,8 +59,7 @@ class Worker(Closing, Generic[T]):
         self._failure: BaseException | None = None
         self._dropped = 0
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = HiddenThread(self._run, name=name).start()
 
     @property
     def dropped(self) -> int:
@@ -133,6 +133,7 @@ class Worker(Closing, Generic[T]):
                 self._work(entry)
             except BaseException as error:  # nothing may be lost here: it surfaces at the caller's next call
                 failure = error
+            forget()  # the work may have asked for its thread
             with self._changed:
                 self._busy = False
                 if failure is not None:

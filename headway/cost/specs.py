@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -26,6 +25,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.core.errors import FormatError, InputError, UnknownNameError
+from headway.core.regular_file import read_regular
+from headway.core.settings_files import parse_toml
 from headway.core.tables import pick, suggestion
 
 T = TypeVar("T")
@@ -226,10 +227,10 @@ def read_specs(path: str | os.PathLike[str]) -> Specs:
 def _toml(path: Path) -> dict[str, Any]:
     """Decode one TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(read_regular(path).decode("utf-8"), str(path))
     except OSError as cause:
         raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a TOML file.") from cause
-    except ValueError as cause:
+    except UnicodeDecodeError as cause:
         raise FormatError(f"{path} is not TOML: {cause}. Correct that place.") from cause
 
 

@@ -10,13 +10,13 @@ there are cores and loads that compute do not. Sizes are bytes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from headway.core.bounded_json import read_json
 from headway.core.units import format_bytes, format_fraction
 from headway.ledger.ledger import Ledger
 from headway.ledger.loader_roles import evaluation_loaders
@@ -303,7 +303,7 @@ def neighbours(run: Run, facts: Mapping[int, LoaderFacts]) -> int:
     count = 0
     for file in run.path.resolve().parent.glob("*/run.json"):
         try:
-            other = json.loads(file.read_text(encoding="utf-8"))
+            other = read_json(file)
             first, last = _realtime(other)
             theirs = {(fact.dataset, fact.dataset_size) for fact in loaders_in(other).values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from headway.core.errors import InputError
-from headway.core.units import NS_PER_S, format_bytes, format_seconds, plural
+from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
 from headway.ledger.cause import Cause, ranked
 from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.input_causes import input_fetch, input_prep, input_transfer
@@ -189,7 +189,7 @@ def _fixed(cause: Cause, fix: Fix | None) -> Cause:
 def _comm_exposed(ledger: Ledger) -> list[Cause]:
     """Communication that nothing hides, after the last rank had arrived."""
     own = ledger.ledger_ns["comm"] / NS_PER_S
-    kernels = span_of(ledger, "kernel.comm")
+    kernels = span_of(ledger, "kernel.comm") + span_of(ledger, "kernel.p2p")
     names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
     spans = [span_of(ledger, name) for name in names]
     count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
@@ -204,6 +204,13 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
     # Only DDP's own wait for its gradients can be cut into other buckets.
     cut = "another DDP bucket size, " if span_of(ledger, "comm.wait").count else ""
     fix = f"overlap more or send less: {cut}gradients or activations in bf16, faster links"
+    messages = booked_s(ledger, "comm.p2p")
+    on_device = bool(kernels.count) or str(ledger.meta.get("device_type", "cpu")) != "cpu"
+    if on_device and 2 * messages > own:
+        if not kernels.count:
+            evidence = f"for {format_seconds(own)} in all devices communicated and computed nothing beside it"
+        evidence += f"; {format_fraction(messages / own, 0)} of it are sends and receives"
+        fix = "send less between stages: activations in bf16, neighbours on the fastest links, fewer stages"
     return [Cause("comm.exposed", plural(ledger.devices, "rank"), own, evidence, fix)]
 
 

@@ -1,10 +1,11 @@
 """The ledger of a profiler trace: who owned each device, nanosecond by nanosecond.
 
 On a device a compute kernel on any stream owns the time, else a
-communication kernel (up to the last rank's kernel it is `straggler`), else a
-copy, else what the launching threads were doing then (a launch gap is
-`host.launch`), else it was idle. Without device rows the training thread is
-the device. Every rank is accounted for the longest window of all.
+communication kernel (up to the last rank's kernel it is `straggler`; a send or
+receive up to its peer's kernel is `bubble`), else a copy, else what the
+launching threads were doing then (a launch gap is `host.launch`), else it was
+idle. Without device rows the training thread is the device. Every rank is
+accounted for the longest window of all.
 
 >>> from headway.trace.trace import Trace
 >>> trace = Trace.from_columns({"start_ns": [0, 10], "duration_ns": [10, 30], "kind": [0, 4], "lane": [1, 0],
@@ -27,37 +28,44 @@ from headway.core.errors import InputError
 from headway.core.integers import narrowed
 from headway.ledger.account import Account, SpanFacts, blank_subs
 from headway.ledger.arrivals import Lateness, last_arrivals
-from headway.ledger.buckets import BUCKETS, SUB_CODE
+from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
+from headway.ledger.kernel_messages import Messages, peers_begun
+from headway.trace.kineto_names import LAUNCHING
 from headway.trace.nesting import number_alike
 from headway.trace.parts import Parts
 from headway.trace.sweep import Ints, Pieces, sweep
 from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.vocabulary import KIND, MOVING
 
 DEVICE_LANE = re.compile(r"(?:device (?P<device>\S+) )?stream (?P<stream>.+)")
 
 DRAWN_LANES = re.compile(r"profiler|overhead|(device \S+ )?(annotation|sync) ")
 """Lanes that the profiler draws over others."""
 
-COMPUTE_OWNS, COMM_OWNS, COPY_OWNS, INPUT_OWNS, HOST_COMM_OWNS, HOST_OWNS, STEP_OWNS = 70, 60, 50, 40, 30, 20, 10
+COMPUTE_OWNS, COMM_OWNS, P2P_OWNS, COPY_OWNS = 70, 60, 59, 50
+INPUT_OWNS, HOST_COMM_OWNS, HOST_OWNS, STEP_OWNS = 40, 30, 20, 10
 """Precedence: what owns a device's time on overlap."""
 
 COPIES: tuple[tuple[str, str, int], ...] = (
     (r"Mem(cpy|Cpy)?.*(DtoD|Device -> Device)", "useful.compute", COMPUTE_OWNS),
-    (r"Mem.*(PtoP|Peer)", "comm.p2p", COMM_OWNS - 1),
-    (r"Mem.*(DtoH|Device -> Pa?g)", "host.copy", COPY_OWNS - 1),
+    (r"Mem.*(PtoP|Peer)", "comm.p2p", P2P_OWNS - 1),
+    (r"Mem.*(DtoH|D2M|D2H|Device -> Pa?g)", "host.copy", COPY_OWNS - 1),
     (r".*", "input.transfer", COPY_OWNS),
 )
 """Beginning of a copy's name -> what it is for: inside a device it is computing, towards it input, back a read-back."""
 
-MOVING = (KIND["COLL"], KIND["SEND"], KIND["RECV"])
-
 KERNEL_NAMES: dict[str, tuple[int, ...]] = {
     "kernel.compute": (KIND["COMPUTE"],),
-    "kernel.comm": MOVING,
+    "kernel.comm": MOVING[:1],
+    "kernel.p2p": MOVING[1:],
     "kernel.copy": (KIND["DATA"],),
 }
 """Name of a total of device rows -> their kinds."""
+
+
+WAITED = np.full(len(SUBS), SUB_CODE["straggler.device"])
+"""[len(SUBS)] Sub-line of a communication kernel -> sub-line of the part of it that waited for another rank's."""
+WAITED[SUB_CODE["comm.p2p"]] = SUB_CODE["bubble.p2p"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +82,29 @@ class DeviceBook:
     """[m] Sub-line code of each piece."""
     open: NDArray[np.bool_]
     """[m] Pieces owned by a communication kernel, which `arrivals` may split."""
+    cut_off: bool = False
+    """Whether what was launched last had not run when the window closed: the device was at work then, unseen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Communication rows that own some of a device's time, over all ranks; [n] each, in types that just hold them."""
+    """Communication rows that own some of a device's time, and kernels hidden by others, over all ranks.
+
+    [n] each, in types that just hold them.
+    """
 
     rank: Ints
     group: Ints
     seq: Ints
     start_ns: Ints
     duration_ns: Ints
+    message: Ints
+    """1 for a kernel that sends or receives, 0 for a collective."""
 
     @classmethod
     def joined(cls, parts: Sequence[Calls]) -> Calls:
         """Put the calls of several ranks one behind the other."""
-        columns = ("rank", "group", "seq", "start_ns", "duration_ns")
+        columns = ("rank", "group", "seq", "start_ns", "duration_ns", "message")
         return cls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
 
 
@@ -119,14 +134,16 @@ def profile_account(source: Trace | Parts) -> Account:
     parts = Parts.of(source)
     on_device = _any_device(parts)
     calls: list[Calls] = []
+    messages: list[Messages] = []
     opens: list[OpenPieces] = []
     spans: dict[str, SpanFacts] = {}
     marks: list[tuple[Ints, Ints]] = []
     known: set[int] = set()
     for part in parts:
         books = device_books(part, any_device=on_device)
-        own, pieces = _calls_of(part, books, first=sum(len(each.rank) for each in calls))
+        own, carried, pieces = _calls_of(part, books, first=sum(len(each.rank) for each in calls))
         calls.append(own)
+        messages.append(carried)
         opens += pieces
         marks.append(_step_marks(part))
         known.update(np.unique(part.events["step"]).tolist())
@@ -135,7 +152,7 @@ def profile_account(source: Trace | Parts) -> Account:
     if not opens:
         raise InputError("the trace holds only marks that the profiler drew. Record operators or kernels as well.")
     wall_ns = max(device.wall_ns for device in opens)
-    amounts, lateness = settle_kernels(Calls.joined(calls), opens)
+    amounts, lateness = settle_kernels(Calls.joined(calls), Messages.joined(messages), opens)
     for device, row in zip(opens, amounts, strict=True):
         row[SUB_CODE["unknown.cut_short"]] += wall_ns - device.wall_ns
     numbers = [device.rank for device in opens]
@@ -184,6 +201,7 @@ def device_books(trace: Trace, *, any_device: bool | None = None) -> list[Device
             continue
         start, end = events["start_ns"][mine], (events["start_ns"] + events["duration_ns"])[mine]
         window = (int(start.min()), int(end.max()))
+        cut_off = _cut_off(trace, mine)
         used = sorted({device[lane] or "" for lane in np.unique(events["lane"][mine]) if device[lane] is not None})
         for number in used or [""]:
             theirs = np.array([name is None or name == number for name in device])[events["lane"][mine]]
@@ -193,9 +211,22 @@ def device_books(trace: Trace, *, any_device: bool | None = None) -> list[Device
             owner = np.append(rows, -1)[found.row]
             rest = SUB_CODE["idle.device" if used else "unknown.model"]
             code = np.where(owner >= 0, sub[owner], rest)
-            moving = (owner >= 0) & np.isin(precedence[owner], [COMM_OWNS, HOST_COMM_OWNS])
-            books.append(DeviceBook(rank, number, Pieces(found.start_ns, found.end_ns, owner), code, moving))
+            moving = (owner >= 0) & np.isin(precedence[owner], [COMM_OWNS, P2P_OWNS, HOST_COMM_OWNS])
+            pieces = Pieces(found.start_ns, found.end_ns, owner)
+            books.append(DeviceBook(rank, number, pieces, code, moving, bool(used) and cut_off))
     return books
+
+
+def _cut_off(trace: Trace, rows: Ints) -> bool:
+    """Return whether the last launch among `rows`, of one rank, has no row of a device."""
+    launching = np.array([bool(LAUNCHING.match(name)) for name in trace.names] + [False])
+    corr, on_host = trace.events["corr"], np.array([_device_of(lane) is None for lane in trace.lanes] + [False])
+    host = on_host[trace.events["lane"][rows]]
+    launches = rows[launching[trace.events["name"][rows]] & host & (corr[rows] >= 0)]
+    if not len(launches):
+        return False
+    last = launches[np.argmax(trace.events["start_ns"][launches])]
+    return not bool((corr[rows[~host]] == corr[last]).any())
 
 
 def _owners(trace: Trace, device: Sequence[str | None], any_device: bool | None) -> tuple[Ints, Ints]:
@@ -221,7 +252,7 @@ def _owners(trace: Trace, device: Sequence[str | None], any_device: bool | None)
     own(on_main & ~on_device & (kind == KIND["DATA"]), "input.unsplit", INPUT_OWNS)
     own(on_device & (kind == KIND["COMPUTE"]), "useful.compute", COMPUTE_OWNS)
     own(on_device & (kind == KIND["COLL"]), "comm.exposed", COMM_OWNS)
-    own(on_device & np.isin(kind, [KIND["SEND"], KIND["RECV"]]), "comm.p2p", COMM_OWNS - 1)
+    own(on_device & np.isin(kind, MOVING[1:]), "comm.p2p", P2P_OWNS)
     _own_copies(trace, on_device & (kind == KIND["DATA"]), sub, precedence)
     return sub, precedence
 
@@ -236,14 +267,14 @@ def _own_copies(trace: Trace, copies: NDArray[np.bool_], sub: Ints, precedence: 
         sub[mine], precedence[mine] = SUB_CODE[line], level
 
 
-def settle_kernels(calls: Calls, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
-    """Return each device's time [len(SUBS)]; what was waiting for the last rank's kernel is `straggler.device`."""
-    late, lateness = _lateness(calls, devices)
+def settle_kernels(calls: Calls, messages: Messages, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
+    """Return each device's time [len(SUBS)]; what waited for another rank's kernel is moved to where `WAITED` says."""
+    late, lateness = _lateness(calls, messages, devices)
     amounts = []
     for device, waited in zip(devices, late, strict=True):
         row = device.sub_ns.copy()
         np.subtract.at(row, device.sub, waited)
-        row[SUB_CODE["straggler.device"]] += waited.sum()
+        np.add.at(row, WAITED[device.sub], waited)
         amounts.append(row)
     return amounts, lateness
 
@@ -258,12 +289,20 @@ def lateness_of(trace: Trace, books: Sequence[DeviceBook]) -> tuple[list[Ints], 
     return parts, lateness
 
 
-def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> tuple[Calls, list[OpenPieces]]:
-    """Return the calls behind open pieces, in order of row, and the pieces; `first` calls stand before them."""
-    rows = np.unique(np.concatenate([np.zeros(0, np.int64), *(book.pieces.row[book.open] for book in books)]))
-    columns = (
-        trace.events[name][rows].astype(np.int64) for name in ("rank", "group", "seq", "start_ns", "duration_ns")
-    )
+def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> tuple[Calls, Messages, list[OpenPieces]]:
+    """Return the calls in order of row, their messages, and the open pieces; `first` calls stand before them.
+
+    Calls are the rows behind open pieces, and kernels that communicate behind others that compute: they count where
+    calls are matched by their order.
+    """
+    events = trace.events
+    on_device = np.array([_device_of(lane) is not None for lane in trace.lanes] + [False])[events["lane"]]
+    kernels = np.flatnonzero(on_device & np.isin(events["kind"], MOVING))
+    rows = np.unique(np.concatenate([kernels, *(book.pieces.row[book.open] for book in books)]))
+    message = on_device[rows] & np.isin(events["kind"][rows], MOVING[1:])
+    names = ("rank", "group", "seq", "start_ns", "duration_ns")
+    calls = Calls(*(events[name][rows].astype(np.int64) for name in names), *[narrowed(message)])
+    group = np.where(message, calls.group, -1)
     devices = []
     for book in books:
         length = book.pieces.duration_ns
@@ -272,21 +311,27 @@ def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> t
         call = np.searchsorted(rows, book.pieces.row[book.open]) + first
         own = (book.sub[book.open], call, book.pieces.start_ns[book.open], length[book.open])
         devices.append(OpenPieces(book.rank, int(length.sum()), total, *map(narrowed, own)))
-    return Calls(*columns), devices
+    return calls, Messages.of(trace.groups, group, calls.rank, first=first), devices
 
 
-def _lateness(calls: Calls, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
-    """Return for each open piece of each device the ns, from its start, before the last rank's kernel had begun."""
+def _lateness(calls: Calls, messages: Messages, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
+    """Return for each open piece of each device the ns, from its start, before the last rank's kernel had begun.
+
+    Of a kernel that sends or receives: before its peers' kernels had begun; nobody is late for these.
+    """
     rank = calls.rank
     key, shift = _meetings(calls)
-    met = last_arrivals(key, rank, calls.start_ns - shift)
+    start = calls.start_ns - shift
+    met = last_arrivals(key, rank, start)
+    begun = peers_begun(messages, start_ns=start, end_ns=start + calls.duration_ns)
+    arrival = np.where(calls.message > 0, begun, met.arrival_ns)
     parts: list[Ints] = []
     blamed: dict[int, dict[str, int]] = {}
     for device in devices:
         begin = device.start_ns - shift[device.call]
-        waited = np.clip(met.arrival_ns[device.call] - begin, 0, device.length_ns)
-        culprit = rank[met.last[device.call]]
-        for value in np.unique(culprit[waited > 0]).tolist():
+        waited = np.clip(arrival[device.call] - begin, 0, device.length_ns)
+        culprit = np.where(calls.message[device.call] > 0, -1, rank[met.last[device.call]])
+        for value in np.unique(culprit[(waited > 0) & (culprit >= 0)]).tolist():
             row = blamed.setdefault(value, {"useful": 0})
             row["useful"] += int(waited[culprit == value].sum())
         parts.append(waited)
@@ -300,35 +345,42 @@ def _meetings(calls: Calls) -> tuple[Ints, Ints]:
     """Return for each collective kernel the key of its meeting (-1 = unknown) and its rank's clock shift in ns.
 
     Kernels meet by (group, sequence number), or by their order in the group where the profiler wrote no number and
-    every rank shows equally many. Clocks are set so that matched kernels end together, as collectives do.
+    every rank shows equally many. Clocks are set so that matched kernels end together, as collectives do, from rank to
+    rank: those of ranks that no collective joins, directly or by others, are taken as they are.
     """
     rank, group, seq = calls.rank, calls.group, calls.seq
     key, shift = np.full(len(rank), -1, np.int64), np.zeros(len(rank), np.int64)
-    ranks = np.unique(rank).tolist()
-    if len(ranks) < 2:
+    if len(np.unique(rank)) < 2:
         return key, shift
     meeting = _meeting_numbers(calls)
-    fair = (seq >= 0) | np.isin(group, [value for value in np.unique(group) if _even(rank[group == value])])
-    known = fair & (group >= 0)
+    collective = calls.message == 0
+    groups = np.unique(group[collective])
+    fair = (seq >= 0) | np.isin(group, [value for value in groups if _even(rank[collective & (group == value)])])
+    known = fair & (group >= 0) & collective
     key[known] = meeting[known]
     end = calls.start_ns + calls.duration_ns
-    lead = np.flatnonzero((rank == ranks[0]) & known)
-    reference = dict(zip(key[lead].tolist(), end[lead].tolist(), strict=True))
-    for other in ranks[1:]:
-        mine = np.flatnonzero((rank == other) & known)
-        ahead = [int(end[i]) - reference[int(key[i])] for i in mine if int(key[i]) in reference]
-        if ahead:
-            shift[rank == other] = int(np.median(ahead))
-        else:
-            key[rank == other] = -1
+    waiting = {value: np.flatnonzero((rank == value) & known) for value in np.unique(rank[known]).tolist()}
+    # [meetings] When each ended on the clock of the rank that was the first to be placed, of those `seen`.
+    ends = np.zeros(int(key.max(initial=-1)) + 1, np.int64)
+    seen = np.zeros(len(ends), bool)
+    while waiting:
+        shared = {value: rows[seen[key[rows]]] for value, rows in waiting.items()}
+        for value in [value for value in waiting if len(shared[value])] or list(waiting)[:1]:
+            rows, own = shared[value], waiting.pop(value)
+            late = int(np.median(end[rows] - ends[key[rows]])) if len(rows) else 0
+            shift[rank == value] = late
+            new = own[~seen[key[own]]]
+            ends[key[new]] = end[new] - late
+            seen[key[new]] = True
     return key, shift
 
 
 def _meeting_numbers(calls: Calls) -> Ints:
     """[n] A number per (group, sequence number, n-th of that within its rank)."""
     seq = np.where(calls.seq >= 0, calls.seq, -1)
-    order = np.lexsort((calls.start_ns, calls.rank, seq, calls.group))
-    code = number_alike(np.stack([calls.group, seq, calls.rank], axis=1))[order]
+    code = number_alike(np.stack([calls.group, seq, calls.rank], axis=1))
+    order = np.lexsort((calls.start_ns, code))
+    code = code[order]
     nth = np.empty(len(seq), np.int64)
     nth[order] = np.arange(len(seq)) - np.searchsorted(code, code)
     del order, code  # Of millions of calls each of these is tens of megabytes.

@@ -111,6 +111,9 @@ class LiveFigures:
     steps_per_s: float
     """Over the last ten seconds, of the rank that made the fewest; 0 before the second step."""
 
+    steps_per_s_then: float
+    """The same at the end of that rank's newest step: a step that is overdue, or teardown, does not lower it."""
+
     rank_ns: Mapping[int, Ints]
     """Rank -> [len(BUCKETS)] ns: booked time, the start-up that goes on, and what is overdue."""
 
@@ -128,6 +131,9 @@ class LiveFigures:
 
     step_sum_s: float
     """Sum of their lengths in seconds."""
+
+    by_device: bool = False
+    """Whether records of devices say when these were at work; else `useful` is what host records leave over."""
 
     charted: tuple[str, ...] = ()
     """Buckets with time in the booked steps of this attempt; empty before the first of them."""
@@ -298,19 +304,22 @@ class LiveLedger:
             self._book(self._horizon())
             ranks = [self._ranks[number] for number in sorted(self._ranks)]
             moving = self._moving()
+            slowest = min(moving, key=lambda rank: rank.steps, default=None)
             return LiveFigures(
                 now_ns=now_ns,
                 start_ns=self._start_ns,
                 attempt=self._attempt,
                 steps=min((rank.steps for rank in moving), default=0),
                 total_steps=max(self._total_steps.values(), default=0),
-                steps_per_s=min(moving, key=lambda rank: rank.steps).steps_per_s(now_ns) if moving else 0.0,
+                steps_per_s=slowest.steps_per_s(now_ns) if slowest else 0.0,
+                steps_per_s_then=slowest.steps_per_s(slowest.last_step_ns) if slowest else 0.0,
                 rank_ns={number: self._so_far(number, now_ns) for number in self._expected()},
                 booked_ns=sum(self._booked.values(), start=np.zeros(len(BUCKETS), np.int64)),
                 ranks=tuple(self._state(rank) for rank in ranks),
                 dropped=self._dropped,
                 step_counts=self._counts.copy(),
                 step_sum_s=self._sum_ns / 1e9,
+                by_device=any(rank.device_ns >= 0 for rank in ranks),
                 charted=tuple(name for name, used in zip(BUCKETS, self._series.used.tolist(), strict=True) if used),
             )
 
@@ -373,7 +382,7 @@ class LiveLedger:
 
     def _horizon(self) -> int:
         """Return the step up to which everything may be booked."""
-        return min((rank.steps for rank in self._moving()), default=0)
+        return min((rank.bookable for rank in self._moving()), default=0)
 
     def _begun(self, rank: LiveRank) -> None:
         """Book a rank's way to its first step; the first rank of a later attempt shows what the failed one kept."""

@@ -30,6 +30,7 @@ STEP, WAIT, SAVE, LOAD = (
     SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
 )
 SNAPSHOT, COMMIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "commit", "restore"))
+DEVICE_WORK = SPANS["device.work"].code
 LEARNING = tuple(SPANS[name].code for name in ("optimizer.step", "segment.backward", "segment.grad"))
 """Codes that only a thread that trains writes."""
 
@@ -42,6 +43,9 @@ RECENT = 1024
 
 OPEN_COPIES = 64
 """Copies that are remembered until their commit is seen."""
+
+MOST_AHEAD = 64
+"""Steps by which a host is believed to be ahead of its device; beyond, steps are booked by what the host says alone."""
 
 OPEN_RECORDS = 1 << 16
 """Records (64 bytes each) held of a step that has not ended; of a rank that never updates older ones are given up."""
@@ -98,6 +102,9 @@ class Window:
     given_up: int = 0
     """Records of these steps that were not held."""
 
+    device_ns: int = -1
+    """From when on records tell when the rank's device was at work; -1 = none did."""
+
 
 @dataclass(slots=True)
 class LiveRank:
@@ -132,6 +139,12 @@ class LiveRank:
 
     saved: int = -1
     """Complete steps before its last save that is known to be complete; -1 without one."""
+
+    device_ns: int = -1
+    """Start of the first work of its device that was seen; -1 before."""
+
+    device_known_ns: int = -1
+    """End of the newest work of its device: what it did until then is known."""
 
     loaded: bool = False
     """Whether it loaded state before its first step."""
@@ -168,6 +181,10 @@ class LiveRank:
         # Written down long after it began: its own time may lie in steps that are booked already.
         self._committed += records["b"][records["code"] == COMMIT].tolist()
         self._held.append(records)
+        work = records[records["code"] == DEVICE_WORK]
+        if len(work):
+            self.device_known_ns = max(self.device_known_ns, int((work["start_ns"] + work["duration_ns"]).max()))
+            self.device_ns = self.device_ns if self.device_ns >= 0 else int(work["start_ns"].min())
         ends = self._step_ends.of(records)
         if len(ends):
             ends = np.maximum(np.maximum.accumulate(ends), self.last_step_ns)
@@ -202,6 +219,14 @@ class LiveRank:
         self.loaded = bool((loads & (held["start_ns"] <= self.first_ns)).any())
         return True
 
+    @property
+    def bookable(self) -> int:
+        """Complete steps of which all is known: a device is done with a step some steps of its host later."""
+        if self.device_ns < 0 or self.ended or self.booked_steps + MOST_AHEAD < self.steps:
+            return self.steps
+        waiting = [end for ends in self._ends for end in ends.tolist()]
+        return self.steps - sum(1 for end in waiting if end > self.device_known_ns)
+
     def window(self, horizon: int) -> Window | None:
         """Hand over the complete steps before number `horizon` that are not booked; None when there is none."""
         count = min(horizon, self.steps) - self.booked_steps
@@ -222,7 +247,7 @@ class LiveRank:
         self._note_saves(records[(records["start_ns"] >= low) | (first == 0)], first, ends)
         self.booked_ns, self.booked_steps = high, first + count
         given_up = sum(self._given_up.pop(step) for step in list(self._given_up) if step < self.booked_steps)
-        return Window(self.rank, first, low, ends, records, given_up)
+        return Window(self.rank, first, low, ends, records, given_up, self.device_ns)
 
     def _note_saves(self, records: Records, first: int, ends: Ints) -> None:
         """See what was saved in a window that begins with step `first` and whose steps end at `ends`."""

@@ -22,18 +22,18 @@ from numpy.typing import NDArray
 from headway.ledger.arrivals import COLLECTIVES, MESSAGES, last_arrivals, meetings
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, IN_EVALUATION, bucket_of_sub
 from headway.ledger.live_phases import phases
-from headway.ledger.live_rank import Records, Window
+from headway.ledger.live_rank import DEVICE_WORK, Records, Window
 from headway.ledger.rows import NAME_ID, Rows
 from headway.ledger.timeline import GAP_PRECEDENCE, checkpoint_gaps
-from headway.trace.intervals import inside
+from headway.trace.intervals import LAST, inside
 from headway.trace.records import RECORD_DTYPE
 from headway.trace.sweep import Ints, sweep
 from headway.trace.vocabulary import SPANS
 
 _SIZE = 1 + max(span.code for span in SPANS.values())
-_USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART = (
+_USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART, _HOST = (
     BUCKETS.index(name)
-    for name in ("useful", "eval", "comm", "bubble", "straggler", "checkpoint", "startup", "restart")
+    for name in ("useful", "eval", "comm", "bubble", "straggler", "checkpoint", "startup", "restart", "host")
 )
 _GAP = 0
 """Code of a gap inside a checkpoint; no record bears it."""
@@ -92,6 +92,12 @@ def book_windows(windows: Sequence[Window], *, restarted: bool = False) -> Itera
     step = np.searchsorted(cuts, pieces.start_ns, side="right")
     owner, duration = pieces.row, pieces.duration_ns
     bucket = np.where(owner >= 0, np.append(_BUCKET[code], _USEFUL)[owner], _USEFUL)
+    # What the host computes while its device has nothing to do is no work of the device.
+    seen_from = np.array([window.device_ns if window.device_ns >= 0 else LAST for window in windows], np.int64)
+    seen_from = np.clip(seen_from, low, high) + shift
+    window_of = np.searchsorted(base[1:], pieces.start_ns, side="right")
+    idle = (pieces.start_ns >= seen_from[window_of]) & (np.append(code, 0)[owner] != DEVICE_WORK)
+    bucket[idle & (bucket == _USEFUL)] = _HOST
     if restarted:
         bucket[bucket == _STARTUP] = _RESTART
     # As in the finished ledger: collections, saves, log lines and collectives of an evaluation keep their buckets.

@@ -10,15 +10,16 @@ realtime) pair that each wrote at its start. Times int64 ns.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from headway.core.bounded_json import read_json
 from headway.core.units import format_fraction
 from headway.ledger.account import Account, SpanFacts, blank_subs, bound_of
 from headway.ledger.arrivals import Lateness
@@ -37,6 +38,9 @@ RECORDED = ("process", "step", "optimizer.step", "input.next")
 
 BOUND = {"device": "the device", "input": "waiting for input", "host": "the host"}
 """What bounds a job, in words; other buckets go by their name."""
+
+WARM_STEPS, LEAST_STEPS, NOTED_SLOWER = 16, 64, 0.03
+"""Steps left out at the start of a run, and from the first window on; how many are compared at least; what is said."""
 
 WINDOW_FILE = re.compile(r"r(?P<rank>\d+)-w(?P<number>\d+)\.json(\.gz)?")
 
@@ -72,12 +76,35 @@ def recorded_account(runs: Sequence[RecordedRun]) -> Account:
     traces = [Parts.joined([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
     meta, offsets = _joined_meta(parts)
     book = book_run(traces, meta, offsets)
-    windows = None
-    if str(meta.get("device_type", "cpu")) != "cpu":
-        files = [path for run in runs for path in run.windows()]
-        windows = window_shares(book, _opened(files, meta, offsets))
-        apply_windows(book, windows)
-    return _summed(book, traces, meta, windows)
+    if str(meta.get("device_type", "cpu")) == "cpu":
+        return _summed(book, traces, meta, None)
+    files = [path for run in runs for path in run.windows()]
+    windows = window_shares(book, _opened(files, meta, offsets))
+    apply_windows(book, windows)
+    account = _summed(book, traces, meta, windows)
+    numbers = [int(match["number"]) for path in files if (match := WINDOW_FILE.fullmatch(path.name))]
+    said = slower_since(account.step_wall_ns, min(numbers, default=0))
+    return replace(account, notes=(*account.notes, said)) if said else account
+
+
+def slower_since(step_wall_ns: Ints, first: int) -> str:
+    """Return what to say of steps that take longer since the first window, which opened behind step `first`; or ''.
+
+    A device's profiler stays attached when it is off: graphs do not survive its coming and going. What that costs is no
+    part of what windows are seen to cost.
+
+    >>> slower_since(np.repeat([100, 104], 200), 200)
+    'steps take 4 % longer since the profiler was first used: its library stays attached'
+    """
+    before, after = step_wall_ns[WARM_STEPS:first], step_wall_ns[first + WARM_STEPS :]
+    if min(len(before), len(after)) < LEAST_STEPS:
+        return ""
+    longer = float(np.median(after) / np.median(before)) - 1
+    if longer < NOTED_SLOWER:
+        return ""
+    return (
+        f"steps take {format_fraction(longer, 0)} longer since the profiler was first used: its library stays attached"
+    )
 
 
 def _opened(
@@ -102,7 +129,7 @@ def _opened(
 def _window_clock(tables: Path, number: int) -> int | None:
     """Return realtime minus monotonic clock when a window was opened, None when its rank wrote none down."""
     try:
-        facts = json.loads(tables.read_text())["windows"][str(number)]
+        facts = read_json(tables)["windows"][str(number)]
         return int(facts["realtime_ns"]) - int(facts["clock_ns"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -151,6 +178,16 @@ def said_of_steps(traces: Sequence[Parts]) -> list[str]:
     return [BASES[name] for name in counted_by if name in BASES]
 
 
+def said_of_devices(traces: Sequence[Parts]) -> list[str]:
+    """Return what a reader must know of processes that compute on several devices."""
+    timers = {rank: row.get("timers") or {} for trace in traces for rank, row in trace.ranks.items()}
+    several = sorted(rank for rank, facts in timers.items() if len(facts.get("devices") or ()) > 1)
+    if not several:
+        return []
+    which = "rank " + ", ".join(map(str, several[:4])) + (", ..." if len(several) > 4 else "")
+    return [f"{which} computes on several devices and counts as one: at work while any of them is"]
+
+
 def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], windows: Windows | None) -> Account:
     """Sum a booked run."""
     last = book.attempts[-1]
@@ -162,6 +199,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
     cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
     notes = [f"the end of {cut} processes was not seen: they are booked up to their last record"] if cut else []
     notes += said_of_steps(traces)
+    notes += said_of_devices(traces)
     step_ns = _by_step(last)
     if "device.work" in last.spans:
         bound, share = bound_of(step_ns)

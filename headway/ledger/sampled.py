@@ -15,6 +15,10 @@ is not seen: the window says nothing of that time.
     host      | launches 1 | launches 2 | launches 3 |
     device    ( not seen )[ kernels 1  ][ kernels 2  ]
 
+The kernel that runs when a window closes, and what waits behind it, are not
+seen either: where the last launch shows no kernel, a window ends with the last
+kernel that it shows.
+
 >>> Windows({}, num_windows=4, window_ns=3_000, step_ns=1_000_000).basis
 'sampled (4 windows, 0.30 % of step time)'
 """
@@ -30,14 +34,14 @@ from headway.core.units import format_fraction
 from headway.ledger.arrivals import Booked
 from headway.ledger.attempts import RunBook
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
-from headway.ledger.kernels import DeviceBook, device_books, lateness_of
+from headway.ledger.kernels import WAITED, DeviceBook, device_books, lateness_of
 from headway.ledger.phases import by_host, evaluations_of
 from headway.ledger.rows import NAMES, Rows
 from headway.trace.intervals import inside
 from headway.trace.sweep import Ints, share_out, sweep
 from headway.trace.trace import Trace, concat
 
-SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy", "comm.p2p")
+SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy", "comm.p2p", "bubble.p2p")
 """What a window can show of a device at work; a last column, 'own', holds the time in which it did not work."""
 
 OWN = len(SEEN)
@@ -96,7 +100,7 @@ class Windows:
         if self.num_blind:
             notes.append(
                 f"{self.num_blind} profiler windows show no kernel and are not used: another profiler has the device, "
-                "or the profiler's library is missing or not allowed"
+                "the profiler's library is missing or not allowed, or the device was a whole window behind its host"
             )
         if self.num_windows:
             notes.append(f"device activity is extrapolated: {self.basis}")
@@ -147,12 +151,11 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | N
     middle = pieces.start_ns + waited
     start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1)
     end = np.stack([middle, pieces.end_ns], axis=1).reshape(-1)
-    seen = np.stack([np.full(len(waited), SEEN.index("straggler.device")), _SEEN_OF_SUB[device.sub]], axis=1).reshape(
-        -1
-    )
+    seen = _SEEN_OF_SUB[np.stack([WAITED[device.sub], device.sub], axis=1).reshape(-1)]
     kept = end > start
     start, end, seen = start[kept], end[kept], seen[kept]
-    low, high = max(int(start[seen != OWN].min()), host.first_ns), min(int(end.max()), host.last_ns)
+    closed = end[seen != OWN] if device.cut_off else end
+    low, high = max(int(start[seen != OWN].min()), host.first_ns), min(int(closed.max()), host.last_ns)
     if high <= low:
         return None
     picked, evaluations = by_host(rows, rows.of(*BUCKET_OF)), evaluations_of(rows)

@@ -92,5 +92,10 @@ def bubble(ledger: Ledger) -> list[Cause]:
     spans = [span_of(ledger, name) for name in ("comm.recv", "comm.send")]
     count = sum(span.count for span in spans)
     evidence = f"{count:,} sends and receives waited {mean_of(own, count)} for the stage at the other end"
+    kernels = span_of(ledger, "kernel.p2p").count
+    if kernels:
+        evidence = f"{kernels:,} kernels waited {mean_of(own, kernels)} for the stage at the other end"
+    elif not count:  # on a device the host only queues them; windows show a share of their kernels
+        evidence = f"kernels waited {format_seconds(own)} in all for the stage at the other end"
     fix = "more micro-batches per step, stages of equal time, an interleaved or zero-bubble schedule"
     return [Cause("bubble.p2p", plural(ledger.devices, "stage"), own, evidence, fix)]

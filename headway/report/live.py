@@ -129,7 +129,7 @@ def live_why(figures: LiveFigures) -> dict[str, Any]:
         "ledger": {name: amount / NS_PER_S for name, amount in amounts.items()},
         "ledger_ns": amounts,
         "sub": {},
-        "basis": {name: "remainder" if name == "useful" else "recorded" for name in BUCKETS},
+        "basis": dict.fromkeys(BUCKETS, "recorded") | {"useful": "device events" if figures.by_device else "remainder"},
         "causes": [{"cause": name, "lost_device_s": amount / NS_PER_S} for amount, name in lost],
         "straggler": None,
         "coverage": 1 - amounts["unknown"] / total_ns,

@@ -1,8 +1,11 @@
 """Serves the live page to browsers: one page, one stream of events, nothing else.
 
 Only GET is answered, only to this host's own names (a page of another site
-that had its name rebound to this address is refused), and only to the page's
-own origin, or to origins that were allowed. Events hold whole states, not
+that had its name rebound to this address is refused), only to the page's own
+origin, or to origins that were allowed, and only to who shows the token: every
+user of this machine can reach loopback. It comes in the address at the first
+visit, as a cookie from then on, or as a bearer header. A connection that has
+not shown it gives way once there are `MOST_STRANGERS` of them. Events hold whole states, not
 changes: a browser that was away for a while misses nothing, and one that
 knows the newest state (Last-Event-ID) is not told again. Seconds.
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import ipaddress
 import json
 import logging
@@ -24,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -32,6 +36,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headway.core.errors import InputError
 
@@ -45,6 +50,12 @@ CHART_COST = 500
 
 MOST_READERS = 64
 """Browsers that follow at one time."""
+
+MOST_STRANGERS = 64
+"""Connections that have not shown the token; of more, the oldest is closed."""
+
+COOKIE = "headway-watch"
+"""Cookie, with the port behind it: browsers tell cookies of one address apart by nothing else."""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -143,12 +154,42 @@ def _known_host(host: str, allowed: Allowed) -> bool:
     return True
 
 
-class Guard:
-    """Stands before the application: refuses what `refusal` refuses and sets the headers of every answer."""
+def token_of(headers: Mapping[str, str], query: str, cookie: str) -> str:
+    """Return the token that a request shows, '' where it shows none: in its address, a bearer header or the cookie.
 
-    def __init__(self, app: ASGIApp, allowed: Allowed) -> None:
+    >>> token_of({"cookie": "a=b; headway-watch-80=x"}, "", "headway-watch-80"), token_of({}, "token=y", "")
+    ('x', 'y')
+    """
+    shown = parse_qs(query).get("token", [""])[0]
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    shown = shown or (bearer.strip() if scheme.lower() == "bearer" else "")
+    pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
+    return shown or next((value for name, _, value in pairs if name == cookie), "")
+
+
+class Strangers:
+    """Connections that have not shown the token, oldest first: `MOST_STRANGERS` of them at most stay open."""
+
+    def __init__(self) -> None:
+        self._open: dict[Any, asyncio.Transport] = {}
+
+    def add(self, client: Any, transport: asyncio.Transport) -> None:
+        """Note a new connection of `client` (address and port); the oldest gives way."""
+        self._open[client] = transport
+        if len(self._open) > MOST_STRANGERS:
+            self._open.pop(next(iter(self._open))).abort()
+
+    def forget(self, client: Any) -> None:
+        """Note that a connection is gone, or no stranger's any more."""
+        self._open.pop(client, None)
+
+
+class Guard:
+    """Stands before the application: refuses who shows no token and what `refusal` refuses, sets answers' headers."""
+
+    def __init__(self, app: ASGIApp, allowed: Allowed, token: str, strangers: Strangers) -> None:
         """Guard `app`."""
-        self._app, self._allowed = app, allowed
+        self._app, self._allowed, self._token, self._strangers = app, allowed, token, strangers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -159,7 +200,14 @@ class Guard:
         added = dict(HEADERS)
         if headers.get("origin", "").lower() in self._allowed.origins:
             added |= {"Access-Control-Allow-Origin": headers["origin"], "Vary": "Origin"}
+        cookie = f"{COOKIE}-{(scope.get('server') or ('', 0))[1]}"
+        shown = token_of(headers, scope["query_string"].decode("latin-1"), cookie)
         refused = refusal(scope["method"], headers, self._allowed)
+        if refused is None and not hmac.compare_digest(shown.encode(), self._token.encode()):
+            refused = 403, "The token is missing or wrong. Open the whole address that headway watch printed."
+        if refused is None:
+            self._strangers.forget(scope.get("client"))
+            added["Set-Cookie"] = f"{cookie}={self._token}; HttpOnly; SameSite=Lax; Path=/"
 
         async def answer(message: Any) -> None:
             if message["type"] == "http.response.start":
@@ -178,10 +226,12 @@ class Guard:
 class LiveServer:
     """Polls a source and tells every reader; run it with `serve`."""
 
-    def __init__(self, source: LiveSource, allowed: Allowed) -> None:
-        """Serve `source` to those who are `allowed`."""
+    def __init__(self, source: LiveSource, allowed: Allowed, token: str) -> None:
+        """Serve `source` to those who are `allowed` and show `token`."""
         self._source = source
-        self._token = secrets.token_hex(4)
+        self._server_id = secrets.token_hex(4)
+        self.strangers = Strangers()
+        """Connections that have not shown the token."""
         self._changed = asyncio.Event()
         self._parts, self._parts_id = "", 0
         self._charts, self._charts_id = "", 0
@@ -192,7 +242,7 @@ class LiveServer:
         self.closing: Callable[[], bool] = lambda: False
         """Whether the server is about to stop: the streams then end."""
         routes = [Route("/", self._page, methods=["GET"]), Route("/events", self._events, methods=["GET"])]
-        self.app: ASGIApp = Guard(Starlette(routes=routes, lifespan=self._lifespan), allowed)
+        self.app: ASGIApp = Guard(Starlette(routes=routes, lifespan=self._lifespan), allowed, token, self.strangers)
         """The application."""
 
     @contextlib.asynccontextmanager
@@ -255,9 +305,9 @@ class LiveServer:
 
     def _known(self, last: str) -> tuple[int, int]:
         """Return what a reader has seen, by the id of its last event; nothing when another server told it."""
-        token, _, numbers = last.partition("-")
+        server_id, _, numbers = last.partition("-")
         parts, _, charts = numbers.partition("-")
-        same = token == self._token and parts.isdigit() and charts.isdigit()
+        same = server_id == self._server_id and parts.isdigit() and charts.isdigit()
         return (int(parts), int(charts)) if same else (0, 0)
 
     async def _stream(self, page: str, parts_seen: int, charts_seen: int) -> AsyncIterator[str]:
@@ -283,7 +333,7 @@ class LiveServer:
             self._readers -= 1
 
     def _event(self, name: str, data: str, parts: int, charts: int) -> str:
-        return f"id: {self._token}-{parts}-{charts}\nevent: {name}\ndata: {data}\n\n"
+        return f"id: {self._server_id}-{parts}-{charts}\nevent: {name}\ndata: {data}\n\n"
 
 
 def listening(host: str, port: int) -> socket.socket:
@@ -316,8 +366,20 @@ class _QuietServer(uvicorn.Server):
 
 def server_of(live: LiveServer) -> uvicorn.Server:
     """Return the server of `live`; `run(sockets=[...])` runs it until `should_exit` is set or a signal comes."""
+
+    class Protocol(H11Protocol):
+        """One connection; uvicorn itself would keep any number that never ask for anything."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's own
+            super().connection_made(transport)
+            live.strangers.add(self.client, transport)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            live.strangers.forget(self.client)
+            super().connection_lost(exc)
+
     config = uvicorn.Config(
-        live.app, log_level="critical", access_log=False, ws="none", lifespan="on", loop="asyncio", http="h11",
+        live.app, log_level="critical", access_log=False, ws="none", lifespan="on", loop="asyncio", http=Protocol,
         server_header=False, timeout_graceful_shutdown=3,
     )  # fmt: skip
     server = _QuietServer(config)

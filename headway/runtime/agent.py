@@ -71,7 +71,8 @@ class RankProcess:
             start_new_session=True,
             close_fds=False,  # what the launcher was given to hand on, as in `train.py <(zcat rows.gz)`
             # Runs in the child between fork and exec; it calls into libc only.
-            preexec_fn=lambda: die_with(parent),
+            # Asked, not killed: a script that saves when it is told to end does so here, too.
+            preexec_fn=lambda: die_with(parent, signal.SIGTERM),
         )
         self.pid = self._process.pid
         try:
@@ -106,9 +107,9 @@ class RankProcess:
         return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel end this process when process `parent`, which started it, ends."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when process `parent`, which started it, ends."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:  # the launcher died in between
         os._exit(1)
 
@@ -117,7 +118,7 @@ class Signals:
     """Signals that reached the launcher: counted here, acted upon by `Group.wait`."""
 
     STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    PASS = (signal.SIGUSR1, signal.SIGUSR2)
+    PASS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
     def __init__(self) -> None:
         self.stop: list[int] = []
@@ -248,21 +249,24 @@ class Group:
         for rank in self.ranks:
             rank.send(number, whole_group=whole_group)
 
-    def stop(self, *, grace_s: float, number: int = signal.SIGTERM, signals: Signals | None = None) -> None:
+    def stop(
+        self, *, grace_s: float, number: int = signal.SIGTERM, signals: Signals | None = None, known: int = 0
+    ) -> None:
         """Send `number`, wait up to `grace_s`, then kill what is left with everything it started.
 
-        A stop signal that arrives meanwhile (through `signals`) ends the grace.
+        A stop signal that arrives meanwhile ends the grace: one more in `signals` than those that were `known`.
         """
+        before = known or (len(signals.stop) if signals else 0)
         if self.running and grace_s > 0:
             self.tell(number)
-            before = len(signals.stop) if signals else 0
             self._wait_for(lambda: signals is not None and len(signals.stop) > before, grace_s)
         if self.running:
             self.tell(signal.SIGKILL, whole_group=True)
             self._wait_for(lambda: False, 30.0)
 
     def _obey(self, signals: Signals, grace_s: float) -> None:
-        self.stop(grace_s=grace_s if len(signals.stop) == 1 else 0.0, number=signals.stop[0], signals=signals)
+        known = len(signals.stop)  # before anything is done: the next one may come at any moment
+        self.stop(grace_s=grace_s if known == 1 else 0.0, number=signals.stop[0], signals=signals, known=known)
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float) -> None:
         """Return when no rank runs, when `done()` holds, or after `timeout_s`."""

@@ -12,13 +12,13 @@ rank, so one folder serves all ranks, or all hosts.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import RankSpec, Signals
@@ -32,7 +32,9 @@ from headway.runtime.launch import (
     open_streams,
     recorded_env,
     report,
+    say,
 )
+from headway.runtime.problems import Problems
 from headway.runtime.rank_env import Command, Place
 from headway.runtime.rank_variables import SOURCES, number
 from headway.runtime.recording import Exit, Recording, write_json
@@ -100,19 +102,26 @@ def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -
         group.wait(signals, grace_s=options.grace_s)
         ends = attempts.finish(group, watch)
     if place.local_rank == 0:
-        _wait_for_peers(recording.path, place)
-        return report(options, recording, ends, signals, peers=_peer_ends(recording.path, place))
+        peers: Sequence[Exit] = ()
+        with recording.problems.kept("how other ranks ended"):
+            _wait_for_peers(recording.path, place)
+            peers = _peer_ends(recording.path, place)
+        return report(options, recording, ends, signals, peers=peers)
     ended = report(options, recording, ends, signals)
     exit_ = Exit(ended.code, ended.cls, ended.first_rank, ended.traceback).json()
-    (recording.path / "ranks").mkdir(exist_ok=True)
-    row = asdict(recording.rows[-1]) | {"group_rank": place.group_rank, "exit": exit_}
-    write_json(recording.path / "ranks" / f"r{place.rank}.json", row)
+    late = Problems()
+    with late.kept("how this rank ended"):
+        (recording.path / "ranks").mkdir(exist_ok=True)
+        row = asdict(recording.rows[-1]) | {"group_rank": place.group_rank, "exit": exit_}
+        write_json(recording.path / "ranks" / f"r{place.rank}.json", row)
+    for problem in late.lines():
+        say(options, problem)
     return ended
 
 
 def _peer_ends(run: Path, place: Place) -> list[Exit]:
     """Return how the other ranks of this host and attempt say they ended."""
-    rows = (json.loads(file.read_text()) for file in sorted((run / "ranks").glob("r*.json")))
+    rows = (read_json(file) for file in sorted((run / "ranks").glob("r*.json")))
     return [
         Exit(row["exit"]["code"], row["exit"]["class"], row["exit"]["first_rank"], row["exit"]["traceback"])
         for row in rows
@@ -141,4 +150,4 @@ def _wait_for_peers(run: Path, place: Place) -> None:
 
 def _wrote(file: Path, place: Place) -> bool:
     """Say whether a rank has written its end of this attempt."""
-    return file.exists() and json.loads(file.read_text())["attempt"] == place.attempt
+    return file.exists() and read_json(file)["attempt"] == place.attempt

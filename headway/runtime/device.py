@@ -207,9 +207,39 @@ def capturing() -> bool:
     return any(is_capturing() for is_capturing in asked if is_capturing is not None)
 
 
+class Point:
+    """A point in what the devices seen were given to do, reached once they have done all before it; nobody waits."""
+
+    def __init__(self) -> None:
+        self._events = [(device, device.record()) for device in _SEEN.values()]
+
+    def is_reached(self) -> bool:
+        """Ask each device that had not got there when it was asked last."""
+        left = []
+        for device, event in self._events:
+            if event.query():
+                device.release(event)
+            else:
+                left.append((device, event))
+        self._events = left
+        return not left
+
+
 def generators() -> list[Any]:
-    """Return the generators of the devices in use; looking starts none."""
-    return [one for kind in kinds_in_use() for one in getattr(module_of(kind), "default_generators", ())]
+    """Return the generators of the devices that this process computes on; looking starts none.
+
+    None while a graph is captured: a generator that the graph has registered refuses to tell its state.
+    """
+    if capturing():
+        return []
+    found = []
+    for kind in kinds_in_use():
+        every = getattr(module_of(kind), "default_generators", ())
+        indices = {device.index for device in _SEEN.values() if device.kind == kind}
+        current = getattr(module_of(kind), "current_device", None)
+        indices |= {int(current())} if current is not None else set(range(len(every)))
+        found += [every[index] for index in sorted(indices) if index < len(every)]
+    return found
 
 
 def synchronize() -> None:

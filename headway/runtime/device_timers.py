@@ -20,6 +20,7 @@ import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from headway.runtime.device import Device, device_of
@@ -29,8 +30,9 @@ from headway.trace.vocabulary import SPANS
 
 WORK = SPANS["device.work"].code
 
-READY, COMPUTED, UPDATED = -1, -2, -3
-"""What marks stand for beside the ends of the two segments: forward may begin, a model was launched, an update was."""
+READY, COPIED, COMPUTED, UPDATED = -1, -2, -3, -4
+"""What marks stand for beside the ends of the two segments: forward may begin, the host waited for a copy to the
+device, a model was launched, an update was."""
 
 MOST_MARKS = 64
 """A stretch without an update is written in pieces of so many marks."""
@@ -83,7 +85,7 @@ class Mark:
     host_ns: int
     """The host's clock just before it was recorded."""
     code: int
-    """READY, COMPUTED, FORWARD (which ends there), BACKWARD (the same) or UPDATED."""
+    """READY, COPIED, COMPUTED, FORWARD (which ends there), BACKWARD (the same) or UPDATED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,11 @@ class DeviceTimers:
         """Say that forward may begin: the batch is there."""
         self._is_ready = True
         self._note(READY)
+
+    def copied(self) -> None:
+        """Say that the host waited for a copy to the device: it may have waited until all work before was done."""
+        if self._is_ready:
+            self._note(COPIED)
 
     def begun(self) -> None:
         """Say that a forward begins: where no batch was seen to come, it may begin now."""
@@ -221,7 +228,7 @@ class DeviceTimers:
             if mark.code in (FORWARD, BACKWARD) and moment > begun_ns:
                 self._emit(mark.code, begun_ns + ahead_ns, moment - begun_ns, 1, mark.host_ns)
             # Nothing was launched between what it was given last and this.
-            waits = mark.code == READY or (mark.code == FORWARD and last.code == COMPUTED)
+            waits = mark.code in (READY, COPIED) or (mark.code == FORWARD and last.code == COMPUTED)
             if waits and moment + ahead_ns - mark.host_ns <= DRAINED_NS:
                 self._worked(worked_from + ahead_ns, last_ns + ahead_ns, last)
                 worked_from = moment
@@ -266,6 +273,10 @@ class AllTimers:
     def ready(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""
         self._each(DeviceTimers.ready)
+
+    def copied(self) -> None:
+        """Say so to all of them, see `DeviceTimers`."""
+        self._each(DeviceTimers.copied)
 
     def begun(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""
@@ -322,6 +333,9 @@ def timers_of(probes: Probes) -> AllTimers:
 def device_backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `torch.autograd.backward` where the host has devices: events around what begins on one of them."""
     every = timers_of(probes)
+    ours: list[Callable[..., Any]] = [device_of, timers_of, *_methods(AllTimers, DeviceTimers, Device, Clock)]
+    for function in ours:
+        out_of_compiler(function)
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -337,6 +351,12 @@ def device_backward(original: Callable[..., Any], probes: Probes) -> Callable[..
             every.act(timers, DeviceTimers.ended)
 
     return out_of_compiler(backward)
+
+
+def _methods(*owners: type) -> list[FunctionType]:
+    """Return the functions in these classes, those of properties included."""
+    found = [getattr(value, "fget", value) for owner in owners for value in vars(owner).values()]
+    return [function for function in found if isinstance(function, FunctionType)]
 
 
 def batch_ready(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:

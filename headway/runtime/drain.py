@@ -7,24 +7,27 @@ A ring whose process is gone makes way for an empty file: its header stays as
 JSON. Deep windows have a budget of the same size; the oldest go first there too.
 
 >>> import tempfile
->>> drainer = Drainer(Path(tempfile.mkdtemp()), attempt=0, budget_bytes=1 << 20)
->>> drainer.start(); drainer.stop(); drainer.failure is None
-True
+>>> drainer = Drainer(Path(tempfile.mkdtemp()), problems := Problems(), attempt=0, budget_bytes=1 << 20)
+>>> drainer.start(); drainer.stop(); problems.lines()
+[]
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.runtime.finalise import windows_of
+from headway.runtime.problems import Problems
 from headway.trace import spool
 from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
 from headway.trace.ring_folders import live_folder
@@ -40,6 +43,12 @@ CHORES_EVERY = 25
 FAR_BYTES, FAR_S = 1 << 20, 5.0
 """Where spools do not lie beside the rings, records are held until there are so many bytes, or for so long."""
 
+WAITING_BYTES = RECORD_DTYPE.itemsize << 16
+"""Records of a process that wait while its spool cannot be written, in bytes."""
+
+RECORDS = "records"
+"""What a recording lacks whose disk is full."""
+
 Listener = Callable[[RingHeader, NDArray[np.void]], None]
 Looker = Callable[[Sequence[RingReader]], None]
 
@@ -47,55 +56,93 @@ Looker = Callable[[Sequence[RingReader]], None]
 class _Ring:
     """One ring being drained."""
 
-    def __init__(self, stem: Path) -> None:
+    def __init__(self, stem: Path, problems: Problems, seal_bytes: int) -> None:
+        self._problems, self._every_bytes = problems, seal_bytes
         self.reader = RingReader(spool.ring_of(stem))
         self.stem = stem
-        near = self.reader.path.parent == stem.parent
-        self.spool = stem.with_suffix(".spool").open("ab", buffering=0 if near else FAR_BYTES)
-        self.size = self.spool.tell()
+        self.hold_bytes = 0 if self.reader.path.parent == stem.parent else FAR_BYTES
+        self._spool = os.open(stem.with_suffix(".spool"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self.size = os.fstat(self._spool).st_size // RECORD_DTYPE.itemsize * RECORD_DTYPE.itemsize
         self.sealed = len(spool.sealed_pieces(self.stem))
+        self.seal_bytes = seal_bytes
+        """At how many bytes the spool is sealed."""
         self.quiet = 0
+        self._waiting = bytearray()
 
     def take(self, *, final: bool = False) -> NDArray[np.void]:
         """Return new records after spooling them."""
         records = self.reader.drain(final=final)
-        if len(records):
-            self.spool.write(records.tobytes())
-            self.size += records.nbytes
+        self._waiting += records.tobytes()
+        if len(self._waiting) > self.hold_bytes:
+            self.flush()
         self.quiet = 0 if len(records) else self.quiet + 1
         return records
 
-    def seal(self) -> None:
-        """Turn the spool into a sealed piece; a crash in between leaves doubles, which the reader drops."""
-        self.spool.flush()
+    def flush(self) -> None:
+        """Write the records that wait, whole ones; those that there is no room for wait on, and the oldest go first.
+
+        What is gone shows as missing numbers. So a disk that was full for a while costs the records of that while.
+        """
+        whole, cause = 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        try:
+            written = os.pwrite(self._spool, self._waiting, self.size)
+            whole = written - written % RECORD_DTYPE.itemsize  # the next write goes over the rest
+        except OSError as found:
+            cause = found
+        self.size += whole
+        del self._waiting[:whole]
+        if len(self._waiting) > WAITING_BYTES:
+            self._problems.add(RECORDS, cause)
+            del self._waiting[:-WAITING_BYTES]
+
+    def seal(self) -> bool:
+        """Turn the spool into a sealed piece; a crash in between leaves doubles, which the reader drops.
+
+        Returns whether there was room for it.
+        """
+        self.seal_bytes = self.size + self._every_bytes  # if it fails, try again then
+        with self._problems.kept(RECORDS):
+            self._seal()
+        return not self.size
+
+    def _seal(self) -> None:
         raw = self.stem.with_suffix(".spool")
         piece = self.stem.with_name(f"{self.stem.name}.{self.sealed:05d}.sealed")
         draft = piece.with_suffix(".draft")
-        draft.write_bytes(spool.pack(np.fromfile(raw, RECORD_DTYPE)))
-        os.replace(draft, piece)
-        self.spool.truncate(0)
-        self.sealed, self.size = self.sealed + 1, 0
+        try:
+            draft.write_bytes(spool.pack(np.fromfile(raw, RECORD_DTYPE)))
+            os.replace(draft, piece)
+        except OSError:
+            draft.unlink(missing_ok=True)  # the room that it takes
+            raise
+        os.ftruncate(self._spool, 0)
+        self.sealed, self.size, self.seal_bytes = self.sealed + 1, 0, self._every_bytes
 
     def retire(self) -> None:
         """Keep the header as JSON and put an empty file in the place of a process's ring; its name stays taken.
 
         The ring itself is never shortened: whoever has it mapped would end with SIGBUS.
         """
-        spool.write_header(self.stem, self.reader.header)
+        with self._problems.kept(RECORDS):
+            spool.write_header(self.stem, self.reader.header)
+            blank = self.reader.path.with_suffix(".blank")
+            with contextlib.suppress(FileNotFoundError):  # somebody removed the folder: no name is left to keep
+                blank.touch()
+                os.replace(blank, self.reader.path)
         self.close()
-        blank = self.reader.path.with_suffix(".blank")
-        with contextlib.suppress(FileNotFoundError):  # somebody removed the folder: no name is left to keep
-            blank.touch()
-            os.replace(blank, self.reader.path)
 
     def leave(self) -> None:
         """Let go of the ring; of one that somebody removed meanwhile the header is kept."""
-        if not self.reader.path.exists():
-            spool.write_header(self.stem, self.reader.header)
+        with self._problems.kept(RECORDS):
+            if not self.reader.path.exists():
+                spool.write_header(self.stem, self.reader.header)
         self.close()
 
     def close(self) -> None:
-        self.spool.close()
+        self.flush()
+        if self._waiting:
+            self._problems.add(RECORDS, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        os.close(self._spool)
         self.reader.close()
 
 
@@ -105,13 +152,14 @@ class Drainer:
     def __init__(
         self,
         rings: Path,
+        problems: Problems,
         *,
         attempt: int,
         budget_bytes: int,
         ranks: Set[int] | None = None,
         earlier: Drainer | None = None,
     ) -> None:
-        self.rings = rings
+        self.rings, self.problems = rings, problems
         self.listeners: list[Listener] = list(earlier.listeners) if earlier else []
         """Called with (header, new records) of each drain, in the drain's thread."""
         self.lookers: list[Looker] = list(earlier.lookers) if earlier else []
@@ -127,8 +175,6 @@ class Drainer:
         self._retired: set[Path] = set()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
-        self.failure: BaseException | None = None
-        """What stopped the drain; the rings themselves then still hold their newest records."""
 
     def start(self) -> None:
         """Start draining."""
@@ -140,8 +186,8 @@ class Drainer:
         self._done.set()
         if self._thread is not None:
             self._thread.join()
-        if self.failure is None:
-            self._try(lambda: self.drain(final=True))
+        with self.problems.kept(RECORDS):
+            self.drain(final=True)
         for ring in self._followed.values():
             ring.leave()
         self._followed.clear()
@@ -154,29 +200,33 @@ class Drainer:
         for stem in (self.rings / live.name for live in found):
             if stem not in self._followed and stem not in self._retired:
                 try:
-                    self._followed[stem] = _Ring(stem)
+                    self._followed[stem] = _Ring(stem, self.problems, self._seal_bytes)
                 except (FormatError, OSError):
                     continue  # its writer has not finished the header: next time
         for stem, ring in list(self._followed.items()):
             records = ring.take(final=final)
             if len(records):
-                for listener in self.listeners:
-                    listener(ring.reader.header, records)
+                self._call(self.listeners, ring.reader.header, records)
             if self._drains % round(FAR_S / DRAIN_S) == 0:
-                ring.spool.flush()
-            if ring.size > self._seal_bytes:
-                ring.seal()
+                ring.flush()
+            if ring.size > ring.seal_bytes and ring.seal():
                 self._rotate()
             if ring.quiet >= 5 and not final and _gone(ring.reader.header.pid):
                 ring.take(final=True)
                 ring.retire()
                 self._retired.add(stem)
                 del self._followed[stem]
-        for looker in () if final else self.lookers:
-            looker([ring.reader for ring in self._followed.values()])
+        if not final:
+            self._call(self.lookers, [ring.reader for ring in self._followed.values()])
         self._drains += 1
-        for chore in self.chores if final or self._drains % CHORES_EVERY == 0 else ():
-            chore()
+        if final or self._drains % CHORES_EVERY == 0:
+            self._call(self.chores)
+
+    def _call(self, called: Sequence[Callable[..., None]], *arguments: Any) -> None:
+        """Call each one; what one of them raises is kept, and costs the others nothing."""
+        for one in called:
+            with self.problems.kept(f"what {getattr(one, '__qualname__', 'a listener')} writes"):
+                one(*arguments)
 
     def _rotate(self) -> None:
         """Remove the oldest sealed pieces while all together exceed the budget."""
@@ -191,16 +241,8 @@ class Drainer:
 
     def _run(self) -> None:
         while not self._done.wait(DRAIN_S):
-            self._try(self.drain)
-            if self.failure is not None:
-                return
-
-    def _try(self, action: Callable[[], None]) -> None:
-        """Keep a failure (a full disk) for the launcher to report: it must never end the job."""
-        try:
-            action()
-        except Exception as cause:
-            self.failure = cause
+            with self.problems.kept(RECORDS):
+                self.drain()
 
 
 def _gone(pid: int) -> bool:

@@ -4,7 +4,8 @@ Threads share the global generators. A draw in one of them, in an example that
 comes once in a thousand, or one that is put back afterwards, moves the numbers
 of the training loop: no look before or after tells. So code that names such a
 function is not run by threads at all, at times also where it is called on a
-generator of its own: names are all that is read.
+generator of its own: names are all that is read (`drawing_names` has them). One such as `bytes`, which other things
+have too, counts where there is a generator in sight.
 
 >>> script = {"__name__": "__main__"}
 >>> exec("import random\\ndef rarely(i): return random.random() if i == 77 else 0.0", script)
@@ -21,18 +22,12 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
 
+from headway.runtime.drawing_names import SETTING, drawing_names, names_of_methods
+from headway.runtime.draws import own_generators
 from headway.runtime.reach import reached
 
-SETTING = frozenset({"manual_seed", "manual_seed_all", "fork_rng", "set_rng_state", "set_state", "setstate"})
-"""Functions that set a generator."""
-
-DRAWING = frozenset({
-    "bernoulli", "bernoulli_", "choice", "choices", "dropout", "exponential_", "gauss", "multinomial", "normal",
-    "normal_", "normalvariate", "permutation", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
-    "randn_like", "random", "random_", "randperm", "randrange", "sample", "seed", "shuffle", "standard_normal",
-    "triangular", "uniform", "uniform_",
-})  # fmt: skip
-"""Functions that draw, of torch, numpy and `random`; generators have methods of the same names."""
+DROPOUT = "torch.nn.modules.dropout"
+"""Module of the layers that draw when they are called, by whatever name."""
 
 MAKING = frozenset({
     "Generator", "Random", "RandomState", "SystemRandom", "default_rng", "generator", "torch_generator",
@@ -56,18 +51,20 @@ def names_threads(holder: Any) -> str | None:
 
 def names_draws(holder: Any) -> str | None:
     """Say which such name the code that `holder` gets at has, or None."""
+    drawing, methods = drawing_names(), names_of_methods()
+    if own_generators(holder):
+        drawing |= methods
     for value, by_code in reached(holder):
-        name = getattr(value, "__name__", "")
-        if (
-            by_code
-            and callable(value)
-            and name in SETTING | DRAWING
-            and isinstance(value, (BuiltinFunctionType, MethodType))
-        ):
-            return _reason(name)
+        if type(value).__module__ == DROPOUT and value.training:
+            return _reason(type(value).__name__)
+        if by_code and isinstance(value, (BuiltinFunctionType, MethodType)):
+            name, owner = value.__name__, type(getattr(value, "__self__", None)).__module__ or ""
+            of_generator = owner.partition(".")[0] in ("random", "numpy") and name in methods
+            if of_generator or name in SETTING | drawing:
+                return _reason(name)
         if isinstance(value, FunctionType) and not value.__module__.startswith(("headway.", "torch.")):
             for names in _scopes(value.__code__):
-                found = names & SETTING or (set() if names & MAKING else names & DRAWING)
+                found = names & SETTING or (set() if names & MAKING else names & drawing)
                 if found:
                     return _reason(min(found))
     return None

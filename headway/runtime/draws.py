@@ -57,6 +57,8 @@ def restorer(own: Sequence[Any]) -> Callable[[], None]:
             acts.append(partial(generator.setstate, generator.getstate()))
         elif kind == "numpy" and hasattr(generator, "bit_generator"):
             acts.append(partial(setattr, generator.bit_generator, "state", generator.bit_generator.state))
+        elif kind == "numpy" and hasattr(generator, "random_raw"):
+            acts.append(partial(setattr, generator, "state", generator.state))
         elif kind == "numpy":
             acts.append(partial(generator.set_state, generator.get_state()))
 
@@ -90,7 +92,9 @@ def _kind(value: Any) -> str:
     module, name = type(value).__module__, type(value).__name__
     if name == "Generator" and module.startswith("torch"):
         return "torch"
-    return "numpy" if name in ("Generator", "RandomState") and module.startswith("numpy.random") else ""
+    if not module.startswith("numpy.random"):
+        return ""
+    return "numpy" if name in ("Generator", "RandomState") or hasattr(value, "random_raw") else ""
 
 
 def _state(generator: Any) -> object:
@@ -108,9 +112,9 @@ def _state(generator: Any) -> object:
         return generator.getstate()
     if kind == "torch":
         return generator.get_state().numpy().tobytes()
-    bits = getattr(generator, "bit_generator", None)
-    if bits is not None:
-        return _flat(bits.state)
+    bits = generator if hasattr(generator, "random_raw") else getattr(generator, "bit_generator", None)
+    if bits is not None:  # how many were made of its seed shows in no state
+        return _flat(bits.state), getattr(getattr(bits, "seed_seq", None), "n_children_spawned", 0)
     bits = generator._bit_generator
     if type(bits).__name__ == "MT19937" and _memory_tells(sys.modules.get("numpy")):
         # The generator's own memory has the number that `randn` keeps, the other the 624 words and the place in them.

@@ -36,9 +36,6 @@ DEPARTURES = (
 )  # fmt: skip
 """Functions after which another program may look, or this one can no longer write."""
 
-SUPPORTS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")
-"""Sets of functions by which `shutil` asks what a function of `os` can do."""
-
 
 def before_looks(context: Context, before: Before, *, departures: bool = True) -> None:
     """Have `before(path)` called ahead of each look, and `before(None)` ahead of each departure."""
@@ -54,9 +51,6 @@ def _looking(before: Before, original: Callable[..., Any]) -> Callable[..., Any]
         before(args[0] if args else options.get("path", options.get("file", ".")))
         return original(*args, **options)
 
-    for name in SUPPORTS:
-        if original in getattr(os, name):
-            getattr(os, name).add(look)
     return look
 
 

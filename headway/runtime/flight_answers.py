@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from headway.core.hidden_thread import HiddenThread
 from headway.runtime.probes import write_whole
 
 SUFFIX = ".ask"
@@ -58,7 +58,7 @@ def answer_requests(ring: Path) -> None:
     os.mkfifo(path, 0o600)
     # Open for writing as well: a pipe that nobody else has open any more would end every read at once.
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    threading.Thread(target=_answer, args=(descriptor,), name="headway-flight", daemon=True).start()
+    HiddenThread(lambda: _answer(descriptor), name="headway-flight").start()
 
 
 def _answer(descriptor: int) -> None:

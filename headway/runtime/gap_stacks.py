@@ -1,10 +1,11 @@
 """What the script does between an update and the next forward: samples of the training thread's stack, only then.
 
-A daemon thread looks a hundred times a second at most whether the training thread is in that gap (one flag, set and
-cleared on the way), and only then takes its stack. The loop is the deepest frame that the stack shares with that of
-an update; its line, and the function called there, own the sample. Where a probe owns the time already (a wait in
-next(loader), a save), or headway works for itself, the sample goes. While gaps are short, and once much was seen, it
-looks ten times a second; each sample counts for the time since the look before, so that the estimates stay unbiased.
+A thread that the script does not see looks a hundred times a second at most whether the training thread is in that gap
+(one flag, set and cleared on the way), and only then takes its stack. The loop is the deepest frame that the stack
+shares with that of an update; its line, and the function called there, own the sample. Where a probe owns the time
+already (a wait in next(loader), a save), or headway works for itself, the sample goes. While gaps are short, and once
+much was seen, it looks ten times a second; each sample counts for the time since the look before, so that the estimates
+stay unbiased.
 
 >>> gap = GapStacks()
 >>> gap.report()
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
+from headway.core.hidden_thread import HiddenThread
 from headway.runtime.script_lines import feeds, is_ours, line_of, runs_cells
 
 PERIOD_S, RELAXED_S = 0.01, 0.1
@@ -80,7 +82,8 @@ class GapStacks:
         if self._stop is None:
             self._trainer, self.write, self._stop = trainer, write, threading.Event()
             self.asks[0] = True
-            threading.Thread(target=self._run, args=(self._stop,), name="headway-gap", daemon=True).start()
+            stop = self._stop
+            HiddenThread(lambda: self._run(stop), name="headway-gap").start()
 
     def stop(self) -> None:
         """Look no more."""

@@ -28,6 +28,18 @@ def host_memory(root: Path = Path("/")) -> dict[str, int | None]:
     return {"memory_total_bytes": total, "memory_available_bytes": available}
 
 
+def address_limit() -> str | None:
+    """Say which limit this process has on its addresses, None without one.
+
+    Threads reserve stacks and arenas of 64 MB each, and a cache its room: where a script has been given just enough,
+    they would take what it allocates later, and its life.
+    """
+    for name, limit in {"RLIMIT_AS": resource.RLIMIT_AS, "RLIMIT_DATA": resource.RLIMIT_DATA}.items():
+        if (most := resource.getrlimit(limit)[0]) != resource.RLIM_INFINITY:
+            return f"this process may take no more than {most} bytes of addresses ({name}), which the script may need"
+    return None
+
+
 def process_memory() -> dict[str, int]:
     """Return the most memory that this process has held: of the host, and of its device where it used one."""
     facts = {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from headway.core.host import host_cores
+from headway.core.private import private_folder
 from headway.runtime import bootstrap, redact
 from headway.runtime.annotate import Evaluation, Timer, mark_epoch
 from headway.runtime.cells import Cells
@@ -151,6 +152,7 @@ class Run:
             return
         try:
             environment = self._environment.enter_context(children_record(environment_for(self._wanted)))
+            private_folder(environment["HEADWAY_RUN"])
             self._session = bootstrap.start_here(environment)
         except Exception as cause:  # the training matters more than its recording
             self._environment.close()

@@ -4,9 +4,6 @@ Use it as `headway run` does: `launch(LaunchOptions(nproc_per_node=4),
 ["train.py", "--lr", "1e-3"])`. One host needs no torch here: the ranks are
 forked before anything heavy is imported. Several hosts meet through torch's
 elastic rendezvous (`headway.runtime.elastic`). Seconds are wall seconds.
-
->>> parse_hosts("1:4"), parse_hosts(2)
-((1, 4), (2, 2))
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from headway.core.beside import say_beside
 from headway.core.errors import InputError
+from headway.core.private import PRIVATE
 from headway.runtime import rank_env
 from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
 from headway.runtime.exit_class import (
@@ -85,6 +84,8 @@ class LaunchOptions:
 
     out: Path | None = None
     """Run folder; None = ./headway-runs/<script>-<n>."""
+    mode: int = PRIVATE
+    """Mode of the folders that are made; logs and run.json are as open."""
     apply: Path | None = None
     """Plan file whose remedies the ranks apply."""
     verify: bool = False
@@ -145,6 +146,8 @@ class ExitReport:
     """Launcher start to end, finalisation included."""
     run: Path | None
     """The run folder; None when a signal came before the hosts of a run had met."""
+    problems: tuple[str, ...] = ()
+    """What the recording lacks, and why."""
 
 
 def launch(options: LaunchOptions, script: Sequence[str]) -> ExitReport:
@@ -153,6 +156,9 @@ def launch(options: LaunchOptions, script: Sequence[str]) -> ExitReport:
     Raises `InputError` for options that cannot work: before any rank starts.
     """
     start_ns = time.perf_counter_ns()
+    if not (options.module or options.no_python):
+        module, script = rank_env.without_interpreter(script)
+        options = replace(options, module=module)
     min_hosts, max_hosts = check(options, script)
     if options.no_launch:
         from headway.runtime.attached import run_attached
@@ -183,7 +189,11 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
     if not options.module and not options.no_python and not Path(script[0]).exists():
         module = " ".join(["--module --", *script[1:2]])
-        fix = f"For a module write: headway run {module}" if script[0] in ("-m", "--module") else "Check the path."
+        fix = (
+            f"For a module write: headway run {module}"
+            if script[0] in ("-m", "--module")
+            else "Name a script: headway starts Python itself."
+        )
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. {fix}")
     if options.no_python and shutil.which(script[0]) is None:
         raise InputError(f"the program {script[0]!r} cannot be run. Check the path, or drop --no-python for a script.")
@@ -191,9 +201,9 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"--apply {options.apply} is not a file. Write one with: headway plan RUN -o {options.apply}")
     if options.metrics_port is not None:
         _check_metrics(options, options.metrics_port)
-    hosts = parse_hosts(options.nnodes)
+    hosts = rank_env.parse_hosts(options.nnodes)
     if options.rdzv_endpoint:
-        rank_env.check_host(_host_of(options.rdzv_endpoint), "the rendezvous host")
+        rank_env.check_host(rank_env.host_of(options.rdzv_endpoint), "the rendezvous host")
     rank_env.check_host(options.master_addr, "--master-addr")
     return hosts
 
@@ -204,22 +214,6 @@ def _check_metrics(options: LaunchOptions, port: int) -> None:
     if options.no_launch:
         raise InputError("--metrics-port stands for the ranks that headway launches. Drop it, or drop --no-launch.")
     check_port(port, options.metrics_host)
-
-
-def parse_hosts(text: str | int) -> tuple[int, int]:
-    """Return (fewest, most) hosts of torchrun's --nnodes, a number or 'min:max'; raises `InputError`."""
-    parts = str(text).split(":")
-    if len(parts) > 2 or not all(part.isdigit() for part in parts):
-        raise InputError(f"--nnodes is {text!r}; it must be a number or min:max. Pass 1 for a single host.")
-    low, high = int(parts[0]), int(parts[-1])
-    if not 1 <= low <= high:
-        raise InputError(f"--nnodes is {text!r}; it must hold 1 <= min <= max. Pass 1 for a single host.")
-    return low, high
-
-
-def _host_of(endpoint: str) -> str:
-    host = endpoint.rpartition(":")[0] if endpoint.count(":") == 1 or "]" in endpoint else endpoint
-    return host.strip("[]")
 
 
 def open_recording(
@@ -235,31 +229,48 @@ def open_recording(
     attempt: int = 0,
     shared: bool = False,
 ) -> Recording:
-    """Make the run folder and its first run.json."""
-    path = claim_folder(options.out, shared=shared) if options.out else next_folder(RUNS, script[0])
-    recording = Recording(
-        path.resolve(),
-        list(script),
-        start_ns,
-        nproc=nproc,
-        world_size=world_size or nproc,
-        group_rank=group_rank,
-        joins=joins,
-        leads=leads,
-        attempt=attempt,
-        shared=shared,
-        plan=options.apply,
-        baseline=options.baseline,
-        max_run_bytes=options.max_run_bytes,
-    )
-    recording.open()
-    return recording
+    """Make the run folder and its first run.json; where none was named and `RUNS` cannot be had, in a temporary one.
+
+    Raises `InputError` where a folder that was named cannot be written: no rank has been started.
+    """
+
+    def opened(path: Path) -> Recording:
+        recording = Recording(
+            path.resolve(),
+            list(script),
+            start_ns,
+            nproc=nproc,
+            world_size=world_size or nproc,
+            group_rank=group_rank,
+            joins=joins,
+            leads=leads,
+            attempt=attempt,
+            shared=shared,
+            plan=options.apply,
+            baseline=options.baseline,
+            max_run_bytes=options.max_run_bytes,
+        )
+        recording.open()
+        return recording
+
+    mode, out = options.mode, options.out
+    try:
+        return opened(claim_folder(out, shared=shared, mode=mode) if out else next_folder(RUNS, script[0], mode))
+    except OSError as cause:
+        reason = cause.strerror or cause
+        if out:
+            raise InputError(f"--out {out} cannot be written: {reason}. Name a folder with room.") from cause
+        instead = Path(tempfile.mkdtemp(prefix="headway-run-"))
+        say(options, f"{RUNS.resolve()} cannot be written ({reason}): this run is recorded in {instead}")
+        return opened(instead)
 
 
 def open_streams(options: LaunchOptions, recording: Recording) -> Streams:
     """Return the reader of the ranks' output; logs share a sixteenth of the run folder's bytes."""
     limit = max(recording.max_run_bytes // 16 // (2 * recording.nproc), 1 << 16)
-    return Streams(options.log_dir or recording.path / "logs", limit_bytes=limit, stdout_to_stderr=options.json)
+    logs = options.log_dir or recording.path / "logs"
+    problems, to_stderr = recording.problems, options.json
+    return Streams(logs, problems, limit_bytes=limit, stdout_to_stderr=to_stderr, mode=options.mode)
 
 
 def specs_of(
@@ -354,7 +365,6 @@ class Attempts:
         if self._status is not None:
             self._status.stop()
         self.streams.close()
-        self.recording.problems += self.streams.problems
 
     def start(self, specs: Sequence[RankSpec], attempt: int, *, plain: bool | None = None) -> Group:
         """Start the ranks, then everything that may take its time."""
@@ -373,13 +383,15 @@ class Attempts:
         if not self.options.quiet and specs[0].rank == 0 and self._status is None:
             from headway.runtime.status import StatusLine
 
-            self._status = StatusLine(self.streams, world_size=self.recording.nproc, start_ns=self.recording.start_ns)
+            start_ns = self.recording.start_ns
+            self._status = StatusLine(self.streams, world_size=self.recording.nproc, start_ns=start_ns)
             self._status.start()
         if self._status is not None:
             self._status.follow(drainer)
         if self._metrics is not None:
             self._metrics.follow(drainer)
-        group.overdue = self._watch_for_hangs(drainer)
+        with self.recording.problems.kept("reports of hangs"):
+            group.overdue = self._watch_for_hangs(drainer)
         return group
 
     def _watch_for_hangs(self, drainer: Drainer) -> Callable[[], bool]:
@@ -424,7 +436,8 @@ class Attempts:
         """Return the ranks that the attempt was ended for: the silent one, or all when none stands out."""
         if self._hang_watch is None:
             return set()
-        self._hang_watch.finish()
+        with self.recording.problems.kept("the report of a hang"):
+            self._hang_watch.finish()
         blamed = self._hang_watch.blamed
         own = {rank.spec.rank for rank in group.ranks}
         return ({blamed} if blamed in own else own) if group.hung else set()
@@ -468,14 +481,15 @@ def report(
     own = Exit(code, cls, first.rank if first else None, traceback_of(first.stderr) if first else None)
     shown = min([own, *peers], key=lambda end: BLAME.index(end.cls))
     recording.end(shown)
-    for problem in recording.problems:
+    problems = tuple(recording.problems.lines())
+    for problem in problems:
         say(options, problem)
     if first is not None:
         say_beside(
             failure_text(first, own, recording.path, interrupted=signal.SIGINT in signals.stop, alone=len(ends) == 1)
         )
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
-    return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path)
+    return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path, problems)
 
 
 def say(options: LaunchOptions, text: str) -> None:

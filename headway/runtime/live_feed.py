@@ -11,7 +11,6 @@ whose launcher is gone are told apart. Times in ns on CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from headway.core.bounded_json import read_json
 from headway.ledger.live_ledger import LiveFigures, LiveLedger
 from headway.trace import parquet
 from headway.trace.follow import Records, RunFollower
@@ -111,7 +111,7 @@ class LiveFeed:
         try:
             changed_ns = file.stat().st_mtime_ns
             if changed_ns != self._meta_ns:
-                found = json.loads(file.read_text(encoding="utf-8"))
+                found = read_json(file)
                 self.meta, self._meta_ns = found if isinstance(found, dict) else {}, changed_ns
         except (OSError, ValueError):
             return

@@ -160,6 +160,10 @@ PATCHES: dict[str, Patch] = {
 """Name -> patch. The names are the keys of `patches` in RUN/tables, and what HEADWAY_BREAK takes."""
 
 
+SUPPORTS = ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids")
+"""Sets of functions by which `shutil` asks what a function of `os` can do: a replacement can do the same."""
+
+
 def replace_attribute(target: str, wrapper: Callable[[Any], Any], *, copies: Sequence[str] = ()) -> Undo:
     """Replace 'module:path' by `wrapper(original)` and return the undo; the module is imported if need be.
 
@@ -181,6 +185,9 @@ def replace_attribute(target: str, wrapper: Callable[[Any], Any], *, copies: Seq
     own = vars(owner).get(name, _INHERITED)
     replacement = wrapper(original)
     setattr(owner, name, replacement)
+    for able in SUPPORTS if owner is os else ():
+        if original in getattr(os, able):
+            getattr(os, able).add(replacement)
     holders = [sys.modules[copy] for copy in copies if copy in sys.modules]
     holders = [holder for holder in holders if vars(holder).get(name) is original]
     for holder in holders:

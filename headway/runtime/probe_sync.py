@@ -1,4 +1,4 @@
-"""Probes of what makes the host wait for a device: copies back, `synchronize`.
+"""Probes of what makes the host wait for a device: `.cpu()`, `synchronize`; `probe_copy` has other copies back.
 
 They go in only where the host has devices. What the host waits for is the device at work, no time of its own. `item()`
 and the like are left alone: torch.compile traces them by identity, and a function around them would break its graphs.

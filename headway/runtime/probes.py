@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.core.hidden_thread import HiddenThread
 from headway.runtime.device import device_type
 from headway.runtime.gap_stacks import GapStacks
 from headway.runtime.gradients import Gradients
@@ -144,7 +144,10 @@ class Probes:
     indices: dict[int, int] = field(default_factory=dict)
     """`id` of a live optimizer -> its number, see `index_of`."""
 
-    _writing: threading.Thread | None = None
+    _is_full: bool = False
+    """Whether an error of the run folder was told."""
+
+    _writing: HiddenThread | None = None
     """Writes tables beside the training; None before the first time."""
 
     def __post_init__(self) -> None:
@@ -157,7 +160,11 @@ class Probes:
             return
         reason = f"{type(cause).__name__}: {cause}"
         self.tables["patches"][name] = reason
-        warn(f"{name} is not recorded: {reason}")
+        if not isinstance(cause, OSError):
+            warn(f"{name} is not recorded: {reason}")
+        elif not self._is_full:  # of a full disk, or a folder that is gone, each file would tell
+            self._is_full = True
+            warn(f"{name}, and maybe more, is not recorded: {cause.strerror or reason}")
 
     def wake(self, optimizer: int, ended_ns: int = 0) -> None:
         """Call the listeners whose step has come: an optimizer step that one of them waits for has ended.
@@ -253,10 +260,7 @@ class Probes:
             return
         try:
             files = self._files()
-            self._writing = threading.Thread(
-                target=self._write_files, args=(files,), name="headway-tables", daemon=True
-            )
-            self._writing.start()
+            self._writing = HiddenThread(lambda: self._write_files(files), name="headway-tables").start()
         except (RuntimeError, TypeError, ValueError) as cause:
             self.failed("tables file", cause)
 

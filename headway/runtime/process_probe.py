@@ -35,7 +35,7 @@ def register_stacks(path: str) -> int:
 
     if signal.getsignal(SIGNAL) is not signal.SIG_DFL:
         return 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True, chain=False)
     return int(SIGNAL)
 

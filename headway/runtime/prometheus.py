@@ -3,7 +3,10 @@
 Use it through `headway run --metrics-port 9400`. One endpoint stands for all
 ranks that this launcher started; attempts add up, so a restart shows as
 `headway_restarts_total` and never as a counter that begins again. Bound to
-loopback unless told otherwise. Seconds are device-seconds unless a name says
+loopback unless told otherwise. Every user of this machine can read it there:
+figures, the run's id and the host's name, no path and no argument. With
+HEADWAY_METRICS_TOKEN set, only who shows that token, as a bearer header or as
+`?token=`, is answered. Seconds are device-seconds unless a name says
 otherwise. Text format and server are prometheus-client's.
 
 >>> collector = LedgerCollector(LiveLedger(start_ns=0, world_size=1), {"run_id": "x"}, clock=lambda: 3_000_000_000)
@@ -13,14 +16,21 @@ otherwise. Text format and server are prometheus-client's.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hmac
+import os
 import socket
+import socketserver
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -36,6 +46,12 @@ if TYPE_CHECKING:
     from headway.runtime.recording import Recording
 
 LOOPBACK = "127.0.0.1"
+
+TOKEN = "HEADWAY_METRICS_TOKEN"
+"""Environment variable with what a scrape must show; unset or empty: nothing."""
+
+MOST_OPEN = 32
+"""Connections at one time."""
 
 GROWING = ("startup", "restart")
 """Causes that grow before anything is booked: a rank that has not begun is starting up."""
@@ -142,9 +158,12 @@ class Metrics:
         registry = CollectorRegistry()
         registry.register(LedgerCollector(self._ledger, _RunInfo(recording.path, recording.run_id)))
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server = _MetricsServer(port, host)
         except OSError as cause:
             raise _refused(port, host, cause) from cause
+        self._server.set_app(_only_with(os.environ.get(TOKEN, ""), make_wsgi_app(registry)))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="headway-metrics", daemon=True)
+        self._thread.start()
         shown = f"[{host}]" if ":" in host else host
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
         """Where it is served."""
@@ -159,6 +178,60 @@ class Metrics:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(2.0)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """One request; the terminal is the job's."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread per connection, and of those at most `MOST_OPEN`: the oldest gives way, since a scrape takes no time."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, port: int, host: str) -> None:
+        """Listen. Raises `OSError`."""
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        self._open: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
+        super().__init__((host, port), _QuietHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own."""
+        with self._lock:
+            if len(self._open) >= MOST_OPEN:
+                with contextlib.suppress(OSError):  # it has gone by itself
+                    self._open.pop(next(iter(self._open))).shutdown(socket.SHUT_RDWR)  # its thread reads the end
+            self._open[id(request)] = request
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.pop(id(request), None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a caller that hung up."""
+
+
+def _only_with(token: str, app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """Return `app` for those who show `token`; for everybody when that is empty."""
+
+    def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        scheme, _, bearer = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        shown = parse_qs(environ.get("QUERY_STRING", "")).get("token", [""])[0]
+        shown = bearer.strip() if scheme.lower() == "bearer" else shown
+        if token and not hmac.compare_digest(shown.encode(), token.encode()):
+            start_response("403 Forbidden", [("Content-Type", "text/plain")])
+            return [f"Show the token of {TOKEN}: Authorization: Bearer TOKEN, or ?token=TOKEN.\n".encode()]
+        return app(environ, start_response)
+
+    return guarded
 
 
 def check_port(port: int, host: str = LOOPBACK) -> None:

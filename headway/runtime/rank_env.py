@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -105,6 +106,22 @@ def torchrun_env(place: Place, base: Mapping[str, str]) -> dict[str, str]:
     if place.local_world_size > 1:
         env["OMP_NUM_THREADS"] = base.get("OMP_NUM_THREADS", "1")
     return env
+
+
+def without_interpreter(script: Sequence[str]) -> tuple[bool, Sequence[str]]:
+    """Return whether a script is a module, and it: of `python train.py` and `python -m package` what they mean.
+
+    `python` is the one that runs headway; another one's command is returned as it is.
+
+    >>> without_interpreter([sys.executable, "-m", "package.train", "--lr", "1"])
+    (True, ['package.train', '--lr', '1'])
+    """
+    program = shutil.which(script[0]) if len(script) > 1 and "python" in os.path.basename(script[0]) else None
+    if program is None or os.path.dirname(program) != os.path.dirname(sys.executable):
+        return False, script
+    if script[1] == "-m" and len(script) > 2:
+        return True, script[2:]
+    return False, script if script[1].startswith("-") else script[1:]
 
 
 ALONE = {"HEADWAY_RANK": "0"}
@@ -243,3 +260,24 @@ def num_devices() -> int:
             "Pass a number with --nproc-per-node, or mend torch: python -c 'import torch'"
         )
     return int(asked.stdout)
+
+
+def parse_hosts(text: str | int) -> tuple[int, int]:
+    """Return (fewest, most) hosts of torchrun's --nnodes, a number or 'min:max'; raises `InputError`.
+
+    >>> parse_hosts("1:4"), parse_hosts(2)
+    ((1, 4), (2, 2))
+    """
+    parts = str(text).split(":")
+    if len(parts) > 2 or not all(part.isdigit() for part in parts):
+        raise InputError(f"--nnodes is {text!r}; it must be a number or min:max. Pass 1 for a single host.")
+    low, high = int(parts[0]), int(parts[-1])
+    if not 1 <= low <= high:
+        raise InputError(f"--nnodes is {text!r}; it must hold 1 <= min <= max. Pass 1 for a single host.")
+    return low, high
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of a rendezvous endpoint, without its port and brackets."""
+    host = endpoint.rpartition(":")[0] if endpoint.count(":") == 1 or "]" in endpoint else endpoint
+    return host.strip("[]")

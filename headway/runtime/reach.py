@@ -17,14 +17,16 @@ first, so that a bound on the number of objects leaves out what is far away.
 
 from __future__ import annotations
 
+import builtins
 import logging
 import sys
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import ItemsView, Iterator
 from dataclasses import dataclass
 from dis import get_instructions
 from functools import cache, lru_cache, partial
 from itertools import chain, islice
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
 from types import (
     BuiltinMethodType,
@@ -51,6 +53,16 @@ LONG = 128
 """A container with more entries holds data, and is not looked into."""
 
 LEAVES = (str, bytes, bytearray, bool, int, float, complex, type(None))
+PLAIN = frozenset(LEAVES)
+CODE = frozenset({FunctionType, MethodType, BuiltinMethodType, partial, type})
+"""Types of entries that lead to code of their own."""
+
+SCANNED = 4096
+"""Entries of a long container of which the types are found, evenly spread."""
+
+CONTAINERS: tuple[Any, ...] = (list, tuple, dict, deque, set, frozenset)
+
+VIEWS: tuple[Any, ...] = (type({}.keys()), type({}.values()), type({}.items()))
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "headway", "numpy", "torch", "PIL", "pandas", "scipy", "pytest"})
 """Top-level modules whose code is not looked into: what it draws from, a script handed it or is global."""
 
@@ -61,7 +73,7 @@ def reached(*holders: Any, cut: list[Any] | None = None) -> Iterator[tuple[Any, 
     What only the code of an installed package leads to comes last. `cut` takes an object of the others that the bounds
     leave out, or that holds one: a change there would not be seen.
     """
-    seen: set[int] = set()
+    seen: dict[int, Any] = {}  # the objects too: some are made for this walk, and no other may get their address
     queue = deque((holder, 0, False) for holder in holders)
     later: deque[tuple[Any, int, bool]] = deque()
     while (queue and len(seen) < MOST_OBJECTS) or (later and len(seen) < MOST_INSTALLED):
@@ -72,37 +84,69 @@ def reached(*holders: Any, cut: list[Any] | None = None) -> Iterator[tuple[Any, 
             continue
         if id(value) in seen:
             continue
-        seen.add(id(value))
+        seen[id(value)] = value
         yield value, outside
-        held, named = _held(value), _named(value)
+        parts, named = parts_of(value), _named(value)
         if depth < DEPTH:
-            (queue if is_own else later).extend((part, depth + 1, outside) for part in held)
-            for part, is_installed in named:
-                (queue if is_own and not is_installed else later).append((part, depth + 1, True))
-        elif is_own and cut is not None and not cut and any(id(part) not in seen for part in held):
+            (queue if is_own else later).extend((part, depth + 1, outside) for part in parts)
+            for part, by_package in named:
+                (queue if is_own and not by_package else later).append((part, depth + 1, True))
+        elif is_own and cut is not None and not cut and any(id(part) not in seen for part in parts):
             cut.append(value)
     if cut is not None and not cut:
         cut += [value for value, _, _ in queue if not isinstance(value, LEAVES) and id(value) not in seen][:1]
 
 
-def _held(value: Any) -> list[Any]:
+def parts_of(value: Any) -> list[Any]:
     """Return the attributes or entries of an object."""
     if isinstance(value, (type, FunctionType, CodeType, ModuleType)):
         return []
     if isinstance(value, MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, (BuiltinMethodType, MethodWrapperType)):  # such as `get` of a dictionary
-        return [] if isinstance(value.__self__, (ModuleType, type)) else [value.__self__]
+        owner = value.__self__  # that of a function in C++ is a record of its types
+        is_none = isinstance(owner, (ModuleType, type)) or type(owner).__name__.startswith(("PyCapsule", "pybind11_"))
+        return [] if is_none else [owner]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, ReferenceType):
         return [value()]
+    if isinstance(value, (attrgetter, itemgetter, methodcaller)):
+        return [value.__reduce__()]
+    if isinstance(value, BaseException):
+        return [value.args, *attributes(value).values()]
+    if isinstance(value, VIEWS):
+        return [value.mapping]
     entries: list[Any] = []
-    if isinstance(value, (list, tuple, deque, dict)) and len(value) <= LONG:
-        entries = list(dict.values(value) if isinstance(value, dict) else value)
+    if isinstance(value, CONTAINERS):
+        entries = _entries(value)
+        entries += [value.default_factory] if isinstance(value, defaultdict) else []
     elif isinstance(value, MappingProxyType):
         entries = [value | {}]  # of whatever size: a dictionary of its own now
     return entries + list(attributes(value).values())
+
+
+def _entries(value: Any) -> list[Any]:
+    """Return the entries of a container, keys of a dictionary too; of a long one what only code follows from.
+
+    That is the functions in it, and one entry of each type: whose class is what others of the type go by. No method of
+    a class of the script's is called.
+    """
+    base = next(base for base in CONTAINERS if isinstance(value, base))
+    if base is dict:
+        pairs = [*islice(dict.items(value), SCANNED)]
+        some = [entry for _, entry in pairs] + [key for key, _ in pairs if type(key) not in PLAIN]
+    elif base in (list, tuple) and len(value) > SCANNED:
+        some = [*base.__getitem__(value, slice(None, None, -(-len(value) // SCANNED)))]
+    else:
+        some = [*islice(base.__iter__(value), SCANNED)]
+    if len(value) <= LONG:
+        return some
+    kinds = set(map(type, some)) - PLAIN
+    if not kinds:
+        return []
+    found = list({type(entry): entry for entry in reversed(some) if type(entry) in kinds}.values())
+    return found + [entry for entry in some if type(entry) in CODE] if kinds & CODE else found
 
 
 def items_of(mapping: dict[Any, Any]) -> ItemsView[Any, Any]:
@@ -149,28 +193,32 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
 
 
+OF_PYTHON = frozenset({"__slotnames__", "__dict__", "__weakref__"})
+"""Attributes of classes that copying an instance adds, and that Python makes."""
+
+
 def _named(value: Any) -> list[tuple[Any, bool]]:
     """Return what the code of a function, a class, or an object's class names outside of itself.
 
     And of each whether that is the code of an installed package.
     """
     if isinstance(value, FunctionType):
-        is_installed = _is_installed(value.__module__)
-        return [(part, is_installed) for part in named_by(value)]
+        by_package = is_installed(value.__module__)
+        return [(part, by_package) for part in named_by(value)]
     if isinstance(value, (CodeType, ModuleType, MethodType, list, tuple, dict)):
         return []
     kind = value if isinstance(value, type) else type(value)
     parts: list[tuple[Any, bool]] = []
-    for base in kind.__mro__:
-        if not of_library(base.__module__):
-            is_installed = _is_installed(base.__module__)
-            own = [part for name, part in vars(base).items() if name != "__slotnames__"]  # copying an instance adds it
-            parts += [(getattr(part, "__func__", getattr(part, "fget", part)), is_installed) for part in own]
-    return [(part, is_installed) for part, is_installed in parts if part is not None]
+    for base in (*kind.__mro__, type(kind)):  # and what makes the class: another class
+        if isinstance(base.__module__, str) and not of_library(base.__module__):
+            by_package = is_installed(base.__module__)
+            own = [part for name, part in vars(base).items() if name not in OF_PYTHON]
+            parts += [(getattr(part, "__func__", getattr(part, "fget", part)), by_package) for part in own]
+    return [(part, by_package) for part, by_package in parts if part is not None]
 
 
 @cache
-def _is_installed(module: str | None) -> bool:
+def is_installed(module: str | None) -> bool:
     """Tell whether a module is part of an installed package, and not of the script."""
     place = getattr(sys.modules.get((module or "").partition(".")[0]), "__file__", None) or ""
     return not {"site-packages", "dist-packages"}.isdisjoint(PurePath(place).parts)
@@ -185,12 +233,15 @@ def named_by(function: FunctionType) -> list[Any]:
     names = names_in(function)
     scope = function.__globals__
     named = [scope[name] for name in sorted(names.globals & scope.keys())]
+    named += [_BUILTINS[name] for name in sorted((names.globals & _BUILTINS.keys()) - scope.keys())]
     if not names.globals.isdisjoint(ANY_GLOBAL):
         named += [value for name, value in scope.items() if not name.startswith("__") and _is_setting(value)]
     parts += [found for found in named if not isinstance(found, ModuleType)]
     modules = [found for found in named if isinstance(found, ModuleType)]
     return parts + _of_modules(modules + _imported(names.imports, scope), names.attributes)
 
+
+_BUILTINS = vars(builtins)
 
 ANY_GLOBAL = frozenset({"globals", "vars", "locals", "eval", "exec", "_getframe"})
 """Names of functions by which code may get at any variable of its module."""
@@ -227,7 +278,7 @@ def names_in(function: FunctionType) -> NamesUsed:
     known = _NAMES.get(function)
     if known is None or known.code is not code:
         known = _NAMES[function] = NamesUsed(code, set(), set(), set())
-        for instruction in chain.from_iterable(map(get_instructions, _codes(code))):
+        for instruction in chain.from_iterable(map(get_instructions, codes_in(code))):
             name = instruction.opname
             if name == "IMPORT_NAME":
                 known.imports.add(instruction.argval)
@@ -236,7 +287,7 @@ def names_in(function: FunctionType) -> NamesUsed:
             elif name.endswith(("_ATTR", "_METHOD", "_FROM")):
                 known.attributes.add(instruction.argval)
         if not BY_NAME.isdisjoint(known.globals | known.attributes):
-            texts = {text for inner in _codes(code) for text in inner.co_consts if isinstance(text, str)}
+            texts = {text for inner in codes_in(code) for text in inner.co_consts if isinstance(text, str)}
             for names in (known.globals, known.attributes, known.imports):
                 names |= texts
     return known
@@ -253,7 +304,7 @@ def _imported(names: set[str], scope: dict[str, Any]) -> list[ModuleType]:
 def _of_modules(modules: list[ModuleType], names: set[str]) -> list[Any]:
     """Return what code with these names may look up in `modules` and in the script's modules inside them.
 
-    Of a library's module that is no function, no class and no plain value.
+    Of a library's module that is no function and no class.
     """
     parts, seen, stack = [], set(), modules[::-1]
     while stack:
@@ -266,18 +317,19 @@ def _of_modules(modules: list[ModuleType], names: set[str]) -> list[Any]:
             if found is sys.modules:
                 continue  # those that code may look up there, `names_in` has by their names
             if not isinstance(found, ModuleType):
-                parts += [] if is_library and isinstance(found, (type, FunctionType, *LEAVES)) else [found]
+                is_own = isinstance(found, (type, FunctionType)) and of_library(found.__module__)
+                parts += [] if is_library and is_own else [found]
             elif not of_library(found.__name__):
                 stack.append(found)
     return parts
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
+def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield code, and that of the functions inside of it."""
     yield code
     for inner in islice(code.co_consts, LONG):
         if isinstance(inner, CodeType):
-            yield from _codes(inner)
+            yield from codes_in(inner)
 
 
 def of_library(module: str | None) -> bool:
@@ -286,7 +338,8 @@ def of_library(module: str | None) -> bool:
     >>> of_library("torch.utils.data"), of_library("__main__"), of_library(None)
     (True, False, False)
     """
-    return (module or "").partition(".")[0] in _LIBRARIES
+    name = module if isinstance(module, str) else ""  # of a class made in C it may be anything
+    return name.partition(".")[0] in _LIBRARIES
 
 
 def closure_of(function: FunctionType) -> list[Any]:

@@ -25,11 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway import __version__
+from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
 from headway.core.host import host_cores
+from headway.core.private import PRIVATE, file_mode, private_folder
 from headway.core.whole_file import whole_file
 from headway.runtime import redact
 from headway.runtime.host_memory import host_memory
+from headway.runtime.problems import Problems
 from headway.trace import ring_folders
 
 if TYPE_CHECKING:
@@ -73,22 +76,26 @@ class Exit:
         }
 
 
-def next_folder(base: Path, script: str) -> Path:
-    """Make and return `base/<script>-<n>` with the first free n >= 1."""
+def next_folder(base: Path, script: str, mode: int = PRIVATE) -> Path:
+    """Make and return `base/<script>-<n>` with the first free n >= 1, and this mode."""
     stem = re.sub(r"[^\w.-]+", "_", Path(script).stem or "run")[:64]
     base.mkdir(parents=True, exist_ok=True)
     taken = [int(m[1]) for p in base.iterdir() if (m := re.fullmatch(re.escape(stem) + r"-(\d+)", p.name))]
     number = max(taken, default=0) + 1
     while True:
         try:
-            (base / f"{stem}-{number}").mkdir()
-            return base / f"{stem}-{number}"
+            folder = base / f"{stem}-{number}"
+            folder.mkdir(mode & PRIVATE)
+            folder.chmod(mode)
+            return folder
         except FileExistsError:
             number += 1
 
 
-def claim_folder(out: Path, *, shared: bool = False) -> Path:
-    """Make `out`; one that holds another run is refused, unless ranks or hosts share it.
+def claim_folder(out: Path, *, shared: bool = False, mode: int = PRIVATE) -> Path:
+    """Make `out`, with this mode; one that holds another run is refused, unless ranks or hosts share it.
+
+    An empty folder keeps the mode that it has.
 
     Raises `InputError`.
     """
@@ -97,7 +104,7 @@ def claim_folder(out: Path, *, shared: bool = False) -> Path:
     if not shared and out.is_dir() and any(out.iterdir()):
         raise InputError(f"--out {out} is not empty; a run needs a folder of its own. Name another one, or remove it.")
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        private_folder(out, mode)
     except OSError as cause:
         raise InputError(f"--out {out} cannot be made: {cause}. Name a folder that you may write.") from cause
     return out
@@ -139,7 +146,7 @@ class Recording:
     load_watch: LoadWatch | None = None
     """Follows what other processes take of the cores, from the first attempt on."""
     _ranks: Set[int] = frozenset()
-    problems: list[str] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     """What went wrong with the recording, for the launcher to say."""
 
     def open(self) -> None:
@@ -152,11 +159,12 @@ class Recording:
         if self.leads and self.file.exists():
             if not self.attempt:
                 raise InputError(f"{self.path} holds a run already. Name another folder with --out, or remove it.")
-            before = json.loads(self.file.read_text())
+            before = read_json(self.file)
             self.run_id, self.start_ns, self.realtime_ns = (before[k] for k in ("run_id", "start_ns", "realtime_ns"))
             self.rows = [RankRow(**row) for row in before["ranks"]]
+        private_folder(self.path)
         for part in ("events", "logs"):
-            (self.path / part).mkdir(parents=True, exist_ok=True)
+            private_folder(self.path / part, self.path.stat().st_mode & 0o777)
         self.rings = ring_folders.make(self.path, self.group_rank if self.shared else None)
         self.live = ring_folders.live_folder(self.rings)
         if self.plan is not None:
@@ -186,11 +194,13 @@ class Recording:
         from headway.runtime.load_watch import LoadWatch
 
         self.attempt = attempt
-        kept = sum(file.stat().st_size for file in (self.path / "events").glob("*.parquet"))
+        kept = 0
+        with self.problems.kept("the size of earlier attempts"):
+            kept = sum(file.stat().st_size for file in (self.path / "events").glob("*.parquet"))
         budget = max(self.max_run_bytes // 4 - kept // 2, self.max_run_bytes // 32)
         self._ranks = ranks
         self.drainer = Drainer(
-            self.rings, attempt=attempt, budget_bytes=budget, ranks=self._own_rings, earlier=self.drainer
+            self.rings, self.problems, attempt=attempt, budget_bytes=budget, ranks=self._own_rings, earlier=self.drainer
         )
         self.drainer.chores.append(lambda: prune_windows(self.path / "windows", budget, self._own_windows))
         # Ranks that joined another launcher's line are its children, as are the ranks beside them.
@@ -214,26 +224,20 @@ class Recording:
         self.rows = [row for row in self.rows if row.attempt != self.attempt] + list(rows)
         if self.drainer is not None:
             self.drainer.stop()
-            if self.drainer.failure is not None:
-                self.problems.append(f"records were not drained to the end: {self.drainer.failure}")
-        try:
+        with self.problems.kept(f"events of attempt {self.attempt}"):
             of_rank = {row.rank: asdict(row) for row in rows}
             finalise_attempt(self.path, self.attempt, rows=of_rank, rings=self.rings, ranks=self._own_rings)
             pack_windows(self.path / "windows", self._own_windows)
-        except Exception as cause:
-            self.problems.append(f"the events of attempt {self.attempt} could not be written: {cause!r}")
 
     def end(self, exit_: Exit) -> None:
         """Write the final run.json; a failure is kept in `problems`."""
-        try:
+        with self.problems.kept("run.json"):
             ring_folders.leave(self.rings)
             self.write(exit_=exit_, end_ns=time.perf_counter_ns())
-        except Exception as cause:  # whatever is wrong with the folder, it must not hide how the job ended
-            self.problems.append(f"run.json could not be written: {cause!r}")
 
     def _own_ranks(self) -> set[int]:
         """Return the ranks of this host: those launched here, and those that wrote their own row."""
-        others = (json.loads(file.read_text()) for file in (self.path / "ranks").glob("r*.json"))
+        others = (read_json(file) for file in (self.path / "ranks").glob("r*.json"))
         joined = {row["rank"] for row in others if row.get("group_rank", 0) == self.group_rank}
         return joined | {row.rank for row in self.rows}
 
@@ -278,8 +282,9 @@ class Recording:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write `value` to `path` by way of a draft beside it."""
+    """Write `value` to `path` by way of a draft beside it; who may not list the folder may not read it."""
     with whole_file(path) as draft:
+        draft.touch(file_mode(draft.parent))
         draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -3,7 +3,8 @@
 A remedy is a function `apply(parameters, context) -> Applied | Refused` in a
 room's `runtime.py`. The plan names remedies, the launcher says which function
 each name means; nothing here knows a room. A remedy that raises is refused
-with its message: a plan can leave a job slower than promised, never broken.
+with its message, and one that fails later, in a function that it has replaced,
+is undone (`guard`): a plan can leave a job slower than promised, never broken.
 
 >>> Refused("data.cache", "the dataset draws random numbers").json()["reason_not_applied"]
 'the dataset draws random numbers'
@@ -20,6 +21,7 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.planfile import Remedy, read_plan
 from headway.core.tables import pick
+from headway.runtime.guard import Passing, Restoring, guarded
 from headway.runtime.patches import Undo, replace_attribute
 from headway.runtime.probes import Probes, write_json
 
@@ -82,6 +84,15 @@ class Context:
     outcomes: list[Applied | Refused] = field(default_factory=list)
     """Outcomes so far, of all remedies of the plan."""
 
+    remedy: str = ""
+    """Name of the remedy that is being applied."""
+
+    in_force: dict[str, list[Undo]] = field(default_factory=dict)
+    """Name of a remedy that was applied -> its undos, in order."""
+
+    failed: dict[str, Refused] = field(default_factory=dict)
+    """Name of a remedy that failed later -> what is said of it from then on."""
+
     @property
     def rank(self) -> int:
         """Rank of this process."""
@@ -92,11 +103,40 @@ class Context:
         """Run folder."""
         return self.probes.run
 
-    def patch(self, target: str, wrapper: Callable[[Any], Any]) -> Undo:
-        """Replace 'module:path' by `wrapper(original)`; undone with the remedy, or by the function returned."""
-        undo = replace_attribute(target, wrapper)
+    def patch(
+        self, target: str, wrapper: Callable[[Any], Any], *, restoring: Restoring | None = None, passing: Passing = ()
+    ) -> Undo:
+        """Replace 'module:path' by `wrapper(original)`; undone with the remedy, or by the function returned.
+
+        Where the replacement fails, the remedy is undone and the original called: see `guarded`, also for the rest.
+        """
+        undo = replace_attribute(target, self.guarded(wrapper, restoring, passing))
         self.undos.append(undo)
         return undo
+
+    def guarded(
+        self, wrapper: Callable[[Any], Any], restoring: Restoring | None = None, passing: Passing = ()
+    ) -> Callable[[Any], Any]:
+        """Return `wrapper` with a guard: should it fail, the remedy that is being applied now is undone."""
+        name = self.remedy
+
+        def failed(cause: BaseException, first: bool) -> None:
+            when = "failed while it was set up" if first else "failed in use, and was undone"
+            self.fail(name, f"{when}: {type(cause).__name__}: {cause}")
+
+        return guarded(wrapper, failed, lambda: name in self.failed, restoring, passing)
+
+    def fail(self, name: str, reason: str) -> None:
+        """Undo a remedy that has failed while the script runs, and say why; only the first time. Raises nothing."""
+        if name in self.failed:
+            return
+        self.failed[name] = Refused(name, reason)
+        for undo in reversed(self.in_force.pop(name, [])):
+            try:
+                undo()
+            except Exception as cause:
+                self.probes.failed(f"undoing {name}", cause)
+        self.note(self.failed[name])
 
     def listen(self, listener: Callable[[int], int]) -> Undo:
         """Call `listener(optimizer)` at the next optimizer step; it returns the number of steps until its next call."""
@@ -113,6 +153,7 @@ class Context:
 
     def note(self, outcome: Applied | Refused) -> None:
         """Replace the outcome of a remedy, when it is known better later, and write RUN/applied again."""
+        outcome = self.failed.get(outcome.name, outcome)
         self.outcomes[:] = [old for old in self.outcomes if old.name != outcome.name] + [outcome]
         self.write()
 
@@ -151,16 +192,20 @@ def apply_plan(probes: Probes, environ: Mapping[str, str]) -> list[Undo]:
 def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> Applied | Refused:
     """Apply one remedy; whatever goes wrong becomes a `Refused`, and what it had patched is put back."""
     done = len(context.undos)
+    outcome: Applied | Refused
     try:
         module, _, function = pick(table, remedy.name, "remedy").partition(":")
-        context.allow = remedy.allow or ""
-        outcome: object = getattr(importlib.import_module(module), function)(dict(remedy.parameters), context)
-        if not isinstance(outcome, (Applied, Refused)):
-            raise InputError(f"{remedy.name} returned {outcome!r}; a remedy returns Applied or Refused. Report this.")
+        context.allow, context.remedy = remedy.allow or "", remedy.name
+        found: object = getattr(importlib.import_module(module), function)(dict(remedy.parameters), context)
+        if not isinstance(found, (Applied, Refused)):
+            raise InputError(f"{remedy.name} returned {found!r}; a remedy returns Applied or Refused. Report this.")
+        outcome = found
     except Exception as cause:
         outcome = Refused(remedy.name, f"{type(cause).__name__}: {cause}")
+    outcome = context.failed.get(remedy.name, outcome)  # a function that it has replaced may have been called already
     if isinstance(outcome, Refused):
         for undo in reversed(context.undos[done:]):
             undo()
         del context.undos[done:]
+    context.in_force[remedy.name] = context.undos[done:]
     return outcome

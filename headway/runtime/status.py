@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 PLAIN_EVERY_S = 10.0
 REDRAW_S = 0.5
+QUIET_S = 5.0
+"""After so long without a step the line says so."""
 
 
 class Progress:
@@ -54,8 +56,11 @@ class Progress:
         amounts = figures.bucket_ns
         total_ns = max(sum(amounts.values()), 1)
         top = max((name for name in amounts if name != "useful"), key=lambda name: amounts[name])
+        idle_s = (now_ns - max(rank.last_step_ns for rank in figures.ranks)) / 1e9
+        # What comes after the last step, the writing of results say, does not slow the steps down.
+        waits = f" | no step for {format_seconds(idle_s)}" if idle_s > QUIET_S and figures.steps else ""
         return (
-            f"step {figures.steps} | {format_rate(figures.steps_per_s)} steps/s | "
+            f"step {figures.steps} | {format_rate(figures.steps_per_s_then)} steps/s{waits} | "
             f"goodput {format_fraction(figures.goodput, 0)} | "
             f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
         )

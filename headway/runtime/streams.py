@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
+import io
 import os
 import selectors
 import termios
@@ -30,7 +32,9 @@ from fcntl import ioctl
 from pathlib import Path
 
 from headway.core.host import readable
+from headway.core.private import PRIVATE, private_folder
 from headway.core.wake import Wake
+from headway.runtime.problems import Problems
 
 READ_BYTES = 1 << 16
 TAIL_BYTES = 1 << 17
@@ -43,17 +47,23 @@ LINE_LIMIT_BYTES = 1 << 16
 class BoundedLog:
     """A log file of at most `limit_bytes`: the newest half stands in `path`, the half before it in `path`.1."""
 
-    def __init__(self, path: Path, limit_bytes: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, limit_bytes: int, mode: int = PRIVATE) -> None:
+        """`mode` is that of a folder that is made for it; who may not enter that may not read the file."""
+        self.path, self._mode = path, mode & 0o666
         self.rotated = path.with_name(path.name + ".1")
         self._half = max(limit_bytes // 2, 1)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
-        self._size = self._file.tell()
         self.lost_bytes = 0
         """Bytes that there was no room for."""
         self.cause: OSError | None = None
         """Why not."""
+        self._file: io.FileIO | None = None
+        self._size = 0
+        try:
+            private_folder(path.parent, mode)
+            self._file = io.FileIO(path, "ab", opener=self._opened)
+            self._size = self._file.tell()
+        except OSError as cause:
+            self.cause = cause
 
     def write(self, data: bytes) -> None:
         """Append `data`, rotating first when it would not fit; one write beyond the half keeps its end.
@@ -64,7 +74,7 @@ class BoundedLog:
         try:
             if self._size and self._size + len(data) > self._half:
                 self._rotate()
-            written = self._file.write(kept) or 0
+            written = self._file.write(kept) or 0 if self._file is not None else 0
         except OSError as cause:
             written, self.cause = 0, cause
         self._size += written
@@ -73,13 +83,18 @@ class BoundedLog:
     def _rotate(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # renamed before, when there was no room for the next file
             os.replace(self.path, self.rotated)
-        fresh = self.path.open("wb", buffering=0)
-        self._file.close()
+        fresh = io.FileIO(self.path, "wb", opener=self._opened)
+        self.close()
         self._file, self._size = fresh, 0
+
+    def _opened(self, path: str, flags: int) -> int:
+        return os.open(path, flags, self._mode)
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a network disk says only now what it could not keep
+                self._file.close()
 
 
 class Tail:
@@ -133,8 +148,16 @@ class _Source:
 class Streams:
     """Reads every rank's stdout and stderr until they end."""
 
-    def __init__(self, logs: Path, *, limit_bytes: int, stdout_to_stderr: bool = False) -> None:
-        self.logs = logs
+    def __init__(
+        self,
+        logs: Path,
+        problems: Problems,
+        *,
+        limit_bytes: int,
+        stdout_to_stderr: bool = False,
+        mode: int = PRIVATE,
+    ) -> None:
+        self.logs, self._mode = logs, mode
         self._limit = limit_bytes
         self._stdout_fd = 2 if stdout_to_stderr else 1
         self._selector = selectors.DefaultSelector()
@@ -147,8 +170,8 @@ class Streams:
         self._broken: dict[int, OSError] = {}
         self.output_lost = False
         """Whether stdout could not be written, for another reason than that its reader went away."""
-        self.problems: list[str] = []
-        """What of the ranks' output was lost, and why; known once the streams are closed."""
+        self.problems = problems
+        """Takes what of the ranks' output was lost, and why, once the streams are closed."""
         self.at_line_start = True
         """Whether the terminal's cursor stands at the start of a line (a status line may be drawn)."""
         self.before_output: Callable[[], None] | None = None
@@ -164,7 +187,7 @@ class Streams:
         ends = []
         for suffix, out_fd in (("out", self._stdout_fd), ("err", 2)):
             read_fd, write_fd = _terminal_pair(out_fd) if plain else os.pipe()
-            log = BoundedLog(self.logs / f"r{rank}.{suffix}", self._limit)
+            log = BoundedLog(self.logs / f"r{rank}.{suffix}", self._limit, self._mode)
             prefix = None if plain else f"[{label}]:".encode()
             if suffix == "out" and out_fd == 1 and not os.isatty(out_fd):
                 prefix = None if alone else b""
@@ -220,7 +243,7 @@ class Streams:
             if not isinstance(cause, BrokenPipeError):
                 self.output_lost |= out_fd == 1
                 stream = "stderr" if out_fd == 2 else "stdout"
-                self.problems.append(f"{stream} was cut short, as it could not be written ({cause.strerror})")
+                self.problems.say(f"{stream} was cut short, as it could not be written ({cause.strerror})")
 
     def _pump(self) -> None:
         while not self._closing:
@@ -232,10 +255,9 @@ class Streams:
 
     def _read(self, source: _Source) -> None:
         self._is_reading = True
-        try:
+        with self.problems.kept(f"some output of rank {source.rank}"):  # a rank whose pipe nobody reads would wait
             self._take(source)
-        finally:
-            self._is_reading = False
+        self._is_reading = False
 
     def _take(self, source: _Source) -> None:
         try:
@@ -275,9 +297,8 @@ class Streams:
         os.close(source.read_fd)
         source.log.close()
         if source.log.lost_bytes:
-            self.problems.append(
-                f"{source.log.path} lacks {source.log.lost_bytes} bytes: {source.log.cause or 'no room'}"
-            )
+            cause = source.log.cause or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.problems.add(f"{source.log.lost_bytes} bytes of {source.log.path}", cause)
 
     def _show(self, out_fd: int, data: bytes) -> None:
         """Write to the launcher's own stream; a reader that went away (`| head`) costs the output, not the run."""

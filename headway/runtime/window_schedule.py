@@ -11,7 +11,7 @@ While one host profiles, the others wait for its collectives; they profile at th
 pay one budget together, and not one each. The ranks of one host agree through 8 bytes in a file, some steps ahead: one
 that looks late finds out in time.
 
->>> spacing(cost_ns=10_000_000, step_ns=20_000_000, budget=0.01)
+>>> spacing(cost_ns=10_000_000, step_ns=20_000_000, budget=0.01, least=20)
 64
 >>> opening_step(now=103, cycle=2, ahead=10, spacing=64)
 128
@@ -26,17 +26,18 @@ import struct
 from headway.core.host import host_id
 from headway.runtime.probes import Probes
 
-LEAST_SPACING = 16
-"""Steps between two windows at least."""
-
 MOST_RANKS = 16
 """Ranks of a job that take part in one window: in larger jobs they take turns."""
 
 
-def spacing(*, cost_ns: int, step_ns: int, budget: float) -> int:
-    """Return the least power of two of steps (of `step_ns` each) whose `budget` pays for a window of `cost_ns`."""
-    steps = LEAST_SPACING
-    while steps * step_ns * budget < cost_ns and steps < 1 << 40:
+def spacing(*, cost_ns: int, step_ns: int, budget: float, least: int) -> int:
+    """Return the least power of two of steps (of `step_ns` each) whose `budget` pays for a window of `cost_ns`.
+
+    `least` is the number of steps that a window needs: to be announced, to come, and to be over. With fewer between
+    two multiples a host would reach every second or third of them only, and another host the ones between.
+    """
+    steps = 16
+    while (steps < least or steps * step_ns * budget < cost_ns) and steps < 1 << 40:
         steps *= 2
     return steps
 
@@ -69,7 +70,7 @@ class Schedule:
         """Whether this rank writes; a rank that the script spawned itself knows only its rank."""
         self._path = f"{probes.run}/windows/schedule-a{recorder.attempt}-{host_id()}"
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
-        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def read(self) -> int:
         """Return the announced step, -1 when there is none."""

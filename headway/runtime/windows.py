@@ -11,7 +11,7 @@ On a device a step may be many thousand launches, and the first window starts
 the profiler's library, which takes seconds. There the first window is one step,
 and those behind it hold the training thread, by what the first one took, no
 longer than `HOLD_NS`: fewer steps, then none of the host's operations, then no
-windows. A job that uses a profiler itself gets no windows from then on.
+windows. It closes once the device has got to its end. A job that uses a profiler itself gets no windows from then on.
 
 >>> shape_after(Shape(3, True), held_ns=60_000_000), shape_after(Shape(1, True), held_ns=60_000_000)
 (Shape(steps=2, host=True), Shape(steps=1, host=False))
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headway.core.hidden_thread import HiddenThread
 from headway.runtime import device
 from headway.runtime.ddp_facts import note_models
 from headway.runtime.flight_answers import flight_entries
@@ -47,6 +48,9 @@ BUDGET = 0.01
 
 HOLD_NS = 50_000_000
 """Longest time for which a window of a device may hold the training thread when it ends: collecting and writing."""
+
+MOST_MORE_STEPS = 16
+"""Steps for which a window stays open, at most, until a device has got to its end."""
 
 FIRST_COST_NS, FIRST_DEVICE_COST_NS = 10_000_000, 5_000_000_000
 """Assumed cost of the first window, besides its steps' own slow-down; the second where a device's library starts."""
@@ -119,7 +123,7 @@ class Windows:
         self._first_ns = self._first_step = self._profiled_ns = 0
         self._open: _Open | None = None
         self._plan: Schedule | None = None
-        self._writers: list[threading.Thread] = []
+        self._writers: list[HiddenThread] = []
         self._undos = [self._watch(name) for name in SCRIPT_PROFILERS]
         if not self.stopped:
             os.register_at_fork(before=self.drop)
@@ -129,7 +133,7 @@ class Windows:
     def listen(self, optimizer: int) -> int:
         """Look at the end of an optimizer step; returns how many more until the next look."""
         if self._open is not None:  # first: a profiler that nobody stops fills the memory
-            if self._open.thread == threading.get_ident():
+            if self._open.thread == threading.get_ident() and self._is_done(self._open):
                 self._close()
             return self._cycle
         if self.stopped or not self.probes.leads:
@@ -157,8 +161,11 @@ class Windows:
 
     def _pause(self) -> int:
         """Return the optimizer steps until the next look at the schedule, in whole cycles."""
-        looks = 16 if self._step_ns() < FAST_STEP_NS else 4
-        return looks * self._cycle - self.probes.steps[0] % self._cycle
+        return self._paces()[0] * self._cycle - self.probes.steps[0] % self._cycle
+
+    def _paces(self) -> tuple[int, int]:
+        """Return the cycles between two looks at the schedule, and those by which a window is announced ahead."""
+        return (16, 40) if self._step_ns() < FAST_STEP_NS else (4, 10)
 
     def _step_ns(self) -> int:
         """Mean time of a step so far, windows included."""
@@ -173,12 +180,10 @@ class Windows:
             return
         step_ns = max(self._step_ns(), 1)
         cost_ns = self._expected_cost_ns(step_ns)
-        opens = opening_step(
-            now=step,
-            cycle=self._cycle,
-            ahead=40 if step_ns < FAST_STEP_NS else 10,
-            spacing=spacing(cost_ns=cost_ns, step_ns=step_ns, budget=self.budget),
-        )
+        looks, ahead = self._paces()
+        least = looks + ahead + self.shape.steps
+        stride = spacing(cost_ns=cost_ns, step_ns=step_ns, budget=self.budget, least=least)
+        opens = opening_step(now=step, cycle=self._cycle, ahead=ahead, spacing=stride)
         trained_ns = now() - self._first_ns + (opens - step) // self._cycle * step_ns
         if self.cost_ns + cost_ns <= self.budget * trained_ns:
             self._schedule.write(opens)
@@ -227,10 +232,32 @@ class Windows:
         self._fit()
         if self.stopped:
             return NEVER
-        with quiet_stderr():
+        # The first start on a device loads a library, which takes seconds and may crash: its message must arrive.
+        with quiet_stderr() if self._last_cost_ns or not device.activities() else contextlib.nullcontext():
             low_level_start(host=self.shape.host)
         self._open = _Open(step, self.shape.steps, now(), time.time_ns(), now() - started, usual)
         return self.shape.steps * self._cycle
+
+    def _is_done(self, window: _Open) -> bool:
+        """Whether a device has got to the end of a window, whose kernels may run when its host is steps ahead.
+
+        host     | window | ...    | ...    | closes
+        device            [ kernels of the window ]
+        """
+        if device.capturing():
+            return False
+        try:
+            if window.end is None:
+                window.end = device.Point()
+            elif window.more_steps >= MOST_MORE_STEPS:
+                return True
+            if window.end.is_reached():
+                return True
+        except Exception as cause:  # a device without events
+            self.probes.failed("windows", cause)
+            return True
+        window.more_steps += 1
+        return False
 
     def _close(self) -> None:
         window, self._open = self._open, None
@@ -242,7 +269,9 @@ class Windows:
         duration, self._held_ns = end - window.start_ns, now() - end
         number, rank = window.number, self.probes.recorder.rank
         self.probes.emit(WINDOW, window.start_ns, duration, number, window.realtime_ns)
-        self._last_cost_ns = window.opening_ns + now() - end + max(0, duration - window.steps * window.usual_ns)
+        self._last_cost_ns = (
+            window.opening_ns + now() - end + max(0, duration - (window.steps + window.more_steps) * window.usual_ns)
+        )
         self.cost_ns += self._last_cost_ns
         self.count += 1
         facts = {
@@ -254,7 +283,7 @@ class Windows:
             note_models(self.probes)
         stem = f"{self.probes.run}/windows/r{rank}-w{number}"
         # A plain thread, waited for by `finish`: a daemon could be cut off in the middle of a file.
-        writer = threading.Thread(target=self._write, args=(result, stem, facts), name="headway windows", daemon=True)
+        writer = HiddenThread(lambda: self._write(result, stem, facts), name="headway-windows")
         self._writers = [*(w for w in self._writers if w.is_alive()), writer]
         writer.start()
 
@@ -329,7 +358,7 @@ class Windows:
 class _Open:
     """A window that is being recorded."""
 
-    __slots__ = ("number", "opening_ns", "realtime_ns", "start_ns", "steps", "thread", "usual_ns")
+    __slots__ = ("end", "more_steps", "number", "opening_ns", "realtime_ns", "start_ns", "steps", "thread", "usual_ns")
 
     def __init__(
         self, number: int, steps: int, start_ns: int, realtime_ns: int, opening_ns: int, usual_ns: int
@@ -337,6 +366,10 @@ class _Open:
         self.number, self.steps = number, steps
         self.start_ns, self.realtime_ns, self.opening_ns, self.usual_ns = start_ns, realtime_ns, opening_ns, usual_ns
         self.thread = threading.get_ident()
+        self.more_steps = 0
+        """Steps for which it stayed open because a device had not got to its end."""
+        self.end: device.Point | None = None
+        """Its end on the devices; None before its last step has ended."""
 
 
 def num_ranks() -> int:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.sim import ddp_buckets
+from headway.sim.ddp_device import rows_of
 from headway.sim.ddp_step import Step
 from headway.sim.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
 from headway.sim.ddp_window import Ints
@@ -73,7 +74,7 @@ def scaled(step: Step, window: Trace, factors: Sequence[tuple[str, float]]) -> S
     """Return `step` with operations that match each (glob, factor) taking that many times as long."""
     threads = []
     for thread in step.threads:
-        trace = window.where(window.events["rank"] == thread.rank)
+        trace = rows_of(window.where(window.events["rank"] == thread.rank))
         own = thread.own_ns.astype(np.float64)
         for pattern, factor in factors:
             begin, end = _stretches(trace, pattern)

@@ -1,4 +1,4 @@
-"""The training thread of one rank in a deep window, cut where it meets communication.
+"""The training thread of one rank in a deep window, or its device's stream, cut where it meets communication.
 
 Use it between `ddp_window` and `ddp_step`. The thread is a chain of items:
 work, a gradient that becomes ready, a call that puts a collective into the
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.sim.ddp_device import DeviceWindow
 from headway.sim.ddp_window import Ints, collectives
 from headway.trace.nesting import leaves
 from headway.trace.trace import Trace
@@ -97,20 +98,26 @@ def thread_of(window: Trace, rank: int) -> Thread:
     A collective that ran outside the window's steps takes its call with it.
     """
     trace = window.where(window.events["rank"] == rank)
-    calls, ran = collectives(trace)
+    device = DeviceWindow.of(trace)
+    calls, ran = collectives(trace) if device is None else (device.calls, device.ran)
     if not calls.size:
         raise InputError(f"rank {rank} queued no collective in the window. Take a window of a data-parallel job.")
     if (ran < 0).any():
         raise InputError(
-            f"{int((ran < 0).sum())} of {calls.size} collectives of rank {rank} did not run on a thread of the host. "
-            "Take a window of whole steps of a gloo job."
+            f"{int((ran < 0).sum())} of {calls.size} collectives of rank {rank} did not run on a thread of the host, "
+            "nor on its device. Take a window of whole steps of a gloo or NCCL job."
         )
-    main = trace.where(_on_main(trace))
     points = _Points([], [], [], [], [], [])
     start, duration = trace.events["start_ns"], trace.events["duration_ns"]
-    # A collective may run before the call that queued it returns: the call is cut there.
-    queued = np.clip(start[ran], start[calls], (start + duration)[calls])
-    buckets = _gradients_and_calls(main, start[calls], queued, points)
+    if device is None:
+        host = main = trace.where(_on_main(trace))
+        # A collective may run before the call that queued it returns: the call is cut there.
+        queued = np.clip(start[ran], start[calls], (start + duration)[calls])
+    else:
+        host, main, queued = device.host, device.main, start[calls]
+    buckets = _gradients_and_calls(host, start[calls], queued, points)
+    if device is not None:
+        points.begin, points.end = (device.stream.at(np.array(one)).tolist() for one in (points.begin, points.end))
     resumed = _Resumes.of(main)
     ended = np.asarray((start + duration)[ran])
     _finalisers(main, buckets, ended, resumed, points)

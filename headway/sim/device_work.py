@@ -114,13 +114,16 @@ def _waits(
 
         host      |- update -|------ item() ------|-- next batch
         device    ----------------- work --------|
+
+    So is a copy to the device during which that gets done: from pageable memory it begins then, and the host waits.
     """
     holder = np.searchsorted(lane.start_ns, end_ns, side="right") - 1
     began, ended = lane.start_ns[holder], lane.start_ns[holder] + lane.duration_ns[holder]
     left, waited = ended - end_ns, end_ns - np.maximum(began, launched_ns)
     last = np.append(launched_ns[1:] > end_ns[:-1], True)  # nothing more was launched meanwhile
-    quiet = np.isin(lane.label[holder], [LABEL["host.script"], LABEL["compute"]])
-    found = last & quiet & (left >= 0) & (waited > LEAST_WAIT_NS) & (left <= AFTER_WAIT * waited)
+    quiet = np.isin(lane.label[holder], [LABEL["host.script"], LABEL["compute"]]) & (left <= AFTER_WAIT * waited)
+    copies = lane.label[holder] == LABEL["input.transfer"]
+    found = last & (quiet | copies) & (left >= 0) & (waited > LEAST_WAIT_NS)
     known = np.flatnonzero(lane.label == LABEL["host.sync"])
     segments, first = np.unique(np.concatenate([known, holder[found]]), return_index=True)
     return segments, np.concatenate([np.zeros(known.size, np.int64), left[found]])[first]

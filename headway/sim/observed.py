@@ -103,7 +103,8 @@ class Observed:
         lanes = np.array([lane.startswith(DEVICE) for lane in self.trace.lanes])
         device = lanes[events["lane"][self.row]] & known
         plain = dict(scenario.factors)
-        factor[kind == KIND["COLL"]] *= plain.get("comm.*", 1.0) / scenario.bandwidth
+        moves = (kind == KIND["COLL"]) | (device & np.isin(kind, [KIND["SEND"], KIND["RECV"]]))
+        factor[moves] *= plain.get("comm.*", 1.0) / scenario.bandwidth
         computes = (kind == KIND["COMPUTE"]) | (kind == KIND["OPTIM"])
         factor[computes & (device | ~device.any())] /= scenario.accelerator
         factor[kind == KIND["DATA"]] *= scenario.transfer

@@ -31,10 +31,10 @@ from headway.sim.contention import Contention
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
 from headway.sim.intervals import CONTENDED_FRACTION, speedup_interval
-from headway.sim.lane import COMPUTE, LABEL, LABELS
+from headway.sim.lane import LABEL, LABELS
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
-from headway.sim.recording import Recording
+from headway.sim.recording import Recording, first_steady
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.trace.loader_facts import loaders_in
 from headway.trace.parts import Parts
@@ -166,7 +166,7 @@ class Program:
         parts = Parts.of(trace)
         num_ranks = max(1, sum(rank >= 0 for rank in parts.numbers))
         recording = Recording.from_trace(parts, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
-        warm = _first_steady(recording)
+        warm = first_steady(recording)
         if recording.num_steps - warm < MIN_STEPS:
             raise InputError(
                 f"the run has {recording.num_steps} steps, of which {warm} are warm-up; a what-if needs at least "
@@ -272,6 +272,9 @@ class Program:
         together; loaders and the host are not in them.
         """
         unseen = tuple(pair for pair in scenario.factors if not self._shows(pair[0]))
+        by_device = self.talks_by_device and (
+            scenario.bandwidth != 1.0 or any(pattern == COMM_GLOB for pattern, _ in unseen)
+        )
         inside = Scenario(factors=unseen, bucket_mb=scenario.bucket_mb, bandwidth=scenario.bandwidth)
         if inside == Scenario():
             return inside, scenario, ""
@@ -281,13 +284,15 @@ class Program:
             if scenario.bucket_mb is None:
                 deep.check(inside)
         except (InputError, BarMissedError) as cause:
+            if by_device:
+                raise InputError(f"what devices communicate is seen in deep windows only: {cause}") from None
             if scenario.bucket_mb is not None:
                 given = Edit("bucket_mb", scenario.bucket_mb)
                 raise InputError(
                     f"{given} is not predictable from this run: {cause} Try it live with headway run --apply."
                 ) from None
             return Scenario(), scenario, f"Deep windows do not tell more: {cause}"
-        if not all(deep.matches(pattern) for pattern, _ in unseen):
+        if not all(pattern == COMM_GLOB or deep.matches(pattern) for pattern, _ in unseen):
             return Scenario(), scenario, ""  # The check of the always-on names says which names there are.
         if deep.answers(scenario):
             return scenario, Scenario(), ""
@@ -308,8 +313,15 @@ class Program:
             self.measured_s, step_s, (bounds[0], bounds[1]), tuple(map(str, given)), " ".join([*notes, deep.words()])
         )
 
+    @property
+    def talks_by_device(self) -> bool:
+        """Whether devices communicate, if anything does: the training threads of ranks on devices waited for nobody."""
+        return not self.recording.meetings and any(work is not None for work in self.recording.devices)
+
     def _shows(self, pattern: str) -> bool:
         """Say whether the always-on records have operations that the glob `pattern` matches."""
+        if pattern == COMM_GLOB and self.talks_by_device:
+            return False
         single = Scenario(factors=((pattern, 0.5),))
         return pattern in KNOWN_GLOBS or any(single.factor(name) != 1 for name in self._names() | set(PARTS))
 
@@ -480,21 +492,9 @@ class Program:
         return notes
 
 
-KNOWN_GLOBS = ("comm.*", "checkpoint.*", "host.*", "host.gc", "host.collect", "host.logging")
+COMM_GLOB = "comm.*"
+KNOWN_GLOBS = (COMM_GLOB, "checkpoint.*", "host.*", "host.gc", "host.collect", "host.logging")
 """Globs that edits write themselves: they need not match anything."""
 
 PARTS = ("input.fetch", "input.prep", "input.collate", "input.iter")
 """Operations inside a load that `op:GLOB` reaches too."""
-
-
-def _first_steady(recording: Recording) -> int:
-    """Return the first step that counts: step 0 never does, nor the start-up transient that follows it."""
-    compute = np.zeros(recording.num_steps)
-    for lane in recording.lanes:
-        mine = COMPUTE[lane.label]
-        np.add.at(compute, lane.step[mine], lane.duration_ns[mine])
-    warm, most = 1, min(10, recording.num_steps // 10)
-    usual = float(np.median(compute))
-    while warm < most and compute[warm] > 2 * usual:
-        warm += 1
-    return warm

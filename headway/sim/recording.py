@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.sim.core_use import cores_used
 from headway.sim.device_work import DeviceWork
-from headway.sim.lane import GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
+from headway.sim.lane import COMPUTE, GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
 from headway.trace.nesting import enclosing
 from headway.trace.parts import Parts
 from headway.trace.pauses import without_pauses
@@ -427,3 +427,16 @@ def _meeting(part: NDArray[np.int64]) -> Meeting:
     """Return one collective; its own time is what is left after the last arrival."""
     arrival = part[:, 4].max()
     return Meeting(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))
+
+
+def first_steady(recording: Recording) -> int:
+    """Return the first step that counts: step 0 never does, nor the start-up transient that follows it."""
+    compute = np.zeros(recording.num_steps)
+    for lane in recording.lanes:
+        mine = COMPUTE[lane.label]
+        np.add.at(compute, lane.step[mine], lane.duration_ns[mine])
+    warm, most = 1, min(10, recording.num_steps // 10)
+    usual = float(np.median(compute))
+    while warm < most and compute[warm] > 2 * usual:
+        warm += 1
+    return warm

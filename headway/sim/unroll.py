@@ -407,7 +407,7 @@ def edited_segments(
             duration[COMPUTE[lane.label]] /= scenario.accelerator
         else:
             duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
-            duration[work.waits] = work.after_wait_ns
+            duration[work.waits] = work.after_wait_ns * factor[lane.label[work.waits]]
         if whole:
             duration *= recording.cut_factor[index][lane.label]
         duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)

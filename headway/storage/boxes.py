@@ -21,7 +21,10 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from headway.core.errors import InputError
+from headway.core.errors import FormatError, InputError
+
+FREE_LOOKS, LOOKS_PER_BOX = 2_000_000, 100
+"""How often a box is looked at before boxes are taken for ones that cut each other without end."""
 
 Shape = tuple[int, ...]
 """[d] Lengths of a tensor's dimensions."""
@@ -161,14 +164,16 @@ def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> Fault | None:
     """Return the first fault of `boxes` as a partition of a tensor of `shape`, or None when they are one.
 
     Exact: a box outside, then in order of the dimensions an element that no box or more than one box holds. Boxes
-    without elements are ignored. Time O(n log n) for rows or a grid of boxes.
+    without elements are ignored. Time O(n log n) for rows or a grid of boxes. Raises `FormatError` for boxes that
+    cross each other in so many ways that it would take a multiple of that: no program cuts a tensor so.
     """
     for index, box in enumerate(boxes):
         if not _is_inside(box, shape):
             return Fault("outside", box, (index,))
     if not math.prod(shape):
         return None
-    return _slab_fault((), tuple(shape), [(i, box) for i, box in enumerate(boxes) if box.num_elements])
+    looks = [FREE_LOOKS + LOOKS_PER_BOX * len(boxes)]
+    return _slab_fault((), tuple(shape), [(i, box) for i, box in enumerate(boxes) if box.num_elements], looks)
 
 
 def _is_inside(box: Box, shape: Sequence[int]) -> bool:
@@ -179,10 +184,13 @@ def _is_inside(box: Box, shape: Sequence[int]) -> bool:
     return all(start >= 0 and length >= 0 and start + length <= size for start, length, size in ends)
 
 
-def _slab_fault(cuts: tuple[tuple[int, int], ...], shape: Shape, active: list[tuple[int, Box]]) -> Fault | None:
+def _slab_fault(
+    cuts: tuple[tuple[int, int], ...], shape: Shape, active: list[tuple[int, Box]], looks: list[int]
+) -> Fault | None:
     """Look for a fault in a slab: interval `cuts[i]` of each leading dimension, all of the others.
 
-    Every box of `active` spans the cuts, so only the dimensions after them matter.
+    Every box of `active` spans the cuts, so only the dimensions after them matter. `looks` is how many
+    looks at a box in a slab are left.
     """
     dim = len(cuts)
     if len(active) == 1 and active[0][1].lengths[dim:] == shape[dim:]:
@@ -197,9 +205,12 @@ def _slab_fault(cuts: tuple[tuple[int, int], ...], shape: Shape, active: list[tu
     inside: list[tuple[int, Box]] = []
     for start, stop in pairwise(edges):
         inside = [item for item in inside if item[1].stops[dim] > start]
+        looks[0] -= len(inside) + 1
+        if looks[0] < 0:
+            raise FormatError(f"{len(active)} boxes cut each other in too many ways. Use another copy.")
         while waiting and waiting[-1][1].offsets[dim] <= start:
             inside.append(waiting.pop())
-        fault = _slab_fault((*cuts, (start, stop)), shape, inside)
+        fault = _slab_fault((*cuts, (start, stop)), shape, inside, looks)
         if fault is not None:
             return fault
     return None

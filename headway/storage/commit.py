@@ -24,7 +24,6 @@ import ctypes
 import errno
 import os
 import re
-import shutil
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import DamageError, FormatError, InputError
+from headway.core.inside import remove_tree
 from headway.storage.boxes import Box, cover_fault
 from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
 from headway.storage.durable import sync_folder, write_durably
@@ -202,7 +202,7 @@ def publish(draft: Draft, *, replace: bool = False) -> None:
             raise StepTakenError(_taken(draft)) from None
         _exchange(draft.path, draft.target)
         sync_folder(draft.root)
-        shutil.rmtree(draft.path, ignore_errors=True)
+        remove_tree(draft.path)
     sync_folder(draft.root)
 
 
@@ -222,7 +222,7 @@ def _exchange(first: Path, second: Path) -> None:
     aside = second.with_name(f".{second.name}.{uuid.uuid4().hex[:12]}.trash")
     os.rename(second, aside)
     os.rename(first, second)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside)
 
 
 def _files(store: Store, manifests: Iterable[RankManifest]) -> Iterable[FileEntry]:
@@ -305,7 +305,7 @@ def remove(checkpoint: Committed) -> None:
     aside = checkpoint.path.with_name(f".{checkpoint.path.name}.{uuid.uuid4().hex[:12]}.trash")
     os.rename(checkpoint.path, aside)
     sync_folder(aside.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside)
 
 
 def recover(root: str | Path, *, keep: Draft | None = None) -> list[Path]:
@@ -319,6 +319,6 @@ def recover(root: str | Path, *, keep: Draft | None = None) -> list[Path]:
         if match is None or (keep is not None and path == keep.path):
             continue
         if match[3] == "trash" or is_stale(path):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
             removed.append(path)
     return removed

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.bounds import FREE_BYTES
 from headway.core.errors import FormatError, InputError
+from headway.core.regular_file import read_regular
 from headway.storage.boxes import Box, whole
 from headway.storage.commit import committed, is_own
 from headway.storage.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse
@@ -117,9 +119,15 @@ class Contents:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def read(self, file: str, start: int, stop: int) -> memoryview:
-        """Return bytes of one of its files; raise `FormatError` when the file is gone."""
+        """Return bytes of one of its files; raise `FormatError` when the file is gone or ends before `stop`."""
         try:
-            return memoryview(self.store.read(file, start, stop))
+            found = memoryview(self.store.read(file, start, stop)).cast("B")
+            if len(found) < stop - start:
+                raise FormatError(
+                    f"{self.store.place}/{file} is cut short: it ends at {start + len(found)}, before {stop}. See what "
+                    "is left: headway ckpt verify"
+                )
+            return found
         except FileNotFoundError:
             raise FormatError(f"{self.store.place} has lost {file}. See what is left: headway ckpt verify") from None
 
@@ -136,8 +144,10 @@ def contents(path: str | Path) -> Contents:
     path = Path(path)
     refuse(path)
     if path.is_file() and path.name.endswith(INDEX):
-        names = sorted(set(read_index(path.read_bytes(), str(path)).values()))
-        return _joined(path.parent, [_of_file(path.parent / name) for name in names])
+        names = sorted(set(read_index(read_regular(path), str(path)).values()))
+        if not names:
+            raise FormatError(f"{path} names no file. Name a folder, or the file itself.")
+        return _joined(path.parent, [_of_file(LocalStore(path.parent).path(name)) for name in names])
     if path.is_file():
         return _of_file(path)
     if (path / METADATA).exists() or is_own(path):
@@ -175,7 +185,7 @@ def contents_of(store: Store) -> Contents:
     """Return what is in the checkpoint, ours or a stock DCP one, that a store is rooted at; see `contents`."""
     record = commit_record(store)
     data = _metadata(store, record)
-    metadata = read_metadata(data, f"{store.place}/{METADATA}")
+    metadata = read_metadata(data, f"{store.place}/{METADATA}", num_bytes=sum(store.list().values()))
     objects = dict(metadata.objects)
     if record is not None:
         objects = _own_objects(list(manifests_of(store, record).values())) or objects
@@ -306,9 +316,15 @@ with torch.")  # fmt: skip
         if [(one.dtype, one.shape) for one in saved.tensors] != [(tensor.dtype, stored.box.lengths)]:
             raise FormatError(f"{stored.file} does not hold what {METADATA} says. Check it: headway ckpt verify")
         layout = saved.tensors[0]
-        start, size = saved.storages[layout.storage]
+        start, size = saved.storages.get(layout.storage, (0, 0))
         run = data[start : start + size]
     shape = (*stored.box.lengths, item)
+    needed = math.prod(shape)
+    # an expanded tensor repeats its elements: as many as one likes, of a few bytes
+    if needed != run.size if layout is None else needed > FREE_BYTES + 2 * run.size:
+        raise FormatError(
+            f"{stored.file} has {run.size} bytes for the {needed} of {list(shape[:-1])}. Check it: headway ckpt verify"
+        )
     if layout is None:
         return np.reshape(run, shape)
     strides = (*(stride * item for stride in layout.strides), 1)

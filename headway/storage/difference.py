@@ -24,6 +24,7 @@ from headway.storage.contents import Contents, StoredBox, Tensor, bits, opened
 from headway.storage.digests import Digested
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.values import Value
+from headway.storage.manifest import GENERATORS
 from headway.storage.sidecars import digests_of
 
 
@@ -92,7 +93,8 @@ def difference(first: Contents, second: Contents) -> Difference:
     """Compare two checkpoints bit by bit: their tensors, and what their other values are, whatever bytes say it."""
     first, second = opened(first), opened(second)
     names = {*first.tensors, *first.values, *first.objects}, {*second.tensors, *second.values, *second.objects}
-    found = Difference(sorted(names[1] - names[0]), sorted(names[0] - names[1]))
+    added, removed = (sorted(filter(_counts, names[one] - names[1 - one])) for one in (1, 0))
+    found = Difference(added, removed)
     digests = _Digests(first), _Digests(second)
     for name in sorted(names[0] & names[1]):
         change = _change(name, first, second, digests, found)
@@ -103,11 +105,20 @@ def difference(first: Contents, second: Contents) -> Difference:
     return found
 
 
+def _counts(name: str) -> bool:
+    """Whether a value that one of two checkpoints has alone makes a difference.
+
+    Generators of a rank that the other's job did not have are made of that one's when it grows.
+    """
+    return not name.startswith(f"{GENERATORS}.state@rank")
+
+
 class _Digests:
     """The digests of a checkpoint's images, read when they are first asked for."""
 
     def __init__(self, held: Contents) -> None:
         self._held = held
+        self._sizes = {} if held.record is None else held.store.list()
         self._found: dict[str, Digested | None] = {}
 
     def of(self, stored: StoredBox) -> tuple[object, ...] | None:
@@ -117,7 +128,9 @@ class _Digests:
             return None
         if stored.file not in self._found:
             entry = next((entry for entry in record.files if entry.name == stored.file), None)
-            rank = entry.rank if entry else None
+            # of a file that was cut short since, the digests say what was there once: reading it tells
+            is_there = entry is not None and self._sizes.get(stored.file, 0) >= entry.num_bytes
+            rank = entry.rank if entry is not None and is_there else None
             self._found[stored.file] = None if rank is None else digests_of(self._held.store, record, rank)
         written = self._found[stored.file]
         if written is None:
@@ -136,7 +149,7 @@ def _change(
         return Change(name, "kind", kind, other)
     if kind == "value":
         old, new = first.values[name], second.values[name]
-        return None if old.whole == new.whole else Change(name, "value", *_told(old, new))
+        return None if old.digest == new.digest else Change(name, "value", *_told(old, new))
     if kind == "object":
         pickled = [
             bytes(held.read(at.file, at.record_offset, at.record_offset + at.record_bytes))

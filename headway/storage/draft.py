@@ -26,8 +26,10 @@ from pathlib import Path
 
 import msgspec
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.host import host_id
+from headway.core.inside import check_inside, remove_tree
 from headway.storage.digests import Digested, pack_digests
 from headway.storage.durable import make_folder, sync_folder, write_durably
 from headway.storage.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
@@ -91,13 +93,14 @@ def open_draft(root: str | Path, step: int, attempt: str, *, rank: int, pid: int
     """Create (or join) the draft of one step, with this rank's empty folder in it.
 
     `pid` is the process that writes, this one by default; while it lives the draft is not stale. What a dead writer
-    of the same rank and attempt left is removed.
+    of the same rank and attempt left is removed. Raises `InputError` for an attempt, a step or a link out of `root`.
     """
     if not ATTEMPT.fullmatch(attempt):
         raise InputError(f"the attempt {attempt!r} cannot be part of a folder's name. Use letters, digits, - and _.")
     if step < 0:
         raise InputError(f"step is {step}; it must be at least 0. Pass the number of steps done.")
     draft = Draft(Path(root), step, attempt)
+    check_inside(root, draft.rank_path(rank) / MANIFEST)
     make_folder(draft.path)
     owner = Owner(host_id(), pid or os.getpid(), _birth(pid or os.getpid()))
     write_durably(draft.path / f".owner-{rank}.json", [msgspec.json.encode(owner)])
@@ -151,7 +154,7 @@ def wait_for_ranks(
 
 def abandon(draft: Draft) -> None:
     """Remove a draft that will not be committed."""
-    shutil.rmtree(draft.path, ignore_errors=True)
+    remove_tree(draft.path)
 
 
 def _birth(pid: int) -> str | None:
@@ -172,8 +175,8 @@ def owners(path: Path) -> list[Owner]:
     found = []
     for note in path.glob(".owner-*.json"):
         try:
-            found.append(msgspec.json.decode(note.read_bytes(), type=Owner))
-        except (OSError, msgspec.DecodeError):
+            found.append(read_json(note, Owner))
+        except (OSError, InputError):
             continue
     return found
 

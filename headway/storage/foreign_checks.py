@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headway.core.bounded_json import decode_json
+from headway.core.bounds import RoomError
 from headway.core.errors import FormatError, InputError
 from headway.storage.boxes import Box, cover_fault
 from headway.storage.findings import Findings
-from headway.storage.formats.dcp import Chunk, DcpMetadata, Record, read_metadata
+from headway.storage.formats.dcp import DCP_VERSION, Chunk, DcpMetadata, Record, read_metadata
 from headway.storage.formats.records import Saved, is_legacy, read_legacy, read_saved
 from headway.storage.formats.safetensors import is_safetensors, read_header
 from headway.storage.formats.weights_only import what_runs
@@ -68,35 +70,53 @@ def check_dcp(store: Store, findings: Findings, *, deep: bool = True) -> None:
         findings.add(METADATA, None, 0, "missing")
         findings.notes.append(f"without {METADATA} nobody knows what is in the other files: was the save cut short?")
         return
-    told = [_read_metadata(store, name, findings) for name in names]
+    told = [_read_metadata(store, name, sum(sizes.values()), findings) for name in names]
     found = [metadata for metadata in told if metadata is not None]
     for metadata in found:
         for fqn, record in sorted(metadata.records(), key=lambda pair: (pair[1].file, pair[1].record_offset)):
             _check_record(store, metadata, fqn, record, sizes.get(record.file), findings, deep=deep)
+    findings.note(f"{METADATA} has no checksum: it was held to the records and to what torch writes")
     if len(found) == len(names):
         _note_unclaimed(found, {name: size for name, size in sizes.items() if name not in names}, findings)
 
 
-def _read_metadata(store: Store, name: str, findings: Findings) -> DcpMetadata | None:
-    """Read one metadata file, and hold what it says to itself."""
+def _read_metadata(store: Store, name: str, num_bytes: int, findings: Findings) -> DcpMetadata | None:
+    """Read one metadata file of a checkpoint of `num_bytes`, and hold what it says to itself."""
     data = bytes(store.read(name))
-    findings.checked_bytes += len(data)
+    findings.unchecked_bytes += len(data)  # a flip that changes a name everywhere alike cannot be found
     try:
-        metadata = read_metadata(data, name)
+        metadata = read_metadata(data, name, num_bytes=num_bytes)
+    except RoomError:  # nothing is known of it: neither good nor damaged
+        raise
     except FormatError as cause:
         findings.add(name, None, 0, "pickle", len(data))
         findings.explain(cause)
         return None
-    strange = [fqn for fqn, path in metadata.paths.items() if ".".join(map(str, path)) != fqn]
-    if 2 * len(strange) < len(metadata.paths):  # a planner that names in its own way differs everywhere
-        for fqn in strange:
-            findings.add(name, fqn, 0, "name", len(data))
+    if metadata.version not in (None, DCP_VERSION):
+        findings.note(f"{name} is of version {metadata.version!r:.40}; headway knows {DCP_VERSION}")
+    for fqn in _misnamed(metadata):
+        findings.add(name, fqn, 0, "name", len(data))
     for fqn, tensor in metadata.tensors.items() if name == METADATA else ():
         fault = cover_fault(tensor.shape, [Box(chunk.offsets, chunk.lengths) for chunk in tensor.chunks])
         if fault is not None:
             findings.add(name, fqn, 0, "boxes", len(data))
             findings.notes.append(f"the stored boxes of {fqn!r} are not the whole of it: {fault}")
     return metadata
+
+
+def _misnamed(metadata: DcpMetadata) -> list[str]:
+    """Return the names that are not the keys that lead to them, or have no such keys.
+
+    A planner that names in its own way differs everywhere. A flipped bit leaves the length of a name as it was: also
+    one in a key that all names share, which differs everywhere too.
+    """
+    known = {*metadata.tensors, *metadata.objects}
+    if not metadata.paths:
+        return []
+    joined = {fqn: ".".join(map(str, path)) for fqn, path in metadata.paths.items()}
+    astray = {fqn for fqn, text in joined.items() if text != fqn}
+    own_names = len(astray) == len(joined) and any(len(joined[fqn]) != len(fqn) for fqn in astray)
+    return sorted((set() if own_names else astray) | (known ^ joined.keys()))
 
 
 def _check_record(
@@ -134,6 +154,8 @@ def _check_record(
     try:
         stored = read_saved(data, record.file).tensors
         facts = [(tensor.dtype, tensor.shape) for tensor in stored]
+    except RoomError:  # nothing is known of it: neither good nor damaged
+        raise
     except FormatError as cause:
         findings.add(record.file, fqn, start, "pickle", record.record_bytes)
         findings.explain(cause)
@@ -206,6 +228,8 @@ def _check_zip(store: Store, name: str, size: int, findings: Findings, *, deep: 
         findings.note(f"{name} has no end that fits it: it was cut short, or is still being written")
     try:
         saved = read_saved(data, name, listed) if listed else None
+    except RoomError:  # nothing is known of it: neither good nor damaged
+        raise
     except FormatError as cause:
         findings.explain(cause)
         if not found:
@@ -215,9 +239,10 @@ def _check_zip(store: Store, name: str, size: int, findings: Findings, *, deep: 
     findings.checked_bytes += size
     if saved is not None:
         _note_saved(saved, name, findings)
+    names = saved.names_of_storages() if saved and found else {}
     for fault in found:
         key = (fault.entry or "").rpartition("/data/")[2]
-        findings.add(name, saved.names_of(key) if saved else None, fault.offset, fault.what, fault.num_bytes)
+        findings.add(name, names.get(key), fault.offset, fault.what, fault.num_bytes)
     return "torch.save"
 
 
@@ -236,6 +261,8 @@ def _check_legacy(store: Store, name: str, size: int, findings: Findings) -> str
         findings.unchecked_bytes += elements
         findings.checked_bytes += size - elements
         findings.note("torch.save before 1.6 wrote no checksum: elements of tensors were not checked")
+    except RoomError:  # nothing is known of it: neither good nor damaged
+        raise
     except FormatError as cause:
         findings.add(name, None, 0, "truncated", size)
         findings.explain(cause)
@@ -245,7 +272,8 @@ def _check_legacy(store: Store, name: str, size: int, findings: Findings) -> str
 def _check_safetensors(store: Store, name: str, size: int, findings: Findings) -> str:
     head = store.read(name, 0, HEAD_BYTES)
     if size >= 8:
-        head = store.read(name, 0, max(HEAD_BYTES, 8 + int.from_bytes(bytes(memoryview(head)[:8]), "little")))
+        told = 8 + int.from_bytes(bytes(memoryview(head)[:8]), "little")
+        head = store.read(name, 0, min(max(HEAD_BYTES, told), size))
     try:
         header = read_header(head, size, name)
         findings.checked_bytes += header.data_offset
@@ -284,7 +312,11 @@ def read_index(data: bytes, name: str) -> dict[str, str]:
     >>> read_index(b'{"weight_map": {"w": "a.safetensors"}}', "model.safetensors.index.json")
     {'w': 'a.safetensors'}
     """
-    try:
-        return {str(fqn): str(file) for fqn, file in msgspec.json.decode(data)["weight_map"].items()}
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as cause:
-        raise FormatError(f"{name} is no index of files: {cause}. Name a file that ends in {INDEX}.") from cause
+    fix = f"Name a file that ends in {INDEX}, which has a weight_map."
+    return dict(decode_json(data, name, _Index, fix=fix).weight_map)
+
+
+class _Index(msgspec.Struct):
+    """What an index says, as far as it is read."""
+
+    weight_map: dict[str, str]

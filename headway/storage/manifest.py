@@ -24,7 +24,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.core.errors import DamageError, FormatError
+from headway.core.regular_file import read_regular
 from headway.storage.digests import Digested, checksum, digest_of, tree_root
+
+GENERATORS = "headway_rng"
+"""Name of the states of random number generators among the objects of a checkpoint."""
 
 METADATA, COMMIT = ".metadata", "commit.json"
 """Names in a checkpoint's directory: DCP's metadata, and our commit record."""
@@ -254,6 +258,8 @@ def decode(data: bytes, kind: type[Record], name: str) -> Record:
         raise FormatError(
             f"{name} was written by another version of headway ({cause}). Read it with the one that wrote it."
         ) from cause
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
+        raise FormatError(f"{name} is no {kind.__name__} of headway's: {cause}. Use another copy.") from cause
     known, told = kind.__struct_defaults__[-1], msgspec.structs.asdict(record)["schema"]
     if told != known:
         raise FormatError(f"{name} has the schema {told!r}; this headway reads {known!r}. Install a newer one.")
@@ -262,7 +268,7 @@ def decode(data: bytes, kind: type[Record], name: str) -> Record:
 
 def read_record(path: str | Path, kind: type[Record]) -> Record:
     """Return the record in the file `path`; raises as `decode` does."""
-    return decode(Path(path).read_bytes(), kind, str(path))
+    return decode(read_regular(path), kind, str(path))
 
 
 def small_entry(name: str, data: bytes, *, rank: int | None, kind: str, digest: str = "xxh3_64") -> FileEntry:

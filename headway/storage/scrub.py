@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
 from headway.storage.commit import Committed, committed, is_own
 from headway.storage.durable import write_durably
@@ -46,8 +47,9 @@ class Verified(msgspec.Struct, frozen=True):
 def verified(root: str | Path) -> dict[str, Verified]:
     """Return name of a checkpoint -> what the last scrub found; notes that cannot be read count as none."""
     try:
-        return msgspec.json.decode((Path(root) / NOTES).read_bytes(), type=dict[str, Verified])
-    except (OSError, msgspec.DecodeError):
+        found: dict[str, Verified] = read_json(Path(root) / NOTES, dict[str, Verified])
+        return found
+    except (OSError, InputError):
         return {}
 
 

@@ -30,6 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from headway.core.errors import InputError
+from headway.core.inside import check_inside
+from headway.core.regular_file import open_regular
 from headway.storage.durable import make_folder, sync_folder, write_durably
 
 if TYPE_CHECKING:
@@ -86,13 +88,15 @@ class LocalStore:
         return self._root / name
 
     def put(self, name: str, parts: Iterable[Buffer]) -> None:
-        """See `Store.put`."""
+        """See `Store.put`; raises `InputError` where a link leads out of the store."""
+        check_inside(self._root, self.path(name))
         make_folder(self.path(name).parent)
         write_durably(self.path(name), parts)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See `Store.put_if_absent`: a hard link fails where the name is taken."""
         target = self.path(name)
+        check_inside(self._root, target)
         make_folder(target.parent)
         draft = target.with_name(f".{target.name}.{uuid.uuid4().hex}.draft")
         write_durably(draft, [data])
@@ -108,11 +112,11 @@ class LocalStore:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """See `Store.read`; the answer stays valid while it is held, whatever happens to the name."""
         try:
-            with open(self.path(name), "rb") as file:
+            with open_regular(self.path(name)) as file:
                 size = os.fstat(file.fileno()).st_size
                 end = size if stop is None else min(stop, size)
                 first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-                if start >= end:
+                if not 0 <= start < end:
                     return b""
                 mapped = mmap.mmap(file.fileno(), end - first, access=mmap.ACCESS_READ, offset=first)
                 return memoryview(mapped)[start - first :]
@@ -126,14 +130,15 @@ class LocalStore:
         for folder, _, names in os.walk(top):
             for name in names:
                 place = os.path.join(folder, name)
-                with suppress(FileNotFoundError):  # a draft that was renamed meanwhile
+                with suppress(OSError):  # a draft that was renamed meanwhile, or a link that leads nowhere
                     found[os.path.relpath(place, self._root)] = os.stat(place).st_size
         return dict(sorted(found.items()))
 
     def remove(self, prefix: str) -> None:
         """See `Store.remove`."""
         target = self.path(prefix)
-        if target.is_dir():
+        check_inside(self._root, target)
+        if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
         else:
             target.unlink(missing_ok=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.core.pace import Pace
+from headway.core.regular_file import read_regular
 from headway.storage.commit import committed, is_own
 from headway.storage.damage import Damage
 from headway.storage.draft import LEFTOVER
@@ -109,7 +110,7 @@ def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> 
     if path.is_file():
         store, size = LocalStore(path.parent), path.stat().st_size
         if path.name.endswith(INDEX):
-            told = {path.name, *read_index(path.read_bytes(), str(path)).values()}
+            told = {path.name, *read_index(read_regular(path), str(path)).values()}
             sizes = {name: at.stat().st_size for name in sorted(told) if (at := path.parent / name).is_file()}
             return _report(path, check_folder(store, sizes, findings, deep=deep), findings)
         return _report(path, check_file(store, path.name, size, findings, deep=deep), findings)

@@ -10,7 +10,6 @@ children; what was overwritten becomes `dropped` rows. Nothing is written:
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.bounded_json import read_json
+from headway.core.errors import InputError
 from headway.trace import basis, evaluation, gaps, segments, spool
 from headway.trace.deliveries import thinned
 from headway.trace.devices import by_rank, lead_of
@@ -199,7 +200,7 @@ def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: Rows) -> di
 
 def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
-    return {key: tables[key] for key in ("deliveries", "input", "workers", "script") if key in tables}
+    return {key: tables[key] for key in ("deliveries", "input", "workers", "script", "timers") if key in tables}
 
 
 def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
@@ -211,7 +212,7 @@ def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
 def json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in `path`, {} when there is none."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = read_json(path)
+    except (OSError, InputError):
         return {}
     return found if isinstance(found, dict) else {}

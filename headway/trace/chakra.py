@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
+from headway.core.bounded_json import decode_json
+from headway.core.bounds import check_room
 from headway.core.errors import FormatError, InputError
 from headway.core.units import NS_PER_US
 from headway.core.whole_file import whole_file
@@ -96,6 +99,9 @@ COLLECTIVE_TYPES: tuple[tuple[str, int, str], ...] = (
 )  # fmt: skip
 """Part of a name without its punctuation -> comm_type and its word, the first match counts. Our own wait is for DDP's
 gradients, and the making of a group is a meeting without bytes."""
+
+NODE_BYTES = 2_000
+"""What a node costs in memory while the columns are made."""
 
 SPECIAL = ("rank", "name", "lane", "kind", "start_ns", "duration_ns", "bytes", "flops", "peer")
 """Columns with a place of their own; each of the others is an attribute."""
@@ -262,7 +268,13 @@ def parse(data: bytes, where: str) -> Trace:
         return _parsed(data, where)
     except InputError:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError) as cause:  # text that is no UTF-8, tables of no shape
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+    ) as cause:  # no UTF-8, tables of no shape
         raise FormatError(f"{where} is damaged: {cause}. Write it again.") from cause
 
 
@@ -271,10 +283,13 @@ def _parsed(data: bytes, where: str) -> Trace:
     found = delimited(data, where)
     head = _decode("GlobalMetadata", *next(found, (0, b"")), where)
     facts = {attribute.name: _value(attribute) for attribute in head.attr}
-    own = json.loads(facts[TABLES]) if TABLES in facts else None
+    own = decode_json(facts[TABLES], f"the table of {where}") if TABLES in facts else None
     if own is not None and own["schema"] != SCHEMA:
         raise FormatError(f"{where} has the schema {own['schema']!r}; this version reads {SCHEMA!r}. Export it again.")
-    ops = [_decode("Node", at, text, where) for at, text in found]
+    ops = []
+    for at, text in found:
+        ops.append(_decode("Node", at, text, where))
+        check_room(NODE_BYTES * len(ops), len(data), where, "nodes")
     return _trace(ops, own, where, head.version)
 
 
@@ -379,7 +394,7 @@ class _Threads:
         threads = [
             given["tid"] for given, device in zip(attributes, on_device, strict=True) if "tid" in given and not device
         ]
-        self.main = max(set(threads), key=threads.count) if threads else None
+        self.main = Counter(threads).most_common(1)[0][0] if threads else None
 
     def kind(self, op: Any, given: dict[str, Any]) -> str:
         """Return the kind: what runs on the host of a file with device rows is the host's own work."""

@@ -27,6 +27,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.bounded_json import cost_of
+from headway.core.bounds import check_room
 from headway.core.errors import FormatError, InputError
 from headway.core.whole_file import whole_file
 from headway.trace.arrows import arrows
@@ -77,9 +79,10 @@ def read(content: Content) -> Trace:
 
 def parse(data: bytes, where: str) -> Trace:
     """Decode the JSON text of a file that `write` wrote; `where` names it in messages."""
+    check_room(cost_of(data), len(data), where, "JSON values")
     try:
         document = msgspec.json.decode(data, type=_Document)
-    except (msgspec.DecodeError, UnicodeDecodeError) as cause:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as cause:
         raise FormatError(f"{where} is damaged within its {len(data)} bytes: {cause}. Export it again.") from cause
     facts = document.facts
     if facts.schema != SCHEMA:

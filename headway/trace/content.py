@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from headway.core.bounds import unpacked_room
 from headway.core.errors import FormatError
+from headway.core.regular_file import open_regular
 
 GZIP_MAGIC = b"\x1f\x8b"
 PARQUET_MAGIC = b"PAR1"
@@ -39,7 +41,7 @@ class Content:
         """The first 512 bytes as they stand on disk; b'' for a folder."""
         if self.path.is_dir():
             return b""
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             return file.read(512)
 
     @functools.cached_property
@@ -59,7 +61,7 @@ class Content:
         """
         if self.path.is_dir() or self.head.startswith(PARQUET_MAGIC):
             return
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             if self.head.startswith(GZIP_MAGIC):
                 yield from _unpacked(file, self.path)
             else:
@@ -79,7 +81,11 @@ class Content:
 
 
 def _unpacked(file: IO[bytes], path: Path) -> Iterator[bytes]:
-    """Yield the gzip streams in `file` unpacked; what follows the last stream is ignored, as gzip does."""
+    """Yield the gzip streams in `file` unpacked; what follows the last stream is ignored, as gzip does.
+
+    Raises `FormatError` where they unpack to more than a trace can: a run of blanks is 1,000 times its packed size.
+    """
+    most = unpacked_room(path.stat().st_size)
     inflater, size, inside = zlib.decompressobj(wbits=31), 0, False
     while packed := file.read(PIECE_BYTES // 8):
         while packed:
@@ -92,6 +98,11 @@ def _unpacked(file: IO[bytes], path: Path) -> Iterator[bytes]:
                     "Copy the file again."
                 ) from cause
             size += len(piece)
+            if size > most:
+                raise FormatError(
+                    f"{path} is no packed trace: its {path.stat().st_size} bytes unpack to more than {most}. "
+                    "Use another copy."
+                )
             yield piece
             packed = inflater.unconsumed_tail
             if inflater.eof:

@@ -9,7 +9,7 @@ created, or was seen to start, and lasts until it was seen to be complete; 0
 where the backend never says so (gloo). They are Unix times, int64 nanoseconds.
 Each row's state stands in its lane: 'default_pg completed, retired'.
 
->>> from headway.trace.trace import Trace
+>>> import json
 >>> entry = {"process_group": ["0", "default_pg"], "collective_seq_id": 4, "state": "started", "time_created_ns": 7}
 >>> trace = parse(json.dumps({"version": "2.4", "entries": [entry]}).encode(), "rank_3.json")
 >>> trace.events["seq"].tolist(), trace.events["rank"].tolist(), states(trace)
@@ -18,18 +18,17 @@ Each row's state stands in its lane: 'default_pg completed, retired'.
 
 from __future__ import annotations
 
-import io
-import json
 import math
-import pickle
 import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.bounded_json import decode_json
 from headway.core.errors import FormatError
 from headway.core.units import NS_PER_MS
+from headway.core.unpickler import UNREADABLE, unpickle
 from headway.trace.kineto_names import dtype_bytes
 from headway.trace.process_groups import group_id, parse_ranks
 from headway.trace.trace import Trace
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
 
 STATES = ("scheduled", "started", "completed")
 """How far an entry had got when the dump was made."""
+
+MOST_DIMS, MOST_TENSORS = 64, 10_000
+"""Dimensions of a tensor, and tensors of one collective."""
 
 _RETIRED = ", retired"
 
@@ -55,7 +57,10 @@ def parse(data: bytes, where: str) -> Trace:
     Raises `FormatError` on damage (JSON: with the byte offset), on a pickle that wants to build anything but plain
     containers, and on entries that are not what torch writes.
     """
-    dump = _unpickle(data, where) if data[:1] == b"\x80" else _parse_json(data, where)
+    if data[:1] == b"\x80":
+        dump = _unpickle(data, where)
+    else:
+        dump = decode_json(data, where, Any, fix="Dump again.")
     entries = dump.get("entries") if isinstance(dump, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise FormatError(f"{where} holds no list of entries. Dump the Flight Recorder again.")
@@ -86,50 +91,41 @@ def rank_of_name(path: str) -> int:
     return int(found[1]) if found else -1
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Admits containers, numbers and text: a dump needs nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Refuse every class and function."""
-        raise FormatError(f"the pickle wants {module}.{name}; a Flight Recorder dump holds only plain values.")
-
-
 def _unpickle(data: bytes, where: str) -> Any:
     """Decode a pickle of plain values."""
-    source = io.BytesIO(data)
     try:
-        return _PlainUnpickler(source).load()
-    except FormatError as cause:
+        return unpickle(data, 0, find=_refuse, refer=_refuse)[0]
+    except _UnwantedError as cause:
         raise FormatError(f"{where} is refused: {cause} Do not open it; ask where it comes from.") from cause
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        MemoryError,
-    ) as cause:
-        raise FormatError(
-            f"{where} is a damaged pickle at byte {source.tell()} of {len(data)}: {cause}. Dump again."
-        ) from cause
+    except (FormatError, *UNREADABLE) as cause:
+        raise FormatError(f"{where} is a damaged pickle of {len(data)} bytes: {cause}. Dump again.") from cause
 
 
-def _parse_json(data: bytes, where: str) -> Any:
-    """Decode a JSON dump."""
-    try:
-        return json.loads(data)
-    except json.JSONDecodeError as cause:
-        offset = len(cause.doc[: cause.pos].encode())
-        raise FormatError(f"{where} is malformed JSON at byte {offset}: {cause.msg}. Dump again.") from cause
-    except UnicodeDecodeError as cause:
-        raise FormatError(f"{where} is malformed JSON at byte {cause.start}: not UTF-8. Dump again.") from cause
+class _UnwantedError(FormatError):
+    """A pickle wants more than plain values."""
+
+
+def _refuse(*wanted: Any) -> Any:
+    """Refuse every class, function and reference."""
+    name = ".".join(map(str, wanted))
+    raise _UnwantedError(f"the pickle wants {name}; a Flight Recorder dump holds only plain values.")
+
+
+def _text(value: Any) -> str:
+    """Return what should be text; `TypeError` for a container, which could be dear to write out."""
+    if value is not None and not isinstance(value, (str, int, float)):
+        raise TypeError(f"a {type(value).__name__} stands where text belongs")
+    if isinstance(value, int) and value.bit_length() > 64:
+        raise ValueError("a number of more than 64 bits stands where text belongs")
+    return "" if value is None else str(value)
 
 
 def _trace(dump: dict[str, Any], entries: list[dict[str, Any]], where: str, rank: int) -> Trace:
     """Put the entries into columns."""
-    groups = _groups(dump, entries)
+    try:
+        groups = _groups(dump, entries)
+    except (TypeError, ValueError) as cause:
+        raise FormatError(f"{where}: a process group is not what torch writes: {cause}. Dump again.") from cause
     names: dict[str, int] = {}
     lanes: dict[str, int] = {"main": 0}
     rows: dict[str, list[int]] = {
@@ -138,15 +134,15 @@ def _trace(dump: dict[str, Any], entries: list[dict[str, Any]], where: str, rank
     for index, entry in enumerate(entries):
         try:
             row = _row(entry, groups)
+            name, lane = _text(entry.get("profiling_name")), _lane(entry, groups[row["group"]]["description"])
         except (TypeError, ValueError, KeyError, IndexError, OverflowError) as cause:
             raise FormatError(f"{where}: entry {index} is not what torch writes: {cause!r}. Dump again.") from cause
-        name, lane = str(entry.get("profiling_name", "")), _lane(entry, groups[row["group"]]["description"])
         row["name"] = names.setdefault(name, len(names))
         row["lane"] = lanes.setdefault(lane, len(lanes))
         for column, value in row.items():
             rows[column].append(value)
     status = dump.get("pg_status")
-    facts = {"group_status": status} if isinstance(status, dict) and status else {}
+    facts = {"group_status": _status(status)} if isinstance(status, dict) and status else {}
     return Trace.from_columns(
         {"rank": np.full(len(entries), rank), **rows},
         names=list(names),
@@ -155,7 +151,7 @@ def _trace(dump: dict[str, Any], entries: list[dict[str, Any]], where: str, rank
         ranks={rank: facts} if rank >= 0 else {},
         meta={
             "source": "flight",
-            "flight_version": str(dump.get("version", "")),
+            "flight_version": _text(dump.get("version")) if not isinstance(dump.get("version"), (list, dict)) else "",
             "clock": "realtime",
             "coverage": {"mapped": 1.0, "dropped": 0},
         },
@@ -166,8 +162,17 @@ def _group_name(entry: dict[str, Any]) -> tuple[str, str]:
     """Return name and description of an entry's group; the oldest dumps have only a number."""
     given = entry.get("process_group")
     if isinstance(given, (list, tuple)) and given:
-        return str(given[0]), str(given[1]) if len(given) > 1 else ""
-    return str(given if given not in (None, "") else entry.get("pg_id", "")), ""
+        return _text(given[0]), _text(given[1]) if len(given) > 1 else ""
+    return _text(given if given not in (None, "") else entry.get("pg_id", "")), ""
+
+
+def _status(status: dict[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Return group -> how far it is: numbers and text, as torch writes them; anything else is left out."""
+    return {
+        str(group): {str(key): value for key, value in row.items() if isinstance(value, (str, int, float))}
+        for group, row in status.items()
+        if isinstance(row, dict) and isinstance(group, (str, int))
+    }
 
 
 def _groups(dump: dict[str, Any], entries: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -175,9 +180,9 @@ def _groups(dump: dict[str, Any], entries: list[dict[str, Any]]) -> dict[int, di
     listed = dump.get("pg_config")
     groups: dict[int, dict[str, Any]] = {}
     for key, entry in listed.items() if isinstance(listed, dict) else []:
-        if isinstance(entry, dict) and (name := str(entry.get("name") or key)):
+        if isinstance(entry, dict) and (name := _text(entry.get("name") or key)):
             ranks = parse_ranks(entry.get("ranks"))
-            groups[group_id(name)] = {"name": name, "description": str(entry.get("desc", "")), "ranks": ranks}
+            groups[group_id(name)] = {"name": name, "description": _text(entry.get("desc")), "ranks": ranks}
     for entry in entries:
         name, description = _group_name(entry)
         known = groups.setdefault(group_id(name), {"name": name, "description": description, "ranks": []})
@@ -188,7 +193,7 @@ def _groups(dump: dict[str, Any], entries: list[dict[str, Any]]) -> dict[int, di
 def _row(entry: dict[str, Any], groups: dict[int, dict[str, Any]]) -> dict[str, int]:
     """Return the numeric columns of one entry."""
     group = group_id(_group_name(entry)[0])
-    kind, peer = _direction(str(entry.get("profiling_name", "")), groups[group]["ranks"])
+    kind, peer = _direction(_text(entry.get("profiling_name")), groups[group]["ranks"])
     is_p2p = bool(entry.get("is_p2p", kind != "COLL"))
     seq = entry.get("p2p_seq_id" if is_p2p else "collective_seq_id", entry.get("seq_id", -1))
     start_ns, duration_ns = _times(entry)
@@ -231,11 +236,15 @@ def _bytes(shapes: Any, dtypes: Any) -> int:
     """Return the summed size of tensors; 0 where the dump has no types."""
     total = 0
     for shape, dtype in zip(shapes or [], dtypes or [], strict=False):
-        total += math.prod(int(size) for size in shape) * dtype_bytes(dtype)
+        if len(shape) > MOST_DIMS or not all(type(size) is int and size < 1 << 63 for size in shape):
+            raise ValueError("a tensor has a shape that cannot be")
+        total += math.prod(shape) * dtype_bytes(dtype)
+    if len(shapes or []) > MOST_TENSORS or not 0 <= total < 1 << 63:
+        raise ValueError(f"its tensors have {total} bytes")
     return total
 
 
 def _lane(entry: dict[str, Any], description: str) -> str:
     """Return the lane: group and state."""
     group = description or _group_name(entry)[0] or "group"
-    return f"{group} {entry.get('state') or STATES[0]}{_RETIRED if entry.get('retired') else ''}"
+    return f"{group} {_text(entry.get('state')) or STATES[0]}{_RETIRED if entry.get('retired') else ''}"

@@ -81,6 +81,19 @@ def open_any(path: str | Path) -> Trace:
     raise FormatError(f"{path} is not a trace headway can read: it {looks}. Give one of: {known}.")
 
 
+def open_several(paths: Sequence[str | Path]) -> list[Trace]:
+    """Read the traces at `paths`; several profiler files are told apart by rank, host and process, as in a folder.
+
+    Raises as `open_any` does, and `InputError` where two profiler files claim one rank at one time.
+    """
+    contents = [Content(Path(path)) for path in paths]
+    profiles = [content for content in contents if content.path.is_file() and recognise(content) == PROFILE]
+    if len(profiles) < 2:
+        return [open_any(path) for path in paths]
+    others = [open_any(content.path) for content in contents if content not in profiles]
+    return [*_resolve("headway.trace.profiler_folder:read")(profiles), *others]
+
+
 def recognise(content: Content) -> str:
     """Return the key of `READERS` that fits `content`, '' when none does."""
     return next((name for name, entry in READERS.items() if entry.recognise(content)), "")
@@ -180,6 +193,8 @@ def open_parts(paths: Sequence[str | Path]) -> Parts:
     Anything else is read whole. Raises as `open_any` does.
     """
     stored = [_stored(Content(Path(path))) for path in paths]
+    if len(paths) > 1 and not any(stored):
+        return Parts.joined([Parts.of(trace) for trace in open_several(paths)])
     return Parts.joined(
         [Parts.of(open_any(path) if part is None else part) for path, part in zip(paths, stored, strict=True)]
     )

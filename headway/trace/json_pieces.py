@@ -22,10 +22,18 @@ from typing import Any
 
 import msgspec
 
+from headway.core.bounded_json import cost_of, decode_json
+from headway.core.bounds import check_room
 from headway.core.errors import FormatError
 
 ZERO = msgspec.Raw(b"0")
 ABSENT = msgspec.Raw(b"")
+
+BLANK_BYTES = 1 << 16
+"""No text of a trace holds a run of blanks of this length."""
+
+EVENT_BYTES = 120
+"""What an object of the text becomes in memory: an event, or its arguments of which half is read."""
 
 
 class Arguments(msgspec.Struct, gc=False):
@@ -115,7 +123,7 @@ def each_batch(
     """
     try:
         return _in_pieces(iter(pieces), take)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         restart()
         document = _at_once(b"".join(pieces), where)
         take(document.events)
@@ -123,19 +131,28 @@ def each_batch(
         return document
 
 
+def _events(text: bytes) -> list[Event]:
+    """Decode a list of events; `FormatError` where it would take more memory than its text is worth."""
+    check_room(cost_of(text, EVENT_BYTES), len(text), "a list of events", "JSON values")
+    return _LIST.decode(text)
+
+
 def _in_pieces(pieces: Iterator[bytes], take: Callable[[list[Event]], None]) -> Document:
     """Decode batch by batch; raise `msgspec.DecodeError` when the text does not allow it."""
     head, rest = _head(pieces)
     for piece in pieces:
+        if _is_blank(piece):
+            continue
         cut = _last_cut(piece)
         if cut:
-            take(_LIST.decode(b"".join((b"[", rest, memoryview(piece)[: cut - 1], b"]"))))
+            take(_events(b"".join((b"[", rest, memoryview(piece)[: cut - 1], b"]"))))
             rest = piece[cut:]
         else:
             rest += piece
     if head is None:
-        take(_LIST.decode(_closed(b"[" + rest)))
+        take(_events(_closed(b"[" + rest)))
         return Document([])
+    check_room(cost_of(rest, EVENT_BYTES), len(rest), "the end of the trace", "JSON values")
     last = _DOCUMENT.decode(b'{"traceEvents":[' + rest)
     take(last.events)
     first = _DOCUMENT.decode(head + b'"traceEvents":[]}')
@@ -148,11 +165,16 @@ def _in_pieces(pieces: Iterator[bytes], take: Callable[[list[Event]], None]) -> 
     )
 
 
+def _is_blank(piece: bytes) -> bool:
+    """Say whether a piece is a long run of blanks, which says nothing; a packed file can hold thousands of them."""
+    return len(piece) >= BLANK_BYTES and not piece.strip()
+
+
 def _head(pieces: Iterator[bytes]) -> tuple[bytes | None, bytes]:
     """Return the text before the array of events (None when the text is nothing but the array) and what follows it."""
     text = b""
     for piece in pieces:
-        text = (text + piece).removeprefix(b"\xef\xbb\xbf")
+        text = (text if _is_blank(piece) else text + piece).removeprefix(b"\xef\xbb\xbf")
         if text.lstrip()[:1] == b"[":
             return None, text.lstrip()[1:]
         found = _ARRAY.search(text)
@@ -178,10 +200,13 @@ def _last_cut(text: bytes) -> int:
 
 def _at_once(text: bytes, where: str) -> Document:
     """Decode the whole text, or say what is wrong with it and where."""
+    check_room(cost_of(text, EVENT_BYTES), len(text), where, "JSON values")
     try:
         if text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[":
             return Document(_LIST.decode(_closed(text.removeprefix(b"\xef\xbb\xbf"))))
         return _DOCUMENT.decode(text.removeprefix(b"\xef\xbb\xbf"))
+    except RecursionError:
+        raise FormatError(f"{where} is nested too deep for a trace. Export or copy the trace again.") from None
     except msgspec.ValidationError as cause:
         raise FormatError(f"{where} is not Trace Event JSON: {cause}. Export the trace again.") from cause
     except (msgspec.DecodeError, UnicodeDecodeError) as cause:
@@ -204,4 +229,4 @@ def _fault(message: str, size: int) -> str:
 
 def plain(raw: msgspec.Raw) -> Any:
     """Return the value of JSON text that was kept undecoded, None for nothing."""
-    return msgspec.json.decode(raw) if len(bytes(raw)) else None
+    return decode_json(bytes(raw), "an argument of an event", Any) if len(bytes(raw)) else None

@@ -11,9 +11,12 @@ a Dag uses the leaves. What the columns mean here:
                External id; + FORWARD for the two ends of a forward-backward arrow
     group seq bytes peer   collectives: from the record_param_comms arguments of the row, or of the op that launched it;
                seq is -1 where the profiler did not write it (before 2026). Copies: bytes.
+               Send/receive kernels: group = entry of `groups` that lists their messages (`kineto_messages`), where
+               they are known; seq = peer = -1, as torch numbers messages on each rank for itself.
                SYNC rows: seq = correlation of the awaited event record, peer = awaited stream. Host ops: seq = autograd
                sequence number.
-    step       number of the ProfilerStep that the row, or its launch, starts in
+    step       number of the ProfilerStep that the row, or its launch, starts in; in a file of a device without such
+               marks number of the update, from 0, at whose end the step ends
 
 `meta["coverage"]` says what share of the spans was understood and what share of the wall the leaves cover per device.
 
@@ -26,6 +29,7 @@ a Dag uses the leaves. What the columns mean here:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,21 +38,24 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError
 from headway.trace import json_events
 from headway.trace.json_pieces import Arguments, plain
+from headway.trace.kineto_messages import Begins, message_entry, messages_of
 from headway.trace.kineto_names import (
     CATEGORIES,
     DEVICE,
     FORWARD,
+    LAUNCHING,
     OP,
     dtype_bytes,
     host_lanes,
     kind_of,
+    kind_said,
     lane_name,
     step_of,
 )
 from headway.trace.nesting import Nesting, union_ns
-from headway.trace.process_groups import group_id, parse_ranks
+from headway.trace.process_groups import MOST_RANKS, group_id, parse_ranks
 from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.vocabulary import KIND, MOVING
 
 if TYPE_CHECKING:
     from headway.trace.content import Content
@@ -59,7 +66,26 @@ def read(content: Content) -> Trace:
     return parse(content, str(content.path))
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Which process a file says that it is of."""
+
+    rank: int | None
+    """Its rank, None where the file does not say, or says that its world is this process alone."""
+
+    host: str
+    """Name of the host, "" when unknown."""
+
+    process: int | None
+    """Number of the process on its host, None when unknown."""
+
+
 def parse(pieces: Iterable[bytes], where: str) -> Trace:
+    """Decode as `parse_with_origin`; the rank is 0 where the file tells none."""
+    return parse_with_origin(pieces, where)[0]
+
+
+def parse_with_origin(pieces: Iterable[bytes], where: str) -> tuple[Trace, Origin]:
     """Decode the JSON text of a profiler trace, which comes in pieces; `where` names it in messages.
 
     Raises `FormatError` on damaged text (with the byte offset) and on times that do not fit int64 nanoseconds.
@@ -82,7 +108,7 @@ def parse(pieces: Iterable[bytes], where: str) -> Trace:
     names = {label: code for code, label in enumerate(dict.fromkeys(name for _, name in events.labels))}
     name_of_label = np.array([names[name] for _, name in events.labels], dtype=np.int32)
     columns["name"] = name_of_label[events.label]
-    return Trace.from_columns(
+    trace = Trace.from_columns(
         columns,
         names=list(names),
         lanes=rows.lane_table,
@@ -90,6 +116,7 @@ def parse(pieces: Iterable[bytes], where: str) -> Trace:
         ranks={rows.rank: rows.rank_facts()},
         meta=rows.meta(kind),
     )
+    return trace, rows.origin()
 
 
 class _Rows:
@@ -107,6 +134,8 @@ class _Rows:
         self.lane_table, self.lane = self._lanes()
         self.nest = Nesting.of(self.lane, events.start_ns, events.duration_ns)
         self.groups: dict[int, dict[str, Any]] = self._known_groups()
+        self.ranks_left = MOST_RANKS + self.n
+        """Ranks of groups that may still be listed: a row can claim as many as it likes."""
 
     def _lanes(self) -> tuple[list[str], NDArray[np.int64]]:
         """Name every (category, pid, tid) and return the table and the codes [n]."""
@@ -191,16 +220,28 @@ class _Rows:
         numbers = np.array([step_of(category, name) for category, name in events.labels], dtype=np.int64)
         marks = np.flatnonzero(numbers[events.label] >= 0)
         step = np.full(self.n, -1, dtype=np.int64)
-        if not len(marks):
-            return step
-        marks = marks[np.argsort(events.start_ns[marks], kind="stable")]
-        begins, ends = events.start_ns[marks], events.start_ns[marks] + events.duration_ns[marks]
-        at = np.searchsorted(begins, events.start_ns, side="right") - 1
-        inside = (at >= 0) & (events.start_ns < np.maximum(ends[at], begins[at] + 1))
-        step[inside] = numbers[events.label[marks[at[inside]]]]
+        if len(marks):
+            marks = marks[np.argsort(events.start_ns[marks], kind="stable")]
+            begins, ends = events.start_ns[marks], events.start_ns[marks] + events.duration_ns[marks]
+            at = np.searchsorted(begins, events.start_ns, side="right") - 1
+            inside = (at >= 0) & (events.start_ns < np.maximum(ends[at], begins[at] + 1))
+            step[inside] = numbers[events.label[marks[at[inside]]]]
+        elif self.on_device[events.label].any():
+            ends = self._update_ends()
+            at = np.searchsorted(ends, events.start_ns, side="right")
+            step[at < len(ends)] = at[at < len(ends)]
         launch = self._launch_of(corr)
         step[launch >= 0] = step[launch[launch >= 0]]
         return step
+
+    def _update_ends(self) -> NDArray[np.int64]:
+        """[u] When the optimizer's updates end, in order; of several optimizers those of the last one of a step."""
+        events = self.events
+        updates = np.array([kind_of(*label, cpu_only=False) == "OPTIM" for label in events.labels], dtype=bool)
+        rows = np.flatnonzero(updates[events.label])
+        rows = rows[np.argsort(events.start_ns[rows], kind="stable")]
+        rows = rows[events.label[rows] == events.label[rows[-1:]]]
+        return np.asarray(events.start_ns[rows] + events.duration_ns[rows], dtype=np.int64)
 
     def _launch_of(self, corr: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] Row of the host call that launched this device row, -1 for host rows and where it is not in the file."""
@@ -216,31 +257,38 @@ class _Rows:
         return launch
 
     def communication(self, kind: NDArray[np.uint8], corr: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """Return the columns group, seq, peer and bytes."""
+        """Return the columns group, seq, peer and bytes, and kind, which what launched a kernel may say better."""
         events = self.events
         columns = {
+            "kind": kind.astype(np.int64),
+            "said": self._said_around(kind, launch := self._launch_of(corr)),
             "group": np.full(self.n, -1, dtype=np.int64),
             "seq": events.numbers["sequence"],
             "peer": np.full(self.n, -1, dtype=np.int64),
             "bytes": events.numbers["bytes"],
         }
-        launch = self._launch_of(corr)
         self._fill_copies(columns["bytes"], launch)
         speaking = [row for row, arguments in events.kept.items() if arguments.collective is not None]
         for row, arguments in events.kept.items():
             if arguments.collective is not None:
-                self._fill_collective(columns, row, arguments, kind[row] == KIND["SEND"])
+                self._fill_collective(columns, row, arguments)
             elif kind[row] == KIND["SYNC"]:
                 columns["seq"][row] = _whole(arguments.awaited_record, -1)
                 columns["peer"][row] = _whole(arguments.awaited_lane, -1)
-        moving = np.isin(kind, [KIND["COLL"], KIND["SEND"], KIND["RECV"]])
+        moving = np.isin(kind, MOVING)
         silent = np.setdiff1d(np.flatnonzero(moving), speaking)
         self._inherit(columns, silent, np.array(speaking, dtype=np.int64), launch)
+        device = self.on_device[events.label]
+        said = columns.pop("said")
+        named = moving & device & (said != KIND["MARK"])
+        columns["kind"][named] = said[named]
         for row in silent[columns["bytes"][silent] == 0].tolist():
             if row in events.kept:
                 columns["bytes"][row] = _input_bytes(events.kept[row])
         if len(self.groups) == len(self._known_groups()) == 1:  # The job has one group: it is that one.
             columns["group"][moving & (columns["group"] < 0)] = next(iter(self.groups))
+        messages = np.isin(said, [KIND["SEND"], KIND["RECV"]]) & ~device
+        self._enter_messages(columns, np.flatnonzero(messages), said == KIND["SEND"], launch)
         columns["peer"][np.abs(columns["peer"]) > np.iinfo(np.int32).max] = -1  # A stream given as an address.
         return columns
 
@@ -252,25 +300,86 @@ class _Rows:
             launching = self.events.kept.get(int(launch[row]))
             size[row] = _whole(launching.size, 0) if launching is not None else 0
 
-    def _fill_collective(
-        self, columns: dict[str, NDArray[np.int64]], row: int, arguments: Arguments, sends: bool
+    def _said_around(self, kind: NDArray[np.uint8], launch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[n] Kind that the annotation around a communication kernel's launch says, 'nccl:all_to_all'; else MARK."""
+        events = self.events
+        said = np.full(self.n, KIND["MARK"], dtype=np.int64)
+        marks = [
+            KIND[kind_said(name)] if category == "user_annotation" and name.startswith(("nccl:", "rccl:")) else -1
+            for category, name in events.labels
+        ]
+        kind_of_label = np.array(marks, dtype=np.int64)
+        around = np.flatnonzero(kind_of_label[events.label] >= 0)
+        rows = np.flatnonzero(np.isin(kind, MOVING) & (launch >= 0))
+        outer = self._around(launch[rows], around)
+        said[rows[outer >= 0]] = kind_of_label[events.label[outer[outer >= 0]]]
+        return said
+
+    def _around(self, rows: NDArray[np.int64], among: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[k] Row of `among` that began last before each of `rows` on its lane and has not ended then, else -1."""
+        start_ns, lane = self.events.start_ns, self.lane
+        found = np.full(len(rows), -1, dtype=np.int64)
+        among = among[np.lexsort((start_ns[among], lane[among]))]
+        for value in np.unique(lane[rows]).tolist():
+            inner = np.flatnonzero(lane[rows] == value)
+            theirs = among[lane[among] == value]
+            at = np.searchsorted(start_ns[theirs], start_ns[rows[inner]], side="right") - 1
+            outer = theirs[np.maximum(at, 0)] if len(theirs) else np.zeros(len(inner), dtype=np.int64)
+            good = (at >= 0) & (start_ns[rows[inner]] < start_ns[outer] + self.events.duration_ns[outer])
+            found[inner[good]] = outer[good]
+        return found
+
+    def _enter_messages(
+        self,
+        columns: dict[str, NDArray[np.int64]],
+        messages: NDArray[np.int64],
+        sent: NDArray[np.bool_],
+        launch: NDArray[np.int64],
     ) -> None:
+        """Put what the send/receive kernels carry into the table of groups, and its number into their column."""
+        events = self.events
+        kernels = np.flatnonzero(self.on_device[events.label] & np.isin(columns["kind"], MOVING[1:]))
+        starts = np.array([bool(LAUNCHING.match(name)) for _, name in events.labels], dtype=bool)
+        launches = np.flatnonzero(starts[events.label] & ~self.on_device[events.label])
+        begins = [Begins(rows, self.lane[rows], events.start_ns[rows]) for rows in (messages, launches)]
+        carried = messages_of(kernels, launch[kernels], *begins)
+        for kernel in kernels.tolist():
+            rows = carried.get(kernel, [kernel])
+            ends = [(int(columns["group"][row]), int(columns["peer"][row]), bool(sent[row])) for row in rows]
+            columns["bytes"][kernel] = columns["bytes"][rows].sum()
+            columns["kind"][kernel] = KIND["SEND"] if sent[rows].all() else KIND["RECV"]
+            if all(peer >= 0 for _, peer, _ in ends):
+                entry = message_entry(ends)
+                columns["group"][kernel] = group_id(entry["name"])
+                self.groups.setdefault(group_id(entry["name"]), entry)
+        columns["seq"][kernels] = columns["peer"][kernels] = -1
+
+    def _fill_collective(self, columns: dict[str, NDArray[np.int64]], row: int, arguments: Arguments) -> None:
         """Write one row's collective arguments into the columns, and its group into the table."""
+        said = KIND[kind_said(str(arguments.collective))]
+        columns["said"][row] = said
         columns["group"][row] = self._group(arguments)
         columns["seq"][row] = _whole(arguments.group_seq, -1)
-        columns["peer"][row] = _whole(arguments.target_rank if sends else arguments.source_rank, -1)
+        columns["peer"][row] = _whole(arguments.target_rank if said == KIND["SEND"] else arguments.source_rank, -1)
         elements = max(_whole(arguments.elements_in, 0), _whole(arguments.elements_out, 0))
         columns["bytes"][row] = elements * dtype_bytes(arguments.dtype)
 
     def _group(self, arguments: Arguments) -> int:
         """Return the id of the group that the arguments name, and enter it into the table."""
+        given = arguments.group_name if arguments.group_name not in (None, "") else arguments.group_number
+        if isinstance(given, (list, dict)):
+            given = None
+        known = self.groups.get(group_id(str(given))) if given is not None else None
+        if known is not None and known["ranks"] and known.get("description"):
+            return group_id(str(given))
+        size = _whole(arguments.group_size, 0) if _whole(arguments.rank_stride, 0) > 0 else 0
         ranks = parse_ranks(
             arguments.group_ranks,
             start=_whole(arguments.rank_start, 0),
             stride=_whole(arguments.rank_stride, 0),
-            size=_whole(arguments.group_size, 0) if _whole(arguments.rank_stride, 0) > 0 else 0,
+            size=size if 0 < size <= self.ranks_left else 0,
         )
-        given = arguments.group_name if arguments.group_name not in (None, "") else arguments.group_number
+        self.ranks_left -= len(ranks)
         name = str(given) if given is not None else f"ranks {ranks}" if ranks else ""
         number = group_id(name)
         if number >= 0:
@@ -289,18 +398,25 @@ class _Rows:
         launch: NDArray[np.int64],
     ) -> None:
         """Give rows without collective arguments those of the op around their launch (or around themselves)."""
-        start_ns, lane = self.events.start_ns, self.lane
-        end_ns = start_ns + self.events.duration_ns
-        sources = sources[np.lexsort((start_ns[sources], lane[sources]))]
-        for row in rows.tolist():
-            inner = int(launch[row]) if launch[row] >= 0 else row
-            first, last = np.searchsorted(lane[sources], [lane[inner], lane[inner] + 1])
-            at = first + int(np.searchsorted(start_ns[sources[first:last]], start_ns[inner], side="right")) - 1
-            if at >= first and start_ns[inner] < end_ns[sources[at]]:
-                for column in ("group", "seq", "peer", "bytes"):
-                    columns[column][row] = columns[column][sources[at]]
-            elif launch[row] < 0:
-                columns["seq"][row] = -1  # An autograd number is no collective's number.
+        source = self._around(np.where(launch[rows] >= 0, launch[rows], rows), sources)
+        known, alone = rows[source >= 0], rows[(source < 0) & (launch[rows] < 0)]
+        for column in ("group", "seq", "peer", "bytes"):
+            columns[column][known] = columns[column][source[source >= 0]]
+        said = columns["said"][source[source >= 0]]
+        columns["said"][known] = np.where(said == KIND["MARK"], columns["said"][known], said)
+        columns["seq"][alone] = -1  # An autograd number is no collective's number.
+
+    def origin(self) -> Origin:
+        """Return which process the file says that it is of: its rows on the host carry the number."""
+        told = self.facts.get("rank") is not None and _whole(self.facts.get("world_size"), 0) != 1
+        count: dict[int, int] = {}
+        used = np.bincount(self.events.lane, minlength=len(self.events.lanes)).tolist()
+        for (category, pid, _), rows in zip(self.events.lanes, used, strict=True):
+            known = CATEGORIES.get(category)
+            if type(pid) is int and pid > 0 and known is not None and known.place != DEVICE:
+                count[pid] = count.get(pid, 0) + rows
+        process = max(count, key=lambda pid: count[pid], default=None)
+        return Origin(self.rank if told else None, str(self.events.facts.host or ""), process)
 
     def rank_facts(self) -> dict[str, Any]:
         """Return what is known of the rank: host, device, process id."""

@@ -5,6 +5,8 @@ table per question; nothing here has units but `dtype_bytes`, which is bytes.
 
 >>> kind_of("kernel", "ncclKernel_AllReduce_RING_LL_Sum_float(ncclWorkElem)", cpu_only=False)
 'COLL'
+>>> kind_of("kernel", "ncclDevKernel_SendRecv()", cpu_only=False), kind_said("nccl:send 0->1")
+('RECV', 'SEND')
 >>> kind_of("cpu_op", "aten::mm", cpu_only=False), kind_of("cpu_op", "aten::mm", cpu_only=True)
 ('HOST', 'COMPUTE')
 >>> dtype_bytes("BFloat16"), dtype_bytes("c10::Half"), step_of("user_annotation", "ProfilerStep#12")
@@ -93,15 +95,26 @@ ANNOTATIONS: tuple[tuple[str, str], ...] = (
 """Beginning of an annotation's name -> kind: the host's own collectives, the optimizer, the loader. An NCCL annotation
 only surrounds the enqueueing."""
 
+NAMESPACES = r"(void )?((\w+|\(anonymous namespace\)|<unnamed>)(<[^<>]*>)?::)*"
+"""Beginning of a kernel's name, before its own word."""
+
 COMMUNICATION = re.compile(
-    r"(void )?((\w+::)*(nccl|rccl|msccl|oneccl|nvshmem)"
-    r"|deep_ep::|flashinfer::comm|(\w+::)*cross_device_reduce|(\w+::)*\w*(multimem|one_shot|two_shot)_"
-    r"|tensorrt_llm::\S*all_?reduce)",
+    NAMESPACES + r"((nccl|rccl|msccl|oneccl|nvshmem)|cross_device_reduce|\w*(multimem|one_shot|two_shot)_"
+    r"|k?userbuffers_)"
+    r"|(void )?(deep_ep::(?!layout)|c10d::(symmetric_memory|intra_node_comm)::|quickreduce::"
+    r"|flashinfer::(comm|\w*(all_?reduce|all_?to_?all))"
+    r"|tensorrt_llm::[\w:]*(all_?reduce|ar_fusion|all_?to_?all|all_?gather|reduce_?scatter|moe_?(comm|a2a)))",
     re.IGNORECASE,
 )
 """Kernels that communicate: ncclKernel_..., ncclDevKernel_..., ncclAllReduceRingLLKernel over the years; of DeepEP, of
-torch's symmetric memory (multimem_all_reduce_kernel, one_shot_all_reduce_kernel), of flashinfer, TensorRT-LLM and
-vLLM (cross_device_reduce)."""
+torch's symmetric memory (multimem_all_reduce_kernel, one_shot_all_reduce_kernel), of flashinfer, TensorRT-LLM, vLLM
+(cross_device_reduce, quickreduce) and Transformer Engine (userbuffers)."""
+
+SENDING_RECEIVING = re.compile(NAMESPACES + r"(nccl|rccl)\w*SendRecv", re.IGNORECASE)
+"""Kernels that send, receive, or both. Unless something says what for they are messages: all-to-alls run them too."""
+
+LAUNCHING = re.compile(r"(cuda|cu|hip|ur|ze)\w*Launch(?!HostF)")
+"""Runtime calls that hand kernels to a device."""
 
 SYNCHRONIZING = re.compile(r"(cuda|hip|cu|ze)\w*Synchronize")
 """Runtime calls that hold the host until the device has got somewhere."""
@@ -119,17 +132,28 @@ def kind_of(category: str, name: str, *, cpu_only: bool) -> str:
     """Return the kind of a row; `cpu_only` says that the file has no device rows, so host ops are the computing."""
     entry = CATEGORIES.get(category)
     kind = entry.kind if entry else "MARK"
-    if name.startswith("Memcpy DtoD"):
+    if name.startswith(("Memcpy DtoD", "Memcpy D2D")):
         return "COMPUTE"  # A copy within the device is device work; only the others move data to or from the host.
     if category == "user_annotation":
         return next((found for pattern, found in ANNOTATIONS if re.match(pattern, name)), kind)
     if kind == "COMPUTE" and COMMUNICATION.match(name):
-        return "COLL"
+        return "RECV" if SENDING_RECEIVING.match(name) else "COLL"
     if kind == "HOST" and SYNCHRONIZING.match(name):
         return "SYNC"
     if cpu_only and category in ("cpu_op", "operator") and not name.startswith(("c10d::", "record_param_comms")):
         return "COMPUTE"
     return kind
+
+
+def kind_said(verb: str) -> str:
+    """Return the kind of what torch calls `verb`, 'send', 'nccl:recv 0<-1', 'all_to_allv'; MARK where it says nothing.
+
+    A batch of messages is 'nccl:coalesced', which says nothing of them.
+    """
+    word = verb.lower().removeprefix("nccl:").removeprefix("rccl:")
+    if word in ("", "coalesced", "none"):
+        return "MARK"
+    return next((kind for kind in ("SEND", "RECV") if word.startswith(kind.lower())), "COLL")
 
 
 def step_of(category: str, name: str) -> int:

@@ -13,7 +13,7 @@ damaged file may hold, is left out and named in `damaged`: nothing is proposed f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -60,23 +60,27 @@ UNSEEN = "its iterator is not of a DataLoader's making: a library makes it itsel
 """Why nothing is applied to a loader of which only batches were seen (one of fastai, for example)."""
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A number of things: what is negative, or no double holds exactly, is damage."""
+
+
 class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One loader of a run, as `headway.runtime.probe_input.loader_facts` saw it. Sizes are bytes."""
 
     dataset: str = ""
     line: str | None = None
     """Where the script iterates it first: 'train.py:30'."""
-    num_workers: int | None = None
+    num_workers: Count | None = None
     """Workers per rank; None in a row that does not say."""
-    prefetch_factor: int | None = None
+    prefetch_factor: Count | None = None
     persistent: bool = False
     pin_memory: bool = False
-    batch_size: int | None = None
-    dataset_size: int | None = None
+    batch_size: Count | None = None
+    dataset_size: Count | None = None
     """Examples of the largest dataset that it was made for; None = unknown."""
-    smallest_dataset: int | None = None
+    smallest_dataset: Count | None = None
     """The same of the smallest one."""
-    datasets: int = 1
+    datasets: Count = 1
     """Datasets that it was made for, one after the other."""
     sampler: str | None = None
     own: bool = False

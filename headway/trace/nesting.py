@@ -85,7 +85,10 @@ def enclosing(
 
 
 def number_alike(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a number [n] for each row of `rows` [n, k]: equal rows get equal numbers, in lexical order from 0."""
+    """Return a number [n] for each row of `rows` [n, k]: equal rows get equal numbers, from 0.
+
+    The numbers follow the order of the last column, then of the one before it, and so on.
+    """
     order = np.lexsort(rows.T)
     fresh = np.zeros(len(rows), bool)
     for column in rows.T:  # One at a time: a sorted copy of all of them is what would not fit into memory.

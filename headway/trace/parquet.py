@@ -28,7 +28,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.bounded_json import decode_json
 from headway.core.errors import FormatError
+from headway.core.regular_file import check_regular
 from headway.core.whole_file import whole_file
 from headway.trace.tables import numbered, plain_tables
 from headway.trace.trace import COLUMNS, Trace
@@ -45,6 +47,9 @@ DELTA_CODED = ("start_ns", "duration_ns", "seq", "corr", "bytes")
 
 ROW_GROUP = 1 << 17
 """Rows that are read together: a slice of the steps takes a few groups of a long trace, not all of it."""
+
+FREE_ROWS = 300_000
+"""Rows that a file of any size may have; beyond them it has a byte at least for each."""
 
 AFTER = "after"
 """Column of the rows that each row comes after; only in traces that list their edges."""
@@ -96,6 +101,7 @@ class Stored:
         self.path = path
         with self._opened() as file:
             self._metadata = file.metadata
+            check_rows(file.metadata.num_rows, path)
             tables = _tables(file.metadata.metadata or {}, path)
             self.lists_edges = AFTER in file.schema_arrow.names
             missing = [column for column in COLUMNS if column not in file.schema_arrow.names]
@@ -169,10 +175,11 @@ class Stored:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        check_regular(self.path)
         try:
             with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
                 yield file
-        except (pa.ArrowException, OSError) as cause:
+        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as cause:
             reason = str(cause).rstrip(".")
             raise FormatError(
                 f"{self.path} cannot be read as Parquet: {reason}. Record or convert the trace again."
@@ -205,10 +212,23 @@ def _footer(path: str | Path) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    check_regular(path)
     try:
         return pq.read_metadata(path)
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, UnicodeDecodeError):
         return None
+
+
+def check_rows(num_rows: int, path: str | Path) -> None:
+    """Raise `FormatError` where a Parquet file claims more rows than its bytes can tell apart.
+
+    Times differ from row to row, so an honest row takes at least a byte; a column of one value takes none.
+    """
+    size = Path(path).stat().st_size
+    if not 0 <= num_rows <= FREE_ROWS + size:
+        raise FormatError(
+            f"{path} claims {num_rows} rows in {size} bytes: no program writes such a file. Copy it again."
+        )
 
 
 def _tables(metadata: Mapping[bytes, bytes], path: str | Path) -> dict[str, Any]:
@@ -216,9 +236,11 @@ def _tables(metadata: Mapping[bytes, bytes], path: str | Path) -> dict[str, Any]
     if TABLES_KEY not in metadata:
         raise FormatError(f"{path} is Parquet but not a headway trace: it has no {TABLES_KEY.decode()!r} entry.")
     try:
-        tables: dict[str, Any] = json.loads(metadata[TABLES_KEY])
-    except ValueError as cause:
+        tables = decode_json(metadata[TABLES_KEY], f"the tables of {path}")
+    except FormatError as cause:
         raise FormatError(f"{path} holds damaged tables: {cause}. Record or convert the trace again.") from cause
+    if not isinstance(tables, dict) or not isinstance(tables.get("schema"), str):
+        raise FormatError(f"{path} holds damaged tables: they are no object. Record or convert the trace again.")
     if tables.get("schema") != SCHEMA:
         raise FormatError(
             f"{path} has the schema {tables.get('schema')!r}; this version reads {SCHEMA!r}. "

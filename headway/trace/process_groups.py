@@ -12,21 +12,26 @@ own id; any other gets one from its text, so that ranks agree without talking.
 
 from __future__ import annotations
 
-import json
 import zlib
 from typing import Any
 
+from headway.core.bounded_json import decode_json
+from headway.core.errors import FormatError
+
 HASHED = 1 << 30
 """Ids at and above this one come from a name that is no number."""
+
+MOST_RANKS = 1 << 20
+"""Ranks of a group that are listed one by one; a larger one is damage."""
 
 
 def group_id(name: str) -> int:
     """Return the id (int32) of the group called `name`, -1 for no name."""
     if not name:
         return -1
-    if name.isdecimal() and int(name) < HASHED:
+    if name.isdecimal() and len(name) <= 10 and int(name) < HASHED:
         return int(name)
-    return HASHED + zlib.crc32(name.encode()) % HASHED
+    return HASHED + zlib.crc32(name.encode("utf-8", "surrogatepass")) % HASHED
 
 
 def parse_ranks(text: Any, *, start: int = 0, stride: int = 0, size: int = 0) -> list[int]:
@@ -36,9 +41,9 @@ def parse_ranks(text: Any, *, start: int = 0, stride: int = 0, size: int = 0) ->
     """
     if isinstance(text, str):
         try:
-            text = json.loads(text)
-        except ValueError:
+            text = decode_json(text, "the ranks of a group")
+        except FormatError:
             text = None
-    if isinstance(text, list) and text and all(isinstance(rank, int) for rank in text):
+    if isinstance(text, list) and text and all(type(rank) is int and 0 <= rank < 1 << 31 for rank in text):
         return text
-    return [start + index * max(stride, 1) for index in range(size)]
+    return [start + index * max(stride, 1) for index in range(size if size <= MOST_RANKS else 0)]

@@ -1,10 +1,13 @@
 """A folder that the PyTorch profiler filled -> one trace of all ranks.
 
 Use it on what `tensorboard_trace_handler` leaves: a file per process and
-window, `<worker>.<ns>.pt.trace.json(.gz)`. A file's rank is what its own
-`distributedInfo` says, else what its name says (`rank3`, `r3-`), else its
-worker's place in order of name, with a warning. Several files of one rank are
-windows: their correlation ids are kept apart. Times are int64 ns.
+window, `<worker>.<ns>.pt.trace.json(.gz)`, and on any several profiler files.
+A file's rank is what its own `distributedInfo` says, unless that says that
+the process is alone in its world; else what its name says (`rank3`, `r3-`);
+else every process gets a rank of its own, in order of name, with a warning.
+Processes are told apart by their worker's name, else by host and number of
+the process, else by file. Several files of one rank are windows: their
+correlation ids are kept apart. Times are int64 ns.
 
 >>> [rank_in_name(name) for name in ("rank_3.17.pt.trace.json", "r2-w0.json.gz", "host_991.1700.pt.trace.json")]
 [3, 2, None]
@@ -19,7 +22,7 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -53,27 +56,40 @@ def read(contents: Sequence[Content]) -> list[Trace]:
 
     Raises `InputError` when two files of one rank overlap in time: they cannot be windows of one process.
     """
-    traces = [kineto.read(content) for content in contents]
+    read = [kineto.parse_with_origin(content, str(content.path)) for content in contents]
+    traces = [trace for trace, _ in read]
     names = [content.path.name for content in contents]
-    ranks = _ranks(contents, traces, names)
+    ranks = _ranks([str(content.path) for content in contents], names, [origin for _, origin in read])
     windows: dict[int, list[tuple[Trace, str]]] = defaultdict(list)
     for trace, rank, name in zip(traces, ranks, names, strict=True):
         windows[rank].append((_under(trace, rank), name))
     return [trace for rank in sorted(windows) for trace in _apart(windows[rank], rank)]
 
 
-def _ranks(contents: Sequence[Content], traces: Sequence[Trace], names: Sequence[str]) -> list[int]:
-    """Return the rank of each file."""
-    workers = sorted({worker_in_name(name) for name in names})
-    ranks, guessed = [], []
-    for content, trace, name in zip(contents, traces, names, strict=True):
-        told = next(iter(trace.ranks)) if b'"distributedInfo"' in next(iter(content), b"") else rank_in_name(name)
-        if told is None:
-            guessed.append(name)
-        ranks.append(workers.index(worker_in_name(name)) if told is None else told)
-    if guessed and len(workers) > 1:
-        _log.warning("%d files, such as %s, tell no rank: ranks are given in order of name", len(guessed), guessed[0])
-    return ranks
+def _ranks(paths: Sequence[str], names: Sequence[str], origins: Sequence[kineto.Origin]) -> list[int]:
+    """Return the rank of each file; a process that nothing tells the rank of gets one that no other has."""
+    told = [
+        rank_in_name(name) if origin.rank is None else origin.rank for name, origin in zip(names, origins, strict=True)
+    ]
+    guessed = [place for place, rank in enumerate(told) if rank is None]
+    free = (rank for rank in count() if rank not in told)
+    given: dict[object, int] = {}
+    for place in sorted(guessed, key=lambda place: (names[place], paths[place])):
+        process = _process(paths[place], names[place], origins[place])
+        if process not in given:
+            given[process] = next(free)
+        told[place] = given[process]
+    if len(given) > 1 or (given and len(given) < len(set(told))):
+        first = min(names[place] for place in guessed)
+        _log.warning("%d files, such as %s, tell no rank: ranks are given in order of name", len(guessed), first)
+    return [rank for rank in told if rank is not None]
+
+
+def _process(path: str, name: str, origin: kineto.Origin) -> object:
+    """Return what files of one process share, and no others as far as they tell."""
+    if re.search(r"\.\d{6,}\.", name):
+        return worker_in_name(name)  # the profiler's own handler: host and process stand before the moment
+    return path if origin.process is None else (origin.host, origin.process)
 
 
 def _under(trace: Trace, rank: int) -> Trace:
@@ -92,7 +108,7 @@ def _apart(windows: list[tuple[Trace, str]], rank: int) -> list[Trace]:
         if len(before) and len(after) and after.span_ns[0] < before.span_ns[1]:
             raise InputError(
                 f"{first} and {second} both say they are rank {rank}, and overlap in time. Put the files of one job "
-                "into the folder, or name them rank<n>.json."
+                "into the folder, or name them rank<n>.json so that they are told apart."
             )
     return [_numbered(trace, place) for place, (trace, _) in enumerate(windows)]
 

@@ -25,6 +25,7 @@ import _thread
 import os
 import sys
 import time
+from contextlib import suppress
 from itertools import count
 from mmap import mmap
 from struct import Struct
@@ -68,6 +69,10 @@ MAIN, LOADER, CHILD, SPAWNED = range(4)
 
 UNRECORDED = "nothing is recorded"
 """How the warning of a process begins that cannot record: `headway why` looks for it in the logs."""
+
+
+UNRECORDED_SUFFIX = ".unrecorded"
+"""Suffix of a link that leads to no file: its target is that warning."""
 
 
 class Recorder:
@@ -128,8 +133,16 @@ class Recorder:
                     self._create()
                 except (OSError, ValueError) as cause:
                     self.broken = f"{self.folder}: {cause}"
+                    self._leave_word(cause)
                     warn(f"{UNRECORDED} in process {os.getpid()}: {self.broken}")
         return self._buffer is not None
+
+    def _leave_word(self, cause: OSError | ValueError) -> None:
+        """Keep the cause where a disk without room has room for it: the target of a link stands in the link itself."""
+        said = cause.strerror if isinstance(cause, OSError) and cause.strerror else str(cause)
+        with suppress(OSError):
+            link = f"{self.folder}/a{self.attempt}-r{self.rank}-p{os.getpid()}{UNRECORDED_SUFFIX}"
+            os.symlink(f"{UNRECORDED} in process {os.getpid()}: {said}", link)
 
     def _create(self) -> None:
         capacity = self.capacity if self.role in (MAIN, SPAWNED) else min(self.capacity, WORKER_CAPACITY)
@@ -160,7 +173,7 @@ class Recorder:
         for turn in count():
             self.path = f"{stem}-{turn}.ring" if turn else f"{stem}.ring"
             try:
-                return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             except FileExistsError:
                 continue
         raise AssertionError("unreachable")
@@ -263,6 +276,9 @@ def _thread_name() -> str:
     threading = sys.modules.get("threading")  # never imported here: it would cost every start a millisecond
     if threading is None or threading.get_ident() == threading.main_thread().ident:
         return ""
+    hidden = sys.modules.get("headway.core.hidden_thread")
+    if hidden is not None and threading.get_ident() in hidden.running:
+        return str(hidden.running[threading.get_ident()])
     thread = threading._active.get(threading.get_ident())  # current_thread() would register a dummy thread
     return str(thread.name) if thread is not None else "foreign"
 

@@ -12,13 +12,14 @@ False
 from __future__ import annotations
 
 import functools
-import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
 from headway.core.host_load import HostLoad
 from headway.trace import spool
@@ -26,7 +27,7 @@ from headway.trace.assemble import json_object, trace_of_rings
 from headway.trace.clocks import refined
 from headway.trace.deliveries import counts_of
 from headway.trace.parts import Parts
-from headway.trace.ring import UNRECORDED
+from headway.trace.ring import UNRECORDED, UNRECORDED_SUFFIX
 from headway.trace.ring_folders import ring_folders
 from headway.trace.trace import Trace
 
@@ -213,10 +214,7 @@ def _facts(path: Path) -> list[dict[str, Any]]:
     files = [p for p in [path / "run.json", *sorted(path.glob("run-host*.json"))] if p.is_file()]
     parts = []
     for file in files:
-        try:
-            meta = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as cause:
-            raise FormatError(f"{file} is not JSON: {cause}. Copy the run folder again.") from cause
+        meta = read_json(file, fix="Copy the run folder again.")
         if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
             found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
             raise FormatError(f"{file} has schema {found!r}; it must be {SCHEMA!r}. Record the run again.")
@@ -293,6 +291,8 @@ def _why_nothing(path: Path, hosts: Sequence[dict[str, Any]]) -> str:
         flags = {"-E", "-I", "-S"} & set(command[1:script])
         if flags and "python" in Path(command[0]).name:
             return f"{command[0]} {min(flags)} does not load what begins the recording. Leave {min(flags)} out"
+    for link in sorted(link for folder in ring_folders(path) for link in folder.glob(f"*{UNRECORDED_SUFFIX}")):
+        return os.readlink(link)
     for log in sorted((path / "logs").glob("r*.err")):
         found = re.search(rf"^headway: ({UNRECORDED}.*)$", log.read_text(errors="replace"), re.MULTILINE)
         if found:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError
 from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
 from headway.trace.ring_folders import live_folder, ring_folders
@@ -164,7 +165,7 @@ def drained(stem: Path) -> list[NDArray[np.void]]:
 def read_header(stem: Path) -> RingHeader | None:
     """Return the header that `write_header` kept, None when there is none."""
     try:
-        saved = json.loads(stem.with_suffix(".head").read_text())
+        saved = read_json(stem.with_suffix(".head"))
         return RingHeader(**{**saved, "threads": tuple(saved["threads"])})
     except (OSError, ValueError, TypeError):
         return None

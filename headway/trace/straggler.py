@@ -33,14 +33,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import yaml
 from numpy.typing import ArrayLike, NDArray
 
+from headway.core.bounded_json import decode_json
 from headway.core.errors import FormatError, InputError
 from headway.core.integers import narrowed
+from headway.core.regular_file import read_regular
+from headway.core.settings_files import parse_yaml
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S
 from headway.core.whole_file import whole_file
+from headway.trace.parquet import check_rows
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import KIND
 
@@ -210,8 +213,9 @@ def read(path: str | Path) -> Trace:
     negative or not a number, or a rank that stands in two places.
     """
     try:
+        check_rows(pq.read_metadata(path).num_rows, path)
         table = pq.read_table(path, use_threads=False)
-    except (pa.ArrowException, OSError) as cause:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as cause:
         reason = str(cause).rstrip(".")
         raise FormatError(f"{path} cannot be read as Parquet: {reason}. Fetch or write the file again.") from cause
     for column in REQUIRED:
@@ -285,16 +289,12 @@ def _sizes_beside(table: Any, path: Path) -> Sizes | None:
     """Return the sizes of the file's own metadata, else of the meta file beside it, else None."""
     own = (table.schema.metadata or {}).get(SIZES_KEY)
     if own is not None:
-        return _sizes(json.loads(own), path)
+        return _sizes(decode_json(own, f"{SIZES_KEY.decode()} of {path}"), path)
     beside = path.with_name(path.stem.replace("trace", "meta", 1) + ".yaml")
     if beside == path or not path.stem.startswith("trace") or not beside.is_file():
         return None
-    try:
-        facts = yaml.safe_load(beside.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as cause:
-        reason = " ".join(str(cause).split())
-        raise FormatError(f"{beside} is not YAML: {reason}. Correct or remove the file.") from cause
-    return _sizes(facts, beside)
+    text = read_regular(beside).decode("utf-8", "replace")
+    return _sizes(parse_yaml(text, str(beside)), beside)
 
 
 def _sizes(facts: Any, path: Path) -> Sizes:

@@ -24,10 +24,11 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from headway.core.bounds import check_room
 from headway.core.errors import FormatError
 from headway.core.units import NS_PER_MS, NS_PER_US
 from headway.trace.nesting import Nesting
@@ -57,12 +58,12 @@ _log = logging.getLogger(__name__)
 class _Record(msgspec.Struct):
     """What one line says, as far as a trace holds it."""
 
-    time_us: int
+    time_us: Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
     log_type_name: str
     log_type: str = "event"
     event_name: str | None = None
-    rank: int = 0
-    step: int | None = None
+    rank: Annotated[int, msgspec.Meta(ge=-1, le=(1 << 31) - 1)] = 0
+    step: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
     source: str = ""
     task_name: str | None = None
     value: float | None = None
@@ -76,6 +77,12 @@ class _Record(msgspec.Struct):
         """What numbers its own records."""
         return self.rank, self.source, self.host_name, self.pid
 
+
+RECORD_BYTES = 600
+"""What a record costs in memory, with its row."""
+
+MOST_MS = 1 << 43
+"""No span is longer: int64 nanoseconds hold 292 years."""
 
 _Row = tuple[_Record, str, int, int, str]
 """Opening record, name, start and duration in ns, kind."""
@@ -117,10 +124,13 @@ def _records(pieces: Iterable[bytes], where: str) -> tuple[list[_Record], int]:
         try:
             # Python's own encoder writes NaN, which is no JSON, for a loss that is none.
             records.append(decoder.decode(NAN.sub(b": null", line)))
+            check_room(RECORD_BYTES * len(records), at + len(line), where, "records")
         except msgspec.ValidationError as cause:
             raise FormatError(
                 f"{where}: the line at byte {at} is no record of torchtitan: {cause}. Drop it."
             ) from cause
+        except RecursionError:
+            raise FormatError(f"{where}: the line at byte {at} is nested too deep. Drop it.") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as cause:
             if not whole:
                 _log.warning(
@@ -145,40 +155,39 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[tuple[int, bytes, bool]]:
 
 def _pairs(records: list[_Record], where: str) -> tuple[list[_Row], int]:
     """Return the rows of one process, whose records stand in order, and how many spans were never closed."""
-    stacks: dict[Any, list[tuple[str, _Record]]] = defaultdict(list)
+    stacks: dict[Any, list[_Record]] = defaultdict(list)
     rows: list[_Row] = []
     for record in records:
         name, _, side = record.log_type_name.rpartition("_")
-        stack = stacks[record.tid, record.task_name]
+        stack = stacks[record.tid, record.task_name, name]
         if record.log_type == "event" and side == "start":
-            stack.append((name, record))
+            stack.append(record)
         elif record.log_type == "event" and side == "end":
             rows.append(_closed(stack, name, record, where))
         elif record.log_type in ("event", "instant"):  # also `<name>_error`, which precedes its end
             title = record.event_name or record.log_type_name
             rows.append((record, title, record.time_us * NS_PER_US, 0, "MARK"))
     last_ns = max((record.time_us for record in records), default=0) * NS_PER_US
-    left = [opened for stack in stacks.values() for opened in stack]
+    left = [(key[2], opened) for key, stack in stacks.items() for opened in stack]
     for name, record in left:
         start_ns = record.time_us * NS_PER_US
         rows.append((record, name, start_ns, last_ns - start_ns, _kind(name)))
     return rows, len(left)
 
 
-def _closed(stack: list[tuple[str, _Record]], name: str, end: _Record, where: str) -> _Row:
-    """Take the span that `end` closes from its stack."""
-    place = next((at for at in reversed(range(len(stack))) if stack[at][0] == name), None)
-    if place is None:
+def _closed(stack: list[_Record], name: str, end: _Record, where: str) -> _Row:
+    """Take the span that `end` closes from the open ones of its name."""
+    if not stack:
         raise FormatError(
             f"{where}: {name!r} ends in step {end.step} (record {end.seq_id}) but never starts. Give the whole file, "
             "from the start of the job."
         )
-    _, begin = stack.pop(place)
+    begin = stack.pop()
     duration_ns = (end.time_us - begin.time_us) * NS_PER_US
     if duration_ns < 0:  # The clock of `time_us` was set back; `value` was measured by another.
         if end.value is None or end.value < 0:
             raise FormatError(f"{where}: {name!r} ends before it starts in step {end.step}. Drop the two records.")
-        duration_ns = round(end.value * NS_PER_MS)
+        duration_ns = round(min(end.value, MOST_MS) * NS_PER_MS)
     return begin, name, begin.time_us * NS_PER_US, duration_ns, _kind(name)
 
 

@@ -146,10 +146,9 @@ class Trace:
 
         Raises `FormatError` when no reader recognises the file.
         """
-        from headway.trace.formats import open_any
+        from headway.trace.formats import open_several
 
-        paths = [path] if isinstance(path, (str, Path)) else list(path)
-        return concat([open_any(Path(p)) for p in paths])
+        return concat(open_several([path] if isinstance(path, (str, Path)) else list(path)))
 
     def save(self, path: str | Path) -> None:
         """Write the format that the suffix names: `.parquet` (own) or `.json`/`.json.gz` (Chrome, Perfetto)."""

@@ -19,6 +19,10 @@ KIND: dict[str, int] = {name: index for index, name in enumerate(KINDS)}
 """Kind name -> value of the `kind` column."""
 
 
+MOVING = (KIND["COLL"], KIND["SEND"], KIND["RECV"])
+"""Kinds of what communicates; all but the first between two ranks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """What one recorded name means and how its record's four numbers map onto trace columns."""

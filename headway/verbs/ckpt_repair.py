@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import InputError
+from headway.core.inside import check_inside
 from headway.core.units import format_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.storage.commit import STEP, is_own
+from headway.storage.manifest import COMMIT
 from headway.storage.objects import url_of
 from headway.storage.redundancy.parity import state, warnings
 from headway.storage.redundancy.repair import repair as repair_checkpoint
@@ -47,7 +49,8 @@ def repair(path: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
     json
         Print one JSON object instead of text.
     """
-    path = checkpoint_at(path)
+    root, path = path, checkpoint_at(path)
+    check_inside(root, path / COMMIT)
     done = repair_checkpoint(path, dry_run=dry_run)
     kept = state(path)
     answer = {

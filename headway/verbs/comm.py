@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from headway.comm import EXACT_RANKS
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, write_plan
+from headway.core.planfile import PlanFile, granted, write_plan
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.optimised import render_optimised
@@ -27,6 +28,7 @@ def plan(
     *,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
     ranks: int | None = None,
+    allow: str | None = None,
     json: bool = False,
 ) -> int:
     """Search for the gradient buckets under which RUN's step is shortest, and write a plan that `run --apply` takes.
@@ -41,9 +43,12 @@ def plan(
         The plan file; RUN/comm-plan.json by default.
     ranks
         Plan for so many ranks on equal links instead of the recorded ones (simulated).
+    allow
+        'result-equivalent' admits what more than two ranks need: they add gradients in the order of their buckets.
     json
         Print one JSON object (schema headway.comm-plan/1) instead of text.
     """
+    granted(allow)
     recorded = run_at(run)
     replay = DdpReplay.from_run(recorded)
     step = recorded_step(replay)
@@ -51,6 +56,9 @@ def plan(
     made, note = found.plan_file(), f"Simulated: {ranks} ranks on links like the recorded one."
     if ranks is None:
         made, note = confirmed(made, replay, str(recorded.path.resolve()))
+    made = replace(made, remedies=tuple(replace(remedy, allow=allow) for remedy in made.remedies))
+    if made.remedies and allow is None and found.after.network.num_ranks > EXACT_RANKS:
+        note += " More than two ranks add gradients in another order: plan with --allow result-equivalent to apply it."
     path = out or recorded.path / "comm-plan.json"
     worth = bool(made.remedies) and (made.predicted_speedup or 1.0) >= MIN_SPEEDUP
     if worth:

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from headway.core.errors import InputError
 from headway.core.host import host_cores
+from headway.core.tables import pick
 from headway.core.units import parse_bytes
 from headway.core.whole_file import whole_file
 from headway.data.planning.optimize import Op, Plan, Profile, Resources, op_costs
@@ -30,7 +31,7 @@ def plan(
     ops: Path | None = None,
     cores: int | None = None,
     slots: int = 32,
-    variant: str = "RAY",
+    variant: str | None = None,
     target: float | None = None,
     cache: str = "0",
     examples: int = 0,
@@ -61,9 +62,9 @@ def plan(
     cores
         Cores of the host that trains; 8 for a profile (the published set-up), those of this host for a pipeline.
     slots
-        Actors that may run elsewhere, together.
+        Actors that may run elsewhere, together; 0 when there are no other machines.
     variant
-        Where slices may run, as the profile calls it.
+        Where slices may run, as the profile calls it; RAY by default.
     target
         Examples/s that training consumes; as fast as it goes by default.
     cache
@@ -81,10 +82,12 @@ def plan(
     """
     loaded = _pipeline(pipeline) if pipeline is not None else None
     given = cores if cores is not None else Resources().cores if loaded is None else host_cores()
-    resources = Resources(given, slots, variant, target, parse_bytes(cache), examples)
+    resources = Resources(given, slots, variant or Resources().variant, target, parse_bytes(cache), examples)
     if loaded is None and check:
         raise InputError("--check runs examples: it needs a pipeline. Pass FILE.py:NAME.")
     declared, profile = _measured(loaded, stats, ops)
+    if variant is not None:
+        pick(profile.offloaded, variant, "variant of this profile")
     if loaded is not None and resources.cache_bytes and not examples:
         resources = replace(resources, num_examples=len(loaded))
     chosen = best_plan(declared, profile, resources)

@@ -14,8 +14,9 @@ from typing import Any
 
 from rich.text import Text
 
-from headway.core.channel import ChannelClosed, connect, runtime_directory
+from headway.core.channel import ChannelClosed, connect
 from headway.core.errors import InputError
+from headway.core.private import runtime_directory
 from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.data.serving.messages import FROM_SERVER, Ask, Told
 from headway.data.serving.server import DataServer

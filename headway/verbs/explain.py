@@ -86,13 +86,15 @@ def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program |
 
 def memory_headroom(meta: Mapping[str, Any]) -> dict[str, int]:
     """Return peak and headroom of host memory, and of the fullest device; empty where the run recorded none. Bytes."""
-    ranks = [row for row in (meta.get("memory") or {}).values() if row]
+    told = meta.get("memory")
+    rows = [row for row in told.values() if isinstance(row, dict)] if isinstance(told, dict) else []
+    ranks = [row for row in rows if isinstance(row.get("peak_rss_bytes"), int)]
     free = meta.get("memory_available_bytes")
-    if not ranks or free is None:
+    if not ranks or not isinstance(free, int):
         return {}
     peak = sum(row["peak_rss_bytes"] for row in ranks)
     memory = {"host_peak_bytes": peak, "host_free_bytes": int(free), "host_headroom_bytes": int(free) - peak}
-    devices = [row for row in ranks if "device_peak_bytes" in row]
+    devices = [row for row in ranks if {"device_peak_bytes", "device_total_bytes"} <= row.keys()]
     if devices:
         fullest = min(devices, key=lambda row: row["device_total_bytes"] - row["device_peak_bytes"])
         memory["device_peak_bytes"] = fullest["device_peak_bytes"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.errors import FormatError, InputError
+from headway.core.bounded_json import read_json
+from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.ledger.hang import Verdict, localise
 from headway.ledger.hang_reports import of_dumps, of_watch
@@ -82,11 +82,9 @@ def _watched(path: Path) -> dict[str, Any] | None:
     if path.suffix != ".json":
         return None
     try:
-        found = jsonlib.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, fix="Copy the file again.")
     except OSError as cause:
         raise InputError(f"{path} cannot be read: {cause}. Name a file that exists.") from cause
-    except ValueError as cause:
-        raise FormatError(f"{path} is malformed JSON: {cause}. Copy the file again.") from cause
     return found if isinstance(found, dict) and "entries" not in found else None
 
 

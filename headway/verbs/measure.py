@@ -8,7 +8,6 @@ measures inside its ranks. Times are seconds, sizes bytes.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from headway.catalog import MEASUREMENTS
+from headway.core.bounded_json import read_json
 from headway.core.errors import BarMissedError, InputError
 from headway.core.host import host_cores
 from headway.core.planfile import PlanFile, Remedy, write_plan
@@ -78,7 +78,7 @@ class Phase:
         """Read RUN/phase; of several processes that were one rank, the one with most steps. None when no rank wrote."""
         ranks: dict[str, dict[str, Any]] = {}
         for file in sorted((run / "phase").glob("r*-*.json")):
-            found, rank = json.loads(file.read_text()), file.stem.partition("-")[0]
+            found, rank = read_json(file), file.stem.partition("-")[0]
             if rank not in ranks or len(found["step_s"]) > len(ranks[rank]["step_s"]):
                 ranks[rank] = found
         if not ranks:
@@ -192,7 +192,7 @@ def checked(name: str, phase: Phase | None, report: ExitReport) -> Phase:
 
 def loader_facts(run: Path, group: str) -> dict[str, Any]:
     """Return what run.json says of a loader."""
-    loaders = json.loads((run / "run.json").read_text()).get("loaders") or {}
+    loaders = read_json(run / "run.json").get("loaders") or {}
     return dict(loaders.get(group) or {})
 
 
@@ -202,7 +202,7 @@ def answer(script: Sequence[str], folder: Path, phases: Mapping[str, Phase]) -> 
     phases = {name: replace(phase, step_s=phase.step_s[:count]) for name, phase in phases.items()}
     cold = phases["cold"]
     facts = loader_facts(folder / "cold", cold.main)
-    meta = json.loads((folder / "cold" / "run.json").read_text())
+    meta = read_json(folder / "cold" / "run.json")
     per_step = cold.batches[cold.main] / count
     examples = per_step * facts["batch_size"] * meta["world_size"] if facts.get("batch_size") else None
     report = from_phases(phases["synthetic"].step_s, phases["warm"].step_s, cold.step_s)

@@ -8,8 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.catalog import ADVISERS
-from headway.core.errors import InputError
-from headway.core.planfile import ALLOWANCES
+from headway.core.planfile import granted
 from headway.ledger.ledger import Ledger
 from headway.ledger.loader_roles import evaluation_loaders
 from headway.plan.loader_rows import loader_rows
@@ -41,22 +40,20 @@ def plan(
     run
         A run folder; the newest one by default.
     out
-        The plan file; RUN/plan.json by default.
+        The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
     allow
         'result-equivalent' admits remedies that change random draws, but no distribution.
     json
         Print one JSON object (schema headway.plan/1) instead of text.
     """
-    if allow not in (None, *ALLOWANCES):
-        raise InputError(f"--allow is {allow!r}; it must be {' or '.join(ALLOWANCES)}. Write it so, or drop it.")
+    grant = granted(allow)
     recorded = run_at(run)
-    granted = (allow,) if allow else ()
-    ledger, setup = Ledger.of(recorded), Setup.from_facts(recorded.meta, allow=granted)
+    ledger, setup = Ledger.of(recorded), Setup.from_facts(recorded.meta, allow=() if grant is None else (grant,))
     made = Plan.of(ledger, Program.from_run(recorded), setup, ADVISERS)
     loaders = loader_rows(
         made.proposals, made.refused, made.chosen, setup.loaders, evaluation=evaluation_loaders(ledger)
     )
-    path = out or recorded.path / "plan.json"
+    path = out or recorded.path / ("next-plan.json" if recorded.meta.get("plan") else "plan.json")
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
     by_hand = None if is_launched(recorded.meta) else chosen_terms(made.proposals, made.chosen)
     answer = {**made.to_json(), "loaders": loaders, "path": str(path), "in_script": by_hand}

@@ -90,7 +90,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         answer.update(facts)
         line = verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
     except HeadwayError as reason:
-        line = f"nothing to account for: {reason}"
+        line = f"nothing to account for: {reason if not report.problems else report.problems[0]}"
     except Exception as fault:  # our fault, and the job is done: its exit code stands
         line = (
             f"headway could not account for this run ({type(fault).__name__}: {fault}). Try: headway why {report.run}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +42,9 @@ class RunOptions:
     module: Annotated[bool, Parameter(alias="-m", help="The script is a module, as in python -m.")] = False
     no_python: Annotated[bool, _help("The script is a program of its own.")] = False
     out: Annotated[Path | None, _help("The run folder; headway-runs/SCRIPT-N by default.")] = None
+    mode: Annotated[
+        str, _help("Who else may read the run folder and its logs, as chmod's number; 750 for your group.")
+    ] = "700"
     apply: Annotated[Path | None, _help("A plan file, or the run folder whose plan to apply.")] = None
     verify: Annotated[
         bool,
@@ -91,8 +95,20 @@ class RunOptions:
             remedies=remedies,
             hang_timeout_s=self.hang_timeout,
             max_run_bytes=parse_bytes(self.max_run_bytes),
+            mode=folder_mode(self.mode),
             **{name: getattr(self, name) for name in same},
         )
+
+
+def folder_mode(text: str) -> int:
+    """Parse --mode; raises `InputError`.
+
+    >>> oct(folder_mode("750"))
+    '0o750'
+    """
+    if re.fullmatch("0?7[0-7][0-7]", text) is None:
+        raise InputError(f"--mode is {text!r}. Write what chmod takes for a folder of yours, from 700 to 777.")
+    return int(text, 8)
 
 
 def rendezvous_settings(text: str) -> dict[str, str]:

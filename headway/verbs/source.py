@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
 from headway.runtime.launch import RUNS
 from headway.trace.runs import Run, is_run
@@ -27,7 +27,7 @@ def started_ns(path: Path) -> int:
     """
     for file in [path / "run.json", *sorted(path.glob("run-host*.json"))]:
         try:
-            return int(json.loads(file.read_text(encoding="utf-8"))["realtime_ns"])
+            return int(read_json(file)["realtime_ns"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return path.stat().st_mtime_ns

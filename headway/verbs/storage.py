@@ -15,7 +15,7 @@ from headway.core.tables import pick
 from headway.core.units import format_bytes, format_fraction, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.storage.disks.fleet import Fleet
-from headway.storage.disks.logs import Lifetimes, Window, read_lifetimes, read_totals, windows
+from headway.storage.disks.logs import Lifetimes, Window, read_lifetimes, read_totals, renamed, windows
 from headway.storage.disks.made import made
 from headway.storage.disks.placement import place, replay, saved
 from headway.storage.disks.plan import POLICIES
@@ -102,7 +102,9 @@ def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     return draw([uncut(rows), "", paragraph(words, style="dim")], **screen)
 
 
-def fit(*logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, json: bool = False) -> int:
+def fit(
+    *logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, same: tuple[str, ...] = (), json: bool = False
+) -> int:
     """Learn failure rates from logs of disks, and name the scheme that fits each model now.
 
     Give two or more logs of totals (columns model, size, n_unique,
@@ -121,6 +123,8 @@ def fit(*logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, json: 
         pacemaker, reactive, instant or static.
     ahead_days
         Days for which the schemes should hold.
+    same
+        OLD=NEW: a model that was renamed between the logs; may be given several times.
     json
         Print one JSON object instead of text.
     """
@@ -130,7 +134,8 @@ def fit(*logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, json: 
     if len(logs) == 1:
         answer = _lived(read_lifetimes(logs[0]), policy)
     else:
-        totals = [read_totals(path) for path in logs]
+        names = dict(_pair(text) for text in same)
+        totals = [renamed(read_totals(path), names) for path in logs]
         spans = [windows(older, newer) for older, newer in itertools.pairwise(totals)]
         found = place(spans, chosen, ahead_days=ahead_days)
         answer = {
@@ -138,9 +143,18 @@ def fit(*logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, json: 
             "models": [placement.to_json() for placement in sorted(found, key=lambda p: -p.num_disks)],
             "saving": saved(found),
         }
-    answer = {"schema": "headway.storage.fit/1", "logs": [str(path) for path in logs], "policy": policy, **answer}
+    answer = {"schema": "headway.storage.fit/1", "logs": [str(path) for path in logs], "policy": policy,
+              "confidence": chosen.confidence, **answer}  # fmt: skip
     emit(answer, lambda screen: _fit_screen(answer, screen), as_json=json)
     return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Return (old name, new name) of OLD=NEW."""
+    old, _, new = text.partition("=")
+    if not old or not new:
+        raise InputError(f"--same is {text!r}; write OLD=NEW, such as --same 'hitachi x=hgst x'.")
+    return old, new
 
 
 def _days(span: Sequence[Window]) -> float:
@@ -193,7 +207,11 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
             )  # fmt: skip
         few = len(answer["models"]) - len(known)
         verbs = "has too few disks to be judged and stays" if few == 1 else "have too few disks to be judged and stay"
-        words = f"{plural(few, 'model')} {verbs} under the default scheme."
+        words = (
+            f"{plural(few, 'model')} {verbs} under the default scheme. 'At most' is the upper end of an interval of "
+            f"{format_fraction(answer['confidence'], 0)} confidence: "
+            f"{format_fraction((1 - answer['confidence']) / 2, 0)} of the models may lie above it."
+        )
     verdict = f"  {format_fraction(answer['saving'])} of the space is saved."
     return draw([uncut(rows), "", paragraph(words, style="dim"), Text(verdict, style="bold")], **screen)
 

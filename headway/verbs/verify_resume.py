@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import CHECKS
+from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
@@ -87,7 +87,7 @@ def _loaders(run: Path) -> list[dict[str, Any]]:
     """Return the facts of every loader, of the first rank: all ranks read the same. Raises `InputError` on none."""
     found: list[dict[str, Any]] = []
     for file in sorted((run / "applied").glob("r*.json"))[:1]:
-        for entry in jsonlib.loads(file.read_text())["remedies"]:
+        for entry in read_json(file)["remedies"]:
             loaders = entry["facts"].get("loaders", [])
             found += loaders
             if entry["reason_not_applied"] and not loaders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +30,8 @@ def watch(
 ) -> int:
     """Serve the page of a run while it goes on: steps, step times, ledger so far, every rank. Ctrl-C ends it.
 
-    The run is only read, never touched. A run that has ended shows its report.
+    The run is only read, never touched. A run that has ended shows its report. The address that is printed ends in
+    a token, new for each watch: without it nobody on this machine can read the page.
 
     Example: `headway watch headway-runs/train-1`
 
@@ -56,12 +58,13 @@ def watch(
         source = WatchedRun(path)
         source.poll()
         shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{bound.getsockname()[1]}/"
+        token = secrets.token_urlsafe(16)
+        url = f"http://{shown}:{bound.getsockname()[1]}/?token={token}"
         answer = {"schema": "headway.watch/1", "run": str(path), "url": url, "state": source.state}
         emit(answer, lambda _: f"{path} ({source.state}): {url}   Ctrl-C ends it", as_json=json)
         sys.stdout.flush()
         try:
-            server_of(LiveServer(source, allowed)).run(sockets=[bound])
+            server_of(LiveServer(source, allowed, token)).run(sockets=[bound])
         except KeyboardInterrupt:
             pass  # the usual way to end it
         finally:

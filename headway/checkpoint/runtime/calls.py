@@ -95,9 +95,10 @@ def async_save(
     def write() -> None:
         start_ns = time.perf_counter_ns()
         try:
-            # Taken out of the list: once it is written nobody holds the copy, and its memory serves the next one.
-            done = _saved(_arrived(staged.pop()), writer, planner, group)
+            done = _saved(_arrived(staged[0]), writer, planner, group)
+            staged.clear()  # once it is written nobody holds the copy, and its memory serves the next one
         except BaseException as error:  # whatever it is, it is the caller's
+            result.unsaved = staged
             result.set_exception(error)
             return
         end_ns = time.perf_counter_ns()
@@ -105,10 +106,11 @@ def async_save(
         state_account.background("checkpoint.commit", end_ns, end_ns, bytes=0, step=number)
         result.set_result(done)
 
-    # Not by way of torch's async_save: what it does per tensor before its thread begins would hold training up.
-    threading.Thread(target=write, name="headway-checkpoint").start()
-    stager.watch(result)
     state_account.snapshotted(begun_ns, time.perf_counter_ns(), bytes=num_bytes, step=number)
+    stager.watch(result)
+    # Not by way of torch's async_save: what it does per tensor before its thread begins would hold training up.
+    # Last of all: whoever is told that this has failed may save in another way.
+    threading.Thread(target=write, name="headway-checkpoint").start()
     return result
 
 

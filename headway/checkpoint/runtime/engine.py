@@ -10,7 +10,9 @@
 
 How often is the policy's to decide (3.5 % of the time by default). No save
 waits for another rank's: ranks meet in the folder, through their agents. What
-fails in the background is raised at the next call.
+fails in the background is a warning at the next call, and the next save tries
+again; it is raised after three in a row, with on_error="raise", and by whatever
+waits for a save.
 
 A step ends with the update, so an attached optimizer begins the save there.
 What comes after the update belongs to the step too (a scheduler, a gradient
@@ -52,14 +54,15 @@ from headway.checkpoint.runtime.tickets import SaveTicket
 from headway.checkpoint.runtime.writers import CAPTURES, REPLAYS, Writers, before
 from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
+from headway.core.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.runtime.device import capturing, host_has_devices
-from headway.storage.manifest import COMMIT, METADATA
+from headway.storage.manifest import COMMIT, GENERATORS, METADATA
 from headway.storage.objects import url_of
 from headway.storage.redundancy.stripes import scheme_of
 
-RNG, POLICY = "headway_rng", "headway_policy"
+POLICY = "headway_policy"
 """Names under which the process's random number generators and the policy's experience are stored."""
 
 MAX_STEP = 1 << 63
@@ -67,6 +70,7 @@ MAX_STEP = 1 << 63
 
 DeviceSnapshot = Literal["auto", "device", "host"]
 Block = Literal["snapshot", "durable"]
+OnError = Literal["warn", "raise"]
 
 
 class Checkpointer(Closing):
@@ -87,6 +91,7 @@ class Checkpointer(Closing):
         replicated: dist.ProcessGroup | Literal["auto"] | None = "auto",
         device_snapshot: DeviceSnapshot = "auto",
         keep: Keep = Keep(last=2, every=None),  # noqa: B008 - frozen: one value serves all
+        on_error: OnError = "warn",
         **named: Any,
     ) -> None:
         """Touch nothing yet: the first save or restore opens the root.
@@ -108,9 +113,13 @@ class Checkpointer(Closing):
             The ranks that hold equal plain tensors: all ("auto"), those of a group, or this one alone (None).
         device_snapshot
             Whether CUDA tensors are copied inside the device first, straight to the host, or as measured ("auto").
+        on_error
+            What the training loop gets of a save that failed in the background: a RuntimeWarning ("warn"), which after
+            three in a row becomes an error, or a `BackgroundError` at the next call ("raise").
 
-        Raises `InputError` where an argument cannot be.
+        Raises `InputError` where an argument cannot be, or agents have no private folder on this host.
         """
+        runtime_directory()  # asked now: at the first save the job has trained for a while
         url = url_of(root)
         _check_choices(redundancy, inflight, keep, policy)
         if url is not None and redundancy != "none":
@@ -123,15 +132,16 @@ class Checkpointer(Closing):
         for what, value, choices in (
             ("verify", verify, get_args(Verify)),
             ("device_snapshot", device_snapshot, get_args(DeviceSnapshot)),
+            ("on_error", on_error, get_args(OnError)),
         ):
             pick(dict.fromkeys(choices, 0), value, what)
         self._policy.inflight = inflight
         self._options = Options(
             redundancy=redundancy, keep=keep, inflight=inflight, device_snapshot=device_snapshot,
-            any_world=(RNG, POLICY),
+            any_world=(GENERATORS, POLICY), on_error=on_error,
         )  # fmt: skip
         self._verify, self._replicated = verify, replicated
-        self._own: dict[str, Any] = {POLICY: self._policy, RNG: RngStates()}
+        self._own: dict[str, Any] = {POLICY: self._policy, GENERATORS: RngStates()}
         self._pid = os.getpid()
         self._saver: Saver | None = None
         self._schedule: Schedule | None = None
@@ -178,7 +188,7 @@ class Checkpointer(Closing):
             saver.complete()
             return ticket
         if self._optimizers and step in (None, self._step):
-            saver.raise_failures()
+            saver.tell_failures()
             return saver.begun(self._step)
         self._step = self._step + 1 if step is None else _number(step)
         self._end_step(saver)
@@ -191,14 +201,14 @@ class Checkpointer(Closing):
         """Save now, as step `step` (default: steps counted so far); return once the state has been copied.
 
         With block="durable" return once the checkpoint is committed. Raises `InputError` inside forward or backward,
-        or while a graph is captured; `BackgroundError` when an earlier save failed (or this one, if it is waited for).
+        or while a graph is captured; `BackgroundError` when this one failed and is waited for, or the last three did.
         """
         pick(dict.fromkeys(get_args(Block), 0), block, "block")
         number = self._step if step is None else _number(step)
         if self._postponed():
             raise InputError("a checkpoint cannot be taken while a graph is captured: call it before or after that.")
         saver = self._ready()
-        saver.raise_failures()
+        saver.tell_failures()
         ticket = self._begin(saver, number)
         if block == "durable":
             ticket.result()
@@ -239,7 +249,7 @@ class Checkpointer(Closing):
         self._check()
         if self._saver is not None:
             self._saver.wait()
-            self._saver.raise_failures()
+            self._saver.tell_failures(is_asked=True)
 
     def close(self) -> None:
         """Wait, let the agent go, detach; doing it again is fine. Raises as `wait` does."""
@@ -316,7 +326,7 @@ class Checkpointer(Closing):
         timing = self._meter.step(under_way=saver.is_under_way)
         if timing is not None:
             self._policy.observe(timing)
-        saver.raise_failures()
+        saver.tell_failures()
 
     def _begin(self, saver: Saver, step: int, late: Mapping[str, Any] | None = None) -> SaveTicket:
         if saver.is_torn:
@@ -415,8 +425,9 @@ def _checked(objects: dict[str, Any]) -> dict[str, Any]:
     if not objects:
         raise InputError("there is nothing to save. Pass objects by name: model=model, opt=optimizer.")
     for name, thing in objects.items():
-        if not isinstance(name, str) or not name or "." in name or name in (RNG, POLICY):
-            raise InputError(f"{name!r} cannot name an object. Use text without dots; {RNG} and {POLICY} are taken.")
+        if not isinstance(name, str) or not name or "." in name or name in (GENERATORS, POLICY):
+            taken = f"{GENERATORS} and {POLICY} are taken"
+            raise InputError(f"{name!r} cannot name an object. Use text without dots; {taken}.")
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
             such = ", such as headway.data.DataLoader" if isinstance(thing, torch.utils.data.DataLoader) else ""
             raise InputError(

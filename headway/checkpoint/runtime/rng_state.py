@@ -23,6 +23,11 @@ import msgspec
 import torch
 
 from headway.core.errors import FormatError
+from headway.storage.digests import checksum
+from headway.storage.manifest import GENERATORS
+
+RNG_STATE = f"{GENERATORS}.state"
+"""Name of the value in a checkpoint; of ranks beside the first with `@rank<r>` behind it."""
 
 
 class _Numpy(msgspec.Struct, array_like=True):
@@ -46,6 +51,24 @@ class _State(msgspec.Struct):
     python: list[int]
     python_gauss: float | None
     numpy: _Numpy | None = None
+    branch: int = 0
+    """Above 0: the generators are seeded anew, from all this and the number."""
+
+
+def branched(state: bytes, rank: int) -> bytes:
+    """Return the state for a rank (> 0) that the saving job did not have: a stream of its own, made of a saved one.
+
+    >>> state = RngStates().state_dict()["state"]
+    >>> drawn = []
+    >>> for one in (state, branched(state, 3), branched(state, 4), branched(state, 3)):
+    ...     RngStates().load_state_dict({"state": one})
+    ...     drawn.append((torch.rand(1).item(), random.random()))
+    >>> len(set(drawn)), drawn[1] == drawn[3]
+    (3, True)
+    """
+    found = msgspec.msgpack.decode(state, type=_State)
+    found.branch = rank
+    return msgspec.msgpack.encode(found)
 
 
 class RngStates:
@@ -77,6 +100,12 @@ class RngStates:
             kept = found.numpy
             keys = np.frombuffer(kept.keys, np.uint32)
             np.random.set_state((kept.name, keys, kept.place, kept.has_gauss, kept.gauss))
+        if found.branch:
+            seed = int(checksum(bytes(state["state"])), 16) % (1 << 63)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            if found.numpy is not None:
+                np.random.seed(seed % (1 << 32))
 
 
 def _is_on_cuda() -> bool:

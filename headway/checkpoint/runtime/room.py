@@ -24,9 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headway.core.channel import hold_lock, runtime_directory
+from headway.core.channel import hold_lock
 from headway.core.errors import HeadwayError, InputError
 from headway.core.host import host_id
+from headway.core.private import runtime_directory
 from headway.core.units import format_bytes
 from headway.runtime.host_memory import host_memory, meminfo, tightest_group
 

@@ -20,6 +20,7 @@ import logging
 import pickle
 import socket
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from headway.checkpoint.runtime.kept_cut import KeptCut
 from headway.checkpoint.runtime.replica_holders import ReplicaHolders
 from headway.checkpoint.runtime.shards import LocalState
 from headway.checkpoint.runtime.snapshot import Snapshot
-from headway.checkpoint.runtime.tickets import LISTEN_S, Commit, SaveTicket
+from headway.checkpoint.runtime.tickets import LISTEN_S, MOST_FAILED, Commit, SaveTicket
 from headway.checkpoint.sums import TornError
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
@@ -62,6 +63,8 @@ class Options:
     """"auto", "device" or "host"."""
     any_world: tuple[str, ...] = ()
     """Names of objects whose values differ between ranks, and may be taken by any other world size."""
+    on_error: str = "warn"
+    """"warn" or "raise": what a failure in the background is to the training loop."""
 
 
 @dataclass(slots=True)
@@ -104,7 +107,7 @@ class Saver:
         self.link = AgentLink(self._hello())
         """To this rank's agent."""
         self.failures: list[BackgroundError] = []
-        """What went wrong in the background beside saves (parity, old checkpoints), to be raised."""
+        """What went wrong in the background, to be told."""
         self.settled: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether nothing but a weight update changes a tensor."""
         self.is_torn = False
@@ -119,6 +122,7 @@ class Saver:
         self._cut = KeptCut()
         self._stored: dict[str, tuple[str, bytes]] = {}  # fqn -> a plain value as text, and as it is stored
         self._last = self._furthest = -1  # steps: of the last save, and the highest of all saves
+        self._num_failed = 0  # saves in a row that failed in the background
         self._num_steps = 0
         self._num_returns = 0  # how often a save went back to a step that was passed
         self._layout: tuple[Any, Layout] | None = None
@@ -162,7 +166,7 @@ class Saver:
     def begin(self, step: int, late: Mapping[str, Any]) -> SaveTicket:
         """Begin to save `step`; objects named in `late` are read again by `complete`. Waits for room first.
 
-        Raises `BackgroundError` when an earlier save, which was waited for, failed.
+        Tells of an earlier save that was waited for and failed, see `tell_failures`.
         """
         begun_ns = time.perf_counter_ns()
         self.complete(wait=True)  # books its own time
@@ -218,21 +222,30 @@ class Saver:
             if isinstance(message, Persisted) and ticket is not None:
                 ticket.persist_s = sum(phase.end_ns - phase.start_ns for phase in message.phases) / NS_PER_S
             elif isinstance(message, Committed):
+                self._num_failed = 0
                 begun_ns, self._spare = self._begun.pop(message.step)
                 durable_s = self.durable_s = (message.ended_ns - begun_ns) / NS_PER_S
                 if ticket is not None:
                     commit = Commit(message.step, message.path, message.root, message.num_bytes, durable_s)
                     self._tickets.pop(message.step).settle(commit)
 
-    def raise_failures(self) -> None:
-        """Raise the first failure that the caller has not been told of yet."""
+    def tell_failures(self, *, is_asked: bool = False) -> None:
+        """Tell the caller of failures that it has not been told of yet: as a warning, for the next save tries again.
+
+        Raises `BackgroundError` instead where the caller `is_asked` for it, with on_error="raise", and after
+        `MOST_FAILED` saves in a row: then a job that goes on loses more than one that ends.
+        """
         for step, ticket in list(self._tickets.items()):
             if ticket.failure is not None:
                 del self._tickets[step]
                 if not ticket.is_told:
-                    raise ticket.error()
-        if self.failures:
-            raise self.failures.pop(0)
+                    self.failures.append(ticket.error())
+        raises = is_asked or self._options.on_error == "raise" or self._num_failed >= MOST_FAILED
+        while self.failures:
+            error = self.failures.pop(0)
+            if raises:
+                raise error
+            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
 
     def wait(self) -> None:
         """Wait until every save is over."""
@@ -260,7 +273,7 @@ class Saver:
         """Wait until a save may begin: not too many under way, and none of the same step."""
         while len(self.link.outstanding) >= self._options.inflight or step in self._begun:
             self.listen(LISTEN_S)
-            self.raise_failures()
+            self.tell_failures()
 
     def _hear(self, timeout_s: float) -> None:
         """Listen on behalf of somebody who waits for a ticket, whose save must get on for that."""
@@ -281,6 +294,7 @@ class Saver:
         if message.what == "save":
             self.is_torn = self.is_torn or message.kind == TornError.__name__
             self._begun.pop(message.step, None)
+            self._num_failed += 1
             if ticket is not None:
                 ticket.settle(why)
             return

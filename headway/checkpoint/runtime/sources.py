@@ -16,6 +16,7 @@ unpickler; nested keys are joined by dots, as DCP does.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from abc import ABC, abstractmethod
@@ -29,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 from headway.checkpoint.runtime.image import pickled
 from headway.checkpoint.runtime.restore import Reading
+from headway.checkpoint.runtime.rng_state import RNG_STATE, branched
 from headway.checkpoint.runtime.shards import LocalShard, local_shards
 from headway.checkpoint.runtime.unpack import unpack
 from headway.checkpoint.stored import open_stored
@@ -116,8 +118,9 @@ class CheckpointSource(Source):
     def records(self, fqn: str, world_size: int) -> dict[int | None, tuple[bytes, bool]]:
         """Return an object's record, or each rank's own."""
         entries, old = self._stored.objects[fqn], self._stored.world_size or 1
+        wanted: dict[int | None, int | None]
         if None in entries:
-            wanted: dict[int | None, int | None] = {None: None}
+            wanted = dict.fromkeys(range(world_size) if fqn == RNG_STATE and old == 1 else [None])
         elif old == world_size or all(entry.any_world for entry in entries.values()):
             wanted = {rank: min(rank, old - 1) for rank in range(world_size)}
         else:
@@ -125,11 +128,16 @@ class CheckpointSource(Source):
                 f"'{fqn}' was saved by each of {old} ranks for itself; there is none for each of {world_size}. Reshard "
                 f"to {old} ranks, or leave it out: --without {fqn.partition('.')[0]}"
             )
-        return {
+        found = {
             rank: (bytes(self._reading.record(entries[whose])), entries[whose].any_world)
             for rank, whose in wanted.items()
             if whose in entries
         }
+        if fqn == RNG_STATE and None not in found:  # else they are in step: what all have alike is stored once
+            for rank in range(old, world_size):
+                state = torch.load(io.BytesIO(found[rank][0]), weights_only=True)
+                found[rank] = pickled(branched(state, rank)), found[rank][1]
+        return found
 
     def value(self, fqn: str) -> Any:
         """Return an object: that of everybody, or of the lowest rank."""

@@ -63,6 +63,8 @@ class Save(Future[Any]):
     """A save under way. It knows whether somebody has been told of its end."""
 
     is_told = False
+    unsaved: list[Any] = []  # noqa: RUF012  # replaced, never changed
+    """The copy that was to be saved, or its future, where that failed."""
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait; return the metadata. Raises what the save raised."""

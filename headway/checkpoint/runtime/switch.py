@@ -29,11 +29,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from headway.checkpoint.runtime.calls import async_save, own_group, without_stateful
@@ -65,12 +67,12 @@ def behind(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
     switch = Switch(context, parameters)
     switch.warm()
     for target in SAVES:
-        context.patch(target, switch.around_save)
+        context.patch(target, switch.around_save, passing=(BackgroundError,))
     for target in WAITS:
-        context.patch(target, switch.around_wait)
+        context.patch(target, switch.around_wait, passing=(BackgroundError,))
     before_looks(context, switch.looked_at)
     atexit.register(switch.finish)
-    context.undos.append(lambda: atexit.unregister(switch.finish))
+    context.undos.append(switch.release)
     return Applied(NAME, switch.facts)
 
 
@@ -108,6 +110,21 @@ class Later:
         return repr(self._result())
 
 
+class _UnderWay:
+    """A save that a thread writes."""
+
+    def __init__(self, place: Any) -> None:
+        self.place = place
+        self.future: Future[Any]
+        self.again: Any = None
+        """What the script's own way of saving returned, where the thread had failed."""
+
+    def result(self) -> Any:
+        """Wait; return what the save returned, or raise what it raised."""
+        wait([self.future])
+        return self.future.result() if self.again is None else self.again
+
+
 class Switch:
     """The saves of one rank's script: at most one is under way."""
 
@@ -116,8 +133,9 @@ class Switch:
         """What the report says."""
         self._context = context
         self._stager = HeadwayStager()
-        self._running: tuple[Any, Future[Any]] | None = None
-        self._inside = False
+        self._running: _UnderWay | None = None
+        self._plain: Callable[..., Any]
+        self._inside = self._is_over = False
         self._place, self._pid = "", os.getpid()
         self._done = mmap.mmap(-1, 1)
         """1 as soon as the save that is under way has ended; forked children see it too."""
@@ -130,12 +148,16 @@ class Switch:
     def around_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `dcp.save`."""
 
+        self._plain = original
+
         @functools.wraps(original)
         def save(*args: Any, **options: Any) -> Any:
             if self._inside or threading.current_thread() is not threading.main_thread():
                 return original(*args, **options)
             begun_ns = time.perf_counter_ns()
             self.settle()
+            if self._is_over:  # since just now: nothing would wait for another save
+                return original(*args, **options)
             reason = _unfit_call(args, options)
             if reason is None:
                 place = options["checkpoint_id"]
@@ -146,8 +168,12 @@ class Switch:
                 if reason is None:
                     try:
                         return self._save(state, place, begun_ns)
-                    except InputError as cause:  # nothing has begun
+                    except BackgroundError:
+                        raise
+                    except InputError as cause:
                         reason = str(cause)
+                    except Exception as cause:  # nothing has begun: the thread is started last
+                        reason = f"{type(cause).__name__}: {cause}"
             self._leave(reason)
             self._inside = True
             try:
@@ -180,7 +206,7 @@ class Switch:
         if path is not None and not related(path, self._place):
             return
         if self._pid == os.getpid():
-            wait([self._running[1]])
+            wait([self._running.future])
         else:
             while not self._done[0] and os.getppid() == self._pid:
                 time.sleep(0.002)
@@ -189,13 +215,40 @@ class Switch:
         """Wait for the save that is under way. Raises `BackgroundError` when it failed."""
         if self._running is None:
             return
-        (place, future), self._running = self._running, None
-        error = future.exception()
-        if error is not None:
+        save, error = self._running, self._running.future.exception()
+        place, self._running = save.place, None
+        if error is not None and not self._save_again(save, error):
             self._context.note(Applied(NAME, {**self.facts, "failed": f"{place}: {error}"}))
             raise BackgroundError(
                 f"the checkpoint {place} was not written: {error}. Remove the cause; what stood there still does."
             ) from error
+
+    def _save_again(self, save: _UnderWay, error: BaseException) -> bool:
+        """Write the copy that a thread could not write in the script's own way; return whether that worked.
+
+        Only without other ranks, who may not know of the failure.
+        """
+        unsaved = getattr(save.future, "unsaved", [])
+        if not unsaved or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return False
+        staged, self._inside = unsaved[0], True
+        try:
+            state = staged.result() if isinstance(staged, Future) else staged
+            save.again = self._plain(state, checkpoint_id=save.place)
+        except (Exception, CheckpointException):  # torch's is none of the former
+            return False
+        finally:
+            self._inside = False
+        self._context.fail(NAME, f"failed in use: {save.place} was saved in the script's own way: {error}")
+        return True
+
+    def release(self) -> None:
+        """Wait for the save that is under way; what went wrong is said as the process ends."""
+        self._is_over = True
+        if self._running is None:
+            atexit.unregister(self.finish)
+        else:
+            wait([self._running.future])
 
     def finish(self) -> None:
         """Wait at the end of the process. What failed is noted for the launcher, and printed as a traceback.
@@ -215,16 +268,22 @@ class Switch:
         ready_ns = time.perf_counter_ns()
         self._inside = True
         self._done[0] = 0
+        self._place = os.path.abspath(os.fsdecode(place))
+        save = _UnderWay(place)
+        later = Later(save.result)
         try:
-            future = async_save(state, checkpoint_id=place, stager=self._stager)
+            save.future = async_save(state, checkpoint_id=place, stager=self._stager)
         finally:
             self._inside = False
-        future.add_done_callback(self._end)
-        self._running, self._place = (place, future), os.path.abspath(os.fsdecode(place))
-        self.facts["num_saves"] += 1
-        state_account.waited(begun_ns, ready_ns, step=self.facts["num_saves"])
-        self._context.note(Applied(NAME, self.facts))
-        return Later(future.result)
+        self._running = save
+        if self._is_over:  # it was undone meanwhile
+            wait([save.future])
+        with suppress(Exception):  # the save is under way, whatever becomes of what is noted of it
+            save.future.add_done_callback(self._end)
+            self.facts["num_saves"] += 1
+            state_account.waited(begun_ns, ready_ns, step=self.facts["num_saves"])
+            self._context.note(Applied(NAME, self.facts))
+        return later
 
     def _end(self, _: object) -> None:
         self._done[0] = 1

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 
 from headway.core.errors import BackgroundError
 
+MOST_FAILED = 3
+"""After so many failed saves in a row the training loop gets an error, and no more warnings."""
+
 LISTEN_S = 0.2
 """Longest single wait for the agent's next word."""
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from headway.checkpoint.runtime.rng_state import RNG_STATE, branched
 from headway.checkpoint.runtime.shards import Leaf, LocalShard, local_shards
 from headway.checkpoint.runtime.states import States
 from headway.checkpoint.stored import Stored
@@ -113,10 +114,20 @@ class Wanted:
     def objects(self, reading: Reading, *, trust: bool) -> list[tuple[Leaf, Any]]:
         """Return the stored objects, each with where it belongs."""
         return [
-            (leaf, reading.load(self._whose(fqn), trust=trust))
+            (leaf, self._value(fqn, reading, trust=trust))
             for fqn, leaf in self.leaves.items()
             if fqn in self.stored.objects
         ]
+
+    def _value(self, fqn: str, reading: Reading, *, trust: bool) -> Any:
+        """Return what this rank takes of a stored object: a new rank has generators of its own.
+
+        Unless the saved ranks' were in step, as where the script seeds all alike.
+        """
+        value, old = reading.load(self._whose(fqn), trust=trust), self.stored.world_size or 1
+        in_step = old > 1 and None in self.stored.objects[fqn]  # what all ranks had alike is stored once
+        is_new = fqn == RNG_STATE and self.rank >= old and not in_step
+        return branched(value, self.rank) if is_new else value
 
     def is_asked(self, fqn: str) -> bool:
         """Whether a value belongs to an object that is asked before all others."""

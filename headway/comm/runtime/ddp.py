@@ -23,8 +23,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from headway.comm import EXACT_RANKS
 from headway.core.errors import InputError
 from headway.runtime.remedy import Applied, Context, Refused
 
@@ -49,6 +51,9 @@ def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
     Parameters: bucket_mb (MiB, torch's `bucket_cap_mb`), bucket_mb_list (MiB of each bucket in order of readiness; used
     instead where torch takes one, and then `per_bucket` in the facts is true), respect_explicit (bool, default False:
     a size that the script names itself is replaced too). Raises `InputError` when a size is not a positive number.
+
+    The order in which more than two ranks are added depends on where a gradient lies in its bucket. So models of more
+    ranks keep their buckets, unless the plan was allowed 'result-equivalent' remedies.
     """
     size, sizes = parameters.get("bucket_mb"), parameters.get("bucket_mb_list")
     if not _is_size(size):
@@ -72,6 +77,9 @@ def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
         if respect and any(bound.arguments.get(name) is not None for name in ("bucket_cap_mb", LIST)):
             facts["kept_explicit"] += 1
             return
+        if context.allow != "result-equivalent" and _num_ranks(bound.arguments) > EXACT_RANKS:
+            facts["kept_exact"] = facts.get("kept_exact", 0) + 1
+            return
         per_bucket = sizes is not None and LIST in bound.signature.parameters
         given.append((bound.arguments.get("bucket_cap_mb"), bound.arguments.get(LIST)))
         if LIST in bound.signature.parameters:
@@ -83,7 +91,7 @@ def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
 
     def note(model: Any) -> None:
         """Say what is known after a model was constructed."""
-        facts["bit_exact"] = model.process_group.size() <= 2
+        facts["bit_exact"] = model.process_group.size() <= EXACT_RANKS
         if given:
             own_sizes[model] = given[0]
             _show(model, *given[0])
@@ -208,4 +216,12 @@ def _outcome(facts: dict[str, Any]) -> Applied | Refused:
         return Applied(NAME, facts)
     if facts.get("hooked"):
         return Refused(NAME, "the script's communication hook works on its own buckets")
+    if facts.get("kept_exact"):
+        return Refused(NAME, "more than two ranks add gradients in another order: grant --allow result-equivalent")
     return Refused(NAME, "the script names its own bucket size, which the plan respects")
+
+
+def _num_ranks(arguments: Mapping[str, Any]) -> int:
+    """Return over how many ranks a model that is constructed with these arguments sums its gradients."""
+    mesh, group = arguments.get("device_mesh"), arguments.get("process_group")
+    return int(mesh.size()) if mesh is not None else dist.get_world_size(group)

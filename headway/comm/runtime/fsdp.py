@@ -51,9 +51,10 @@ def order(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
         raise InputError(
             f"ahead is {ahead!r}; it counts modules gathered ahead, so give 1 or more. Plan another number."
         )
-    watch = _Watch(ahead, context.note)
-    context.undos.append(replace_attribute(f"{_HOME}:fully_shard", watch.shards, copies=_COPIES))
-    context.undos.append(replace_attribute(f"{_HOME}:register_fsdp_forward_method", watch.registers, copies=_COPIES))
+    watch = _Watch(ahead, context.note, context.guarded)
+    context.undos.append(replace_attribute(f"{_HOME}:fully_shard", context.guarded(watch.shards), copies=_COPIES))
+    registers = context.guarded(watch.registers)
+    context.undos.append(replace_attribute(f"{_HOME}:register_fsdp_forward_method", registers, copies=_COPIES))
     for setter in SETTERS:
         context.patch(f"{_HOME}:FSDPModule.{setter}", watch.sets)
     context.undos.append(watch.undo)
@@ -63,8 +64,10 @@ def order(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
 class _Watch:
     """Sees sharded modules run, and sets what each prefetches."""
 
-    def __init__(self, ahead: int, note: Callable[[Applied | Refused], None]) -> None:
-        self.ahead, self.note = ahead, note
+    def __init__(
+        self, ahead: int, note: Callable[[Applied | Refused], None], guarded: Callable[[Any], Callable[[Any], Any]]
+    ) -> None:
+        self.ahead, self.note, self.guarded = ahead, note, guarded
         self.chains: dict[int, _Chain | None] = {}
         """Root -> the order that it prefetches in; None = it was refused or given up."""
         self.reasons: list[str] = []
@@ -162,8 +165,11 @@ class _Watch:
                 if not self._running:
                     self._forward_ended(module)
 
-        self._handles.append(module.register_forward_pre_hook(begins))
-        self._handles.append(module.register_forward_hook(ends, always_call=True))
+        def nothing(*_: Any) -> None:
+            """Stand for what the hooks replace."""
+
+        self._handles.append(module.register_forward_pre_hook(self.guarded(lambda _: begins)(nothing)))
+        self._handles.append(module.register_forward_hook(self.guarded(lambda _: ends)(nothing), always_call=True))
 
     def _forward_begins(self) -> None:
         """Note how the parameters are before any of them is gathered."""

@@ -43,13 +43,15 @@ CHECK_EVERY = 128
 FIRST = 4
 """About so many of the first finds are compared, and so many more each time that the finds have grown e-fold."""
 
-CHANGED, DREW, ALTERED = 1, 2, 3
-"""What ended the use of kept examples: one read anew differed, one draws by now, the script changed the dataset."""
+CHANGED, DREW, ALTERED, FAILED = 1, 2, 3, 4
+"""What ended the use of kept examples: one read anew differed, one draws by now, the script changed the dataset, or
+something of the cache's own failed."""
 
 _TEXTS = {
     CHANGED: "example {} had changed when it was read again",
     DREW: "example {}, read before without a draw, now draws random numbers, or does what others can see",
     ALTERED: "it was changed, or what it goes by was, after its first examples had been kept",
+    FAILED: "the cache failed in use",
 }
 _FINDING, _WHICH, _FOUND, _COMPARED, _SIZES, _SAID = range(6)
 _HEAD_BYTES = 8 * 6
@@ -71,12 +73,14 @@ class Scrutiny:
         self._numbers = memoryview(memory)[:_HEAD_BYTES].cast("q")
         self._states = memoryview(memory)[_HEAD_BYTES:]
         self._dice, self._pid = random.Random(), os.getpid()
+        self.cause = ""
+        """What failed, where that was in this process."""
 
     @property
     def finding(self) -> str:
         """Why nothing that was kept may be used any more; '' while it may."""
         code = self._numbers[_FINDING]
-        return _TEXTS[code].format(self._numbers[_WHICH]) if code else ""
+        return _TEXTS[code].format(self._numbers[_WHICH]) + self.cause if code else ""
 
     @property
     def over(self) -> bool:
@@ -116,7 +120,7 @@ class Scrutiny:
         return due
 
     def end(self, code: int, index: int = 0) -> None:
-        """Take all that is kept out of use, for every reader: one of CHANGED, DREW, ALTERED."""
+        """Take all that is kept out of use, for every reader: one of CHANGED, DREW, ALTERED, FAILED."""
         if not self.over:
             self._numbers[_WHICH] = index
             self._numbers[_FINDING] = code

@@ -142,7 +142,7 @@ class Fetcher:
         self._bad: set[tuple[Split, int]] = set()
         """Leases that the master knows to be lost."""
         self._told: tuple[int, float] = (-1, 0.0)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
         self._wake = Wake()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self.inbox = Inbox(0, 0)

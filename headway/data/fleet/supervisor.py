@@ -2,8 +2,9 @@
 
 It is forked from the user's process once, before anything else happens there,
 and stays single-threaded: so workers may be forked at any time, and inherit
-what prepares the data without a pickle. It holds nothing that could be lost.
-When the user's process goes, all of them go.
+what prepares the data without a pickle. It holds nothing that could be lost:
+when it is killed, the user's process starts another (`keeper`), and the master
+goes on from its checkpoint. When the user's process goes, all of them go.
 
 A `Settings` says what a fleet is; `start` brings it up.
 """
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.channel import Channel, ChannelClosed
+from headway.core.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.core.errors import InputError
 from headway.core.wires import Packets
 from headway.data.fleet.autoscale import Autoscaler
@@ -40,6 +41,8 @@ MAX_ENDS, ENDS_S = 20, 10.0
 LOOK_S = 1.0
 """How often the supervisor looks whether its parent lives: others may hold the parent's end of their channel."""
 QUICK_S = 2.0
+TAKEN_S = 1.0
+"""How long a master waits for its address: one whose supervisor was killed a moment ago may not be gone yet."""
 MAX_QUICK = 5
 """So many masters may end within `QUICK_S` of their start before the fleet ends."""
 
@@ -276,8 +279,20 @@ def run_master(settings: Settings, supervisor: Channel | None) -> None:
     scaling = None
     if settings.least_workers < settings.most_workers:
         scaling = Scaling(Autoscaler(settings.least_workers, settings.most_workers), settings.period_s)
-    listener, _ = listen(settings.address, settings.token, ToMaster)
+    listener = _listening(settings)
     Hub(master, listener, supervisor=supervisor, num_workers=settings.num_workers, scaling=scaling).run()
+
+
+def _listening(settings: Settings) -> Listener | TcpListener:
+    """Return the master's listener. Raises `InputError` when another process has the address for long."""
+    until_s = time.monotonic() + TAKEN_S
+    while True:
+        try:
+            return listen(settings.address, settings.token, ToMaster)[0]
+        except InputError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.02)
 
 
 def run_worker(make: Make, settings: Settings, number: int) -> None:

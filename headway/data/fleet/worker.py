@@ -243,7 +243,7 @@ class Serving:
         self._listener, self._address = listen(address, token, Fetch)
         self._passes_fds = not self._address.startswith(SCHEME)
         self._preparer = Preparer(make, on_change=self._wake.ring, told_s=SEND_S)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._master: Channel | None = None

@@ -105,7 +105,7 @@ class Resources:
     cores: int = 8
     """Of the host that trains (the published set-up has 8)."""
     slots: int = 32
-    """Actors that run elsewhere, over all slices and local workers (published: 32)."""
+    """Actors that run elsewhere, over all slices and local workers (published: 32); 0 = no other machines."""
     variant: str = "RAY"
     """Where slices may run. It must bring cores of its own: a pool of local processes shares those of the workers."""
     target_examples_per_s: float | None = None
@@ -117,7 +117,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         """Raise `InputError` on sizes that cannot be."""
-        for name, least in (("cores", 1), ("slots", 1), ("cache_bytes", 0), ("num_examples", 0)):
+        for name, least in (("cores", 1), ("slots", 0), ("cache_bytes", 0), ("num_examples", 0)):
             if getattr(self, name) < least:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be {least} or more.")
         if self.target_examples_per_s is not None and not self.target_examples_per_s > 0:
@@ -390,9 +390,9 @@ def plan(ops: Sequence[Op], profile: Profile, resources: Resources | None = None
     costs, sizes = op_costs(profile, order), edge_bytes(profile, order)
     cost, baseline = sum(costs.values()), sum(op_costs(profile, written).values())
     cache, planned = cache_place(ops, profile, order, resources)
-    offloads = bool(profile.offloaded.get(resources.variant))
+    offloads = bool(resources.slots and profile.offloaded.get(resources.variant))
     workers = local_workers(planned, sizes[-1], resources, offloads=offloads)
-    moved = slices(ops, profile, order, variant=resources.variant, after=cache)
+    moved = slices(ops, profile, order, variant=resources.variant, after=cache) if offloads else []
     parts = []
     for ids, stays in moved:
         first = order.index(ids[0])
@@ -446,5 +446,5 @@ def _reasons(best: Plan, ops: Sequence[Op], profile: Profile, resources: Resourc
             f"{1000 * part.cost_s:.4g} ms; {part.submit_batch} examples per submission, {part.actors} actors per worker"
         )
     if not best.slices:
-        why = "gains" if profile.offloaded.get(resources.variant) else f"was profiled on {resources.variant}"
-        yield f"offload: none, no slice {why}"
+        why = "no slice gains" if profile.offloaded.get(resources.variant) else f"none profiled on {resources.variant}"
+        yield f"offload: none, {why if resources.slots else 'there are no other machines'}"

@@ -13,7 +13,6 @@ operator, in the order of the pipeline: `id`, `name`, and where needed
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from typing import Any
 import yaml
 
 from headway.core.errors import FormatError, InputError
+from headway.core.regular_file import read_regular
+from headway.core.settings_files import parse_toml, parse_yaml
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.data.planning.optimize import Op, Profile
@@ -44,10 +45,7 @@ def read_ops(path: str | Path) -> tuple[Op, ...]:
 
 def parse_ops(text: str, where: str = "the operator file") -> tuple[Op, ...]:
     """Return the operators that TOML `text` lists. Raises `FormatError` naming the row of a mistake."""
-    try:
-        rows = tomllib.loads(text).get("op")
-    except tomllib.TOMLDecodeError as error:
-        raise FormatError(f"{where} is no TOML: {error}. Write one [[op]] table per operator.") from error
+    rows = parse_toml(text, where).get("op")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise FormatError(f"{where} lists no operators. Write one [[op]] table per operator, the source first.")
     return tuple(_op(row, f"[[op]] row {number} of {where}") for number, row in enumerate(rows, start=1))
@@ -72,10 +70,7 @@ def _op(row: Mapping[str, Any], where: str) -> Op:
 def read_stats(path: str | Path) -> Profile:
     """Return the profile in the YAML file at `path`. Raises `InputError` when missing, `FormatError` on its content."""
     text = _text(path, "--stats")
-    try:
-        table = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FormatError(f"{path} is no YAML: {error}. Profile again.") from error
+    table = parse_yaml(text, str(path))
     if not isinstance(table, dict) or not isinstance(table.get("baseline"), dict):
         raise FormatError(f"{path} has no `baseline`. Pass a profile as `headway data profile` or cedar writes it.")
     run = table["baseline"]
@@ -131,7 +126,7 @@ def _quoted(text: str) -> str:
 
 def _text(path: str | Path, option: str) -> str:
     try:
-        return Path(path).read_text()
+        return read_regular(path).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} ({error}). Pass a readable text file to {option}.") from error
 

@@ -32,9 +32,13 @@ import xxhash
 from torch.utils.data import Subset
 
 from headway.data.runtime.contents import MOST_ENTRIES, file_of, is_mutable, is_written, left_out
+from headway.data.runtime.kinds import is_shared, unreadable
 from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.portrait import portrait
 from headway.runtime.reach import LONG, reached
+
+HIDDEN = "it reaches {}, whose state cannot be seen"
+"""Why a dataset is left alone: a change of that state would go unnoticed."""
 
 LARGE_BYTES = 1 << 20
 """Arrays with more bytes are compared by their rows as well."""
@@ -50,18 +54,16 @@ class Aligned:
             dataset = dataset.dataset
         size = _size(dataset)
         values = [value for value, _ in reached(dataset)]
-        self._large = [value for value in values if _is_large(value, size)]
-        self._indices = [value for value in values if self._large and _is_index(value, size)]
+        self.large = [value for value in values if _is_large(value, size)]
+        self._indices = [value for value in values if self.large and _is_index(value, size)]
 
     def of(self, indices: Iterable[Any]) -> list[object]:
         """Return what stands for the entries of these examples, in order; [] where there is nothing to compare."""
-        if not self._large:
+        if not self.large:
             return []
-        return [
-            self._entry(value, place) for index in indices for place in self._places(index) for value in self._large
-        ]
+        return [self._entry(value, place) for index in indices for place in self.places(index) for value in self.large]
 
-    def _places(self, index: Any) -> list[Any]:
+    def places(self, index: Any) -> list[Any]:
         """Return where the entries of an example may lie: at its own index, and where an index of a split leads."""
         try:
             for subset in self._subsets:
@@ -82,12 +84,13 @@ class Aligned:
         return portrait(entry)
 
 
-def out_of_sight(dataset: Any, *others: Any) -> str | None:
+def out_of_sight(dataset: Any, *others: Any, strict: bool = True) -> str | None:
     """Say what `dataset` and `others` get at that may change without any look seeing it; None where there is nothing.
 
     A file mapped for writing may be changed through memory by any process; through a copy-on-write mapping the script
-    changes pages of its own, which no look reads; what a database answers changes inside it. And what is too much to
-    be looked through before each batch, and has no entry per example.
+    changes pages of its own, which no look reads; what a database answers changes inside it; an object of a type that
+    nobody has listed may have any state, which counts if `strict`. And what is too much to be looked through before
+    each batch, and has no entry per example.
     """
     cut: list[Any] = []
     found = list(reached(dataset, *others, cut=cut))
@@ -98,18 +101,26 @@ def out_of_sight(dataset: Any, *others: Any) -> str | None:
             return OfDataset("it asks a database, of which a change shows nowhere")
         if isinstance(value, io.IOBase) and is_written(value):
             return OfDataset("it gets at a file that is open for writing, of which it may make more")
+        if strict and unreadable(value):
+            return OfDataset(HIDDEN.format(_name(value)))
+        if strict and isinstance(value, (np.ndarray, torch.Tensor, memoryview)) and is_shared(value):
+            return OfDataset(f"it reaches {_name(value)} in memory that processes share")
     if cut:
         return OfDataset(f"it gets at more objects than can be looked at before each batch (one is {_name(cut[0])})")
     size = _size(dataset)
     for value in left_out(value for value, _ in found):
-        if not _is_large(value, size):
+        is_hidden = unreadable(value)
+        if strict and is_hidden:
+            return OfDataset(HIDDEN.format(_name(value)))
+        if not is_hidden and not _is_large(value, size):
             what = f"{_name(value)} of {len(value) if hasattr(value, '__len__') else 1} entries"
             return OfDataset(f"it holds more than can be compared before each batch ({what})")
     return None
 
 
 def _name(value: Any) -> str:
-    return f"a {type(value).__name__}"
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"
 
 
 def _size(dataset: Any) -> int:

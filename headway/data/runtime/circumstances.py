@@ -14,13 +14,21 @@ True
 
 from __future__ import annotations
 
+import csv
+import decimal
+import locale
 import os
+import signal
+import sys
 import threading
+import warnings
 from contextvars import copy_context
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils._device import DeviceContext
 
 from headway.data.runtime.contents import contents
 from headway.data.runtime.surroundings import surroundings
@@ -35,7 +43,33 @@ OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "DISABLE_CUPTI_LAZY_R
 def modes() -> tuple[object, ...]:
     """Return the settings of torch that each thread has for itself; 3 us."""
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(), *autocast
+    grads = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+    return *grads, torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack(), *autocast
+
+
+LISTENS = "the script listens to each operation or call of the thread that reads, or interrupts it by a timer"
+"""Why batches are read by the loop itself."""
+
+
+SOON_S = 5.0
+"""A timer that runs for longer is no limit on a batch, but on a run or an epoch."""
+
+
+def listens() -> bool:
+    """Tell whether something of the script's is told of what this thread runs, and so of its readings.
+
+    That is a mode of torch that sees operators or functions, such as one that counts them, or a function that Python
+    calls for each line or call (a debugger, a profiler). A default device is such a mode too: it tells nobody.
+    """
+    if torch._C._len_torch_dispatch_stack() or sys.gettrace() is not None or sys.getprofile() is not None:
+        return True
+    if 0 < signal.getitimer(signal.ITIMER_REAL)[0] < SOON_S and callable(signal.getsignal(signal.SIGALRM)):
+        return True  # it takes the time of this batch
+    functions = torch._C._len_torch_function_stack()
+    if any(type(torch._C._get_function_stack_at(place)) is not DeviceContext for place in range(functions)):
+        return True
+    monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
+    return monitoring is not None and any(monitoring.get_tool(number) for number in range(6))
 
 
 @cache
@@ -54,6 +88,7 @@ def circumstances() -> tuple[object, ...]:
         folder = os.getcwd()
     except OSError:  # it was removed
         folder = ""
+    settings = settings_in_c()  # first: asked for its context, `decimal` makes one, which is a variable of this context
     # Headway's own say under which seed an example is made: that changes from one to the next.
     variables = [pair for pair in copy_context().items() if not pair[0].name.startswith("headway")]
     context = [(id(variable), id(value)) for variable, value in variables]
@@ -62,7 +97,20 @@ def circumstances() -> tuple[object, ...]:
     environment = dict(getattr(os.environ, "_data", os.environ))
     for name in OF_TORCH:
         environment.pop(os.fsencode(name), None)
-    return modes(), defaults, folder, environment, context
+    return modes(), defaults, folder, environment, context, settings
+
+
+_DENORMAL = torch.tensor(1e-310, dtype=torch.float64)
+
+
+def settings_in_c() -> tuple[object, ...]:
+    """Return the settings of libraries that no variable of Python's holds; 20 us."""
+    decimals = decimal.getcontext()  # but for its flags, which any calculation may set
+    numbers = decimals.prec, decimals.rounding, decimals.Emin, decimals.Emax, decimals.clamp, *decimals.traps.values()
+    floats = tuple(np.geterr().values()), bool(_DENORMAL * 1 == 0), torch.get_float32_matmul_precision()
+    texts = csv.field_size_limit(), csv.list_dialects(), locale.setlocale(locale.LC_ALL)
+    filters = [tuple(map(id, one)) for one in warnings.filters]
+    return numbers, floats, texts, filters, sys.getrecursionlimit()
 
 
 def outside(read: Any) -> tuple[object, ...]:

@@ -4,11 +4,14 @@ A picture (`headway.data.runtime.purity`) samples long lists and large arrays, a
 version only, which a numpy view of the same memory does not move. Here all of it is read, to the last entry, as long
 as that takes about a millisecond; what is larger counts as left out (`left_out`).
 
-    array, tensor, bytearray      its bytes
+    array, tensor, bytearray      its bytes, in whatever order a view has them; as an image or a column has
     file mapped for reading       when it was last written, and its bytes
-    file in memory, value of C    its position; its bytes
+    file in memory, value of C    its position, and its bytes
+    lock, function with a memo    whether it is taken; what `cache_info()` says
     long list, dict, set, deque   which objects are in it: numbers and texts by value too, tensors and arrays by
                                   version or bytes, and by what an object holds; also three levels further inside
+
+What has other state, `headway.data.runtime.kinds` knows by its type: it counts as left out too.
 
 >>> rows = [torch.zeros(2) for _ in range(500)]
 >>> before = contents([rows])
@@ -23,20 +26,23 @@ import ctypes
 import io
 import logging
 import os
+import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import xxhash
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from headway.data.runtime.kinds import is_readable, name_of, unreadable
 from headway.data.runtime.purity import FEW
-from headway.runtime.reach import LONG, items_of
+from headway.runtime.reach import LONG, is_installed, items_of
 
 _CData: Any = ctypes.c_int.__mro__[-2]
 """Base of all numbers, arrays and structures of C, such as the values that processes share."""
@@ -68,6 +74,11 @@ LEVELS = 3
 KINDS = (torch.Tensor, np.ndarray, bytearray, array)
 """What has bytes that may be edited in place."""
 
+IN_MEMORY = (io.BytesIO, io.StringIO)
+LOCKS = (type(threading.Lock()), type(threading.RLock()))
+MEMO = type(lru_cache(len))
+"""The class of functions that keep their results."""
+
 PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 """Types of entries that are compared by value: one made in the place of another, which is gone, has its address."""
 
@@ -94,52 +105,55 @@ class _Look:
 
     def __init__(self) -> None:
         self.left_out: list[Any] = []
-        """What was too large, or came too late."""
+        """What was too large, came too late, or has state that cannot be read."""
         self._bytes, self._entries, self._inside, self._hashed = MOST_BYTES, MOST_ENTRIES, MOST_INSIDE, MOST_HASHED
 
     def of(self, value: Any) -> object:
         """Return what stands for the content of one value, None where it has none of this kind."""
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if isinstance(value, np.ndarray):
-            return self._array(value)
-        if isinstance(value, (bytearray, array)):
-            return self._digest(value, memoryview(value).cast("B")) if value else 0
-        if isinstance(value, memoryview):
-            return self._digest(value, memoryview(value.tobytes())) if value.nbytes <= self._bytes else value.nbytes
-        if isinstance(value, (io.BytesIO, io.StringIO)):
-            return value.tell() if not value.closed else -1
-        if isinstance(value, _CData) and ctypes.sizeof(value) <= self._bytes:
-            return bytes(memoryview(value))
-        if isinstance(value, LONGER) and (len(value) > FEW or isinstance(value, (set, frozenset, deque))):
-            return self._container(value)
-        return None
+        kind: type = type(value)
+        look = _look_for(kind)
+        return None if look is None else look(self, value)
 
-    def _tensor(self, value: torch.Tensor) -> object:
-        """Bytes of a plain tensor of the processor's; of others, versions say enough in a picture."""
-        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-        plain = plain and value.device.type == "cpu" and not value.is_quantized and not value.is_nested
-        if not plain or not value.is_contiguous():
+    def tensor(self, value: torch.Tensor) -> object:
+        """Bytes of a tensor of the processor's, between its first and its last element; of others, the version says
+        enough in a picture.
+        """
+        if value.device.type != "cpu":
             return None
-        if value.numel() == 0:
+        parts = _memory_of(value)
+        if parts is None:
+            self.left_out.append(value)
+            return None
+        return [self._memory(value, part) for part in parts]
+
+    def _memory(self, whole: torch.Tensor, part: torch.Tensor) -> object:
+        if part.numel() == 0:
             return 0
         # A lazily conjugated or negated tensor is seen as it lies in memory.
-        raw = torch._neg_view(value) if value.is_neg() else value
+        raw = torch._neg_view(part) if part.is_neg() else part
         raw = raw.conj() if raw.is_conj() else raw
-        flat = raw.detach().view(-1)
-        if value.nbytes > self._bytes:  # another tensor may lie in its place, and have its address
-            self.left_out.append(value)
-            some = flat[:: max(1, value.numel() // SAMPLED)].contiguous()
-            return value.nbytes, some.view(torch.uint8).numpy().tobytes()
-        return self._digest(value, flat.view(torch.uint8).numpy().data)
+        raw = raw.detach()
+        if raw.is_contiguous():
+            flat = raw.view(-1)
+        else:
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(raw.shape, raw.stride(), strict=True))
+            flat = torch.as_strided(raw, (extent,), (1,))
+            if flat.nbytes > self._bytes >= raw.nbytes:  # few rows of many
+                flat = raw.contiguous().view(-1)
+        if flat.nbytes > self._bytes:  # another tensor may lie in its place, and have its address
+            self.left_out.append(whole)
+            some = flat[:: max(1, flat.numel() // SAMPLED)].contiguous()
+            return flat.nbytes, some.view(torch.uint8).numpy().tobytes()
+        return self._digest(whole, flat.view(torch.uint8).numpy().data)
 
-    def _array(self, value: np.ndarray[Any, Any]) -> object:
+    def array(self, value: np.ndarray[Any, Any]) -> object:
+        """Bytes of an array; of one of objects, those."""
         mapped = file_of(value)
         if value.dtype.hasobject:
             if value.size > self._entries:
                 self.left_out.append(value)
                 return value.size
-            return self._container(value.ravel().tolist(), value)
+            return self.container(value.ravel().tolist(), value)
         written_last = written(mapped) if mapped is not None and mapped.mode == "r" else None
         if value.nbytes == 0 or value.nbytes > self._bytes:
             self.left_out += [value] if value.nbytes else []
@@ -147,8 +161,70 @@ class _Look:
         # A write through memory that is mapped elsewhere may leave the file's times as they were.
         return written_last, self._digest(value, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
-    def _container(self, value: Any, whole: Any = None) -> object:
-        """Which objects are in it, in order, and what is in those that may be edited; `whole` is what it is made of."""
+    def raw(self, value: Any) -> object:
+        """Bytes of what gives out its memory."""
+        if isinstance(value, _CData) and unreadable(value):
+            self.left_out.append(value)
+            return None
+        view = memoryview(value)
+        if not view.nbytes:
+            return 0
+        is_plain = view.c_contiguous and view.format in ("B", "b", "c")
+        return self._digest(value, view.cast("B") if is_plain else memoryview(view.tobytes()))
+
+    def storage(self, value: torch.UntypedStorage) -> object:
+        """Bytes of the memory under tensors."""
+        if value.device.type != "cpu":
+            return value.data_ptr()
+        return self.tensor(torch.empty(0, dtype=torch.uint8).set_(value))
+
+    def file(self, value: io.BytesIO | io.StringIO) -> object:
+        """Position and content of a file in memory."""
+        if value.closed:
+            return -1
+        inside = value.getvalue()  # of a file that is only read, this copies nothing
+        raw = inside.encode("utf-8", "surrogatepass") if isinstance(inside, str) else inside
+        return value.tell(), self._digest(value, memoryview(raw))
+
+    def image(self, value: Any) -> object:
+        """Pixels of an image of PIL's that is in memory."""
+        if getattr(value, "_im", None) is None and value.__dict__.get("im") is None:
+            return None
+        if 4 * value.width * value.height > self._bytes:
+            self.left_out.append(value)
+            return value.size
+        return self._digest(value, memoryview(value.tobytes()))
+
+    def column(self, value: Any) -> object:
+        """Bytes of the arrays in a table of Arrow's; what it may not write, as a mapped file, nobody may."""
+        if hasattr(value, "columns"):
+            return [self.column(part) for part in value.columns]
+        if hasattr(value, "chunks"):
+            return [self.column(part) for part in value.chunks]
+        buffers = value.buffers() if hasattr(value, "buffers") else [value]
+        return [self._digest(value, memoryview(part)) for part in buffers if part is not None and part.is_mutable]
+
+    def lock(self, value: Any) -> object:
+        """Whether it is taken; of one that a thread may take several times, also by whom."""
+        return value.locked() if type(value) is LOCKS[0] else repr(value)
+
+    def memo(self, value: Any) -> object:
+        """What a function says of its memo: hits too, as a script may print them. Packages do not."""
+        return None if is_installed(value.__module__) else value.cache_info()
+
+    def tokenizer(self, value: Any) -> object:
+        """Size of the vocabulary and all settings of a tokenizer of Hugging Face; 7 us. Entries are only ever added."""
+        parts = (value.normalizer, value.pre_tokenizer, value.post_processor)
+        inside = [None if part is None else part.__getstate__() for part in parts]
+        return value.get_vocab_size(), str(value.truncation), str(value.padding), inside
+
+    def container(self, value: Any, whole: Any = None) -> object:
+        """Which objects are in it, in order, and what is in those that may be edited; `whole` is what it is made of.
+
+        A picture has met the entries of a short list or dictionary.
+        """
+        if len(value) <= FEW and whole is None and not isinstance(value, (set, frozenset, deque)):
+            return None
         if len(value) > self._entries:
             self.left_out.append(value if whole is None else whole)
             return len(value)
@@ -158,6 +234,8 @@ class _Look:
             parts = [*chain.from_iterable(items_of(value))] if isinstance(value, dict) else list(value)
         identities = xxhash.xxh3_128_digest(_addresses(parts))
         entries = _entries_of(identities, parts)
+        if entries.hidden:
+            self.left_out += [part for part in parts if unreadable(part)][:1]
         count = len(entries.mutable) + len(entries.within)
         self._inside -= count
         inside: Any = count
@@ -173,7 +251,7 @@ class _Look:
         """What stands for an entry of a long container: of a short container or an object in it, what that holds."""
         if isinstance(part, torch.Tensor):
             return 0 if part.is_inference() else part._version
-        inside = _inside(part)
+        inside = None if _is_looked_at(type(part)) else _inside(part)
         return self.of(part) if inside is None else self._each_of(inside, LEVELS)
 
     def _each_of(self, values: list[Any], levels: int) -> object:
@@ -186,14 +264,16 @@ class _Look:
         if self._inside < 0:
             return len(values)
         for value in values:
-            kind = type(value)
+            kind: type = type(value)
             if kind in PLAIN:
                 found.append(value)
-            elif isinstance(value, KINDS):
+            elif _is_looked_at(kind):
                 self._inside -= DEARER
                 found.append(self.of(value) if self._inside > 0 else None)
             else:
                 inside = _inside(value) if levels else None
+                if unreadable(value):
+                    self.left_out.append(value)
                 self._inside -= 1 if inside is None else len(inside)
                 found.append((id(value), self._each_of(inside, levels - 1) if inside and self._inside > 0 else None))
         return tuple(found)
@@ -203,6 +283,60 @@ class _Look:
         if self._bytes < 0:
             self.left_out.append(value)
         return xxhash.xxh3_128_digest(raw) if self._bytes >= 0 else raw.nbytes
+
+
+LOOKS: tuple[tuple[type | tuple[type, ...], Callable[[_Look, Any], object]], ...] = (
+    (torch.Tensor, _Look.tensor),
+    (np.ndarray, _Look.array),
+    ((bytearray, array, memoryview, _CData), _Look.raw),
+    (torch.UntypedStorage, _Look.storage),
+    (IN_MEMORY, _Look.file),
+    (LONGER, _Look.container),
+    (LOCKS, _Look.lock),
+    (MEMO, _Look.memo),
+)
+"""Class -> how what is in its objects is read."""
+
+NAMED_LOOKS = {
+    "PIL.Image.Image": _Look.image, "pyarrow.lib.Array": _Look.column, "pyarrow.lib.Buffer": _Look.column,
+    "pyarrow.lib.ChunkedArray": _Look.column, "pyarrow.lib._Tabular": _Look.column,
+    "tokenizers.Tokenizer": _Look.tokenizer,
+}  # fmt: skip
+"""The same for classes of packages that not every script imports."""
+
+
+@lru_cache(maxsize=4096)
+def _look_for(kind: type[Any]) -> Callable[[_Look, Any], object] | None:
+    """Return how what is in objects of a class is read; None where it shows in a picture, or nowhere."""
+    names = [name_of(base) for base in kind.__mro__]
+    named = [NAMED_LOOKS[name] for name in names if name in NAMED_LOOKS]
+    return next((look for known, look in LOOKS if issubclass(kind, known)), named[0] if named else None)
+
+
+def _is_looked_at(kind: type) -> bool:
+    """Tell whether objects of a class have content that is neither attributes nor entries."""
+    return _look_for(kind) is not None and not issubclass(kind, LONGER)
+
+
+def _memory_of(value: torch.Tensor) -> list[torch.Tensor] | None:
+    """Return plain tensors on all the memory that a tensor of the processor's reads; None where it does not tell."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        if is_traceable_wrapper_subclass(value):
+            return []  # its tensors are attributes
+        with torch._C.DisableTorchFunctionSubclass():
+            value = value.as_subclass(torch.Tensor)
+    if value.is_nested or value.is_mkldnn:
+        return None
+    value = value.detach()
+    if value.layout is torch.sparse_coo:
+        return [value._indices(), value._values()]
+    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [value.crow_indices(), value.col_indices(), value.values()]
+    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [value.ccol_indices(), value.row_indices(), value.values()]
+    if value.is_quantized:
+        return [torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())]
+    return [value]
 
 
 def _inside(value: Any) -> list[Any] | None:
@@ -224,6 +358,8 @@ class _Entries:
     """Which tuple, and which of its entries, may be edited in place."""
     plain: bool
     """Whether they are not many, and all numbers, texts, or tuples of such."""
+    hidden: bool
+    """Whether there are any that a look cannot read."""
 
 
 _ENTRIES: dict[bytes, _Entries] = {}
@@ -236,20 +372,21 @@ def _entries_of(identities: bytes, parts: list[Any]) -> _Entries:
     if found is None:
         if len(_ENTRIES) > LONG:
             _ENTRIES.clear()
-        kinds = set(map(type, parts))
+        kinds: set[type] = set(map(type, parts))
         edited = {kind for kind in kinds if is_mutable(kind)}
         is_short = len(parts) <= MOST_HASHED
         mutable = [place for place, part in enumerate(parts if edited else ()) if type(part) in edited]
         tuples = [(place, part) for place, part in enumerate(parts) if type(part) is tuple] if is_short else []
         within = [(place, k) for place, part in tuples for k, inner in enumerate(part) if isinstance(inner, KINDS)]
         plain = is_short and kinds <= {*PLAIN, tuple} and all(PLAIN.issuperset(map(type, part)) for _, part in tuples)
-        found = _ENTRIES[identities] = _Entries(mutable, within, plain)
+        found = _ENTRIES[identities] = _Entries(mutable, within, plain, not all(is_readable(kind) for kind in kinds))
     return found
 
 
 def is_mutable(kind: type) -> bool:
     """Tell whether objects of a class may be edited in place."""
-    return issubclass(kind, (*KINDS, list, dict, set)) or _has_attributes(kind)
+    is_value = issubclass(kind, (tuple, frozenset))
+    return (not is_value and _look_for(kind) is not None) or _has_attributes(kind)
 
 
 def _has_attributes(kind: type) -> bool:

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.runtime.trial import Limit, limited
+from headway.data.runtime.trial_child import Limit, limited
 from headway.runtime.reach import attributes, closure_of
 from headway.runtime.remedy import Context
 

@@ -8,7 +8,9 @@ training process looks again when the batch is due.
     worker      open(f) ── noted: size, times ──> batch, {f: noted}
     process                                       is f as noted? ── no ──> the batch is read here
 
-Opening goes through Python: what native code opens by itself is not noted.
+Opening goes through Python: what native code opens by itself is not noted (`system_calls` finds it in a trial). And
+the times of a file tell nothing while this process has it mapped for writing: a store to a page that was written before
+leaves them as they are.
 
 >>> import tempfile
 >>> files = FilesRead()
@@ -23,14 +25,17 @@ Opening goes through Python: what native code opens by itself is not noted.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache, wraps
 from typing import Any
+from urllib.parse import unquote
 
 from headway.runtime.bootstrap import active
 
@@ -43,8 +48,14 @@ LISTINGS = ("os.listdir", "os.scandir")
 DATABASE = "sqlite3.connect"
 """Audit event of a database that is opened, which is a file."""
 
-LOOKS = ("stat", "lstat", "access")
+LOOKS = ("stat", "lstat", "access", "readlink")
 """Functions of `os` that look at a file and are no audit events."""
+
+MAPPED = "mmap.__new__"
+"""Audit event of a mapping, with its descriptor and what it may be accessed for."""
+
+MAY_WRITE = (0, 2)
+"""How mappings through which the file is written may be accessed: not said, and for writing."""
 
 ELSEWHERE = ("/proc/", "/sys/", "/dev/")
 """Where the kernel makes up files as they are read."""
@@ -57,6 +68,9 @@ TICK_NS = 20_000_000
 
 FILE = "the script writes {} while examples are read from it"
 """Why a batch that was read ahead is not the one that the loop would get."""
+
+NEVER: Noted = (0, 0, 0, 0, 0)
+"""What no file is like: one that was noted so has always changed."""
 
 _stat = os.stat
 
@@ -73,43 +87,58 @@ class FilesRead:
     def __init__(self, *, looks: bool = False) -> None:
         """Begin to listen; with `looks` also to what only asks whether a file is there, for good in this process."""
         self._local = _OfThread()
+        self._of_context: ContextVar[dict[str, Noted] | None] = ContextVar("headway_files_read", default=None)
         session = active()  # the recording of this process is no data of the script's
         run = os.environ.get("HEADWAY_RUN") if session is None else session.probes.run
         self._elsewhere = (*ELSEWHERE, f"{os.path.abspath(run)}{os.sep}") if run else ELSEWHERE
         sys.addaudithook(self._heard)
+        mapped_for_writing()
         for name in LOOKS if looks else ():
-            setattr(os, name, self._looking(getattr(os, name)))
+            setattr(os, name, self.looking(getattr(os, name)))
 
     @contextmanager
     def noting(self) -> Iterator[dict[str, Noted]]:
         """Give a mapping that fills with the files read in the block, each as it was before it was read."""
         found: dict[str, Noted] = {}
-        self._local.noted = found
+        outer, self._local.noted = self._local.noted, found
+        token = self._of_context.set(found)
         try:
             yield found
         finally:
-            self._local.noted = None
+            self._local.noted = outer
+            self._of_context.reset(token)
+            if outer is not None:
+                outer |= found | outer  # what was noted first counts
+
+    def _found(self) -> dict[str, Noted] | None:
+        found = self._local.noted
+        return self._of_context.get() if found is None else found
 
     def _heard(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self._local.noted is None:
+        if (found := self._found()) is None:
             return
         if event == "open" or event in LISTINGS:
-            self._note(arguments[0] if arguments else ".")
+            self._note(found, arguments[0] if arguments else ".")
         elif event == DATABASE and arguments and isinstance(arguments[0], (str, bytes, os.PathLike)):
-            for ending in ("", "-wal", "-journal"):  # what was written last may not be in the file itself yet
-                self._note(os.fsdecode(arguments[0]) + ending)
+            for name in _database(os.fsdecode(arguments[0])):
+                for ending in ("", "-wal", "-journal"):  # what was written last may not be in the file itself yet
+                    self._note(found, name + ending)
+            if "mode=memory" in os.fsdecode(arguments[0]):  # of this process: what a fork has is another one
+                found["a database in memory"] = NEVER
 
-    def _looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def looking(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of `os` that looks at a file: one of `LOOKS`."""
+
+        @wraps(original)
         def look(*arguments: Any, **named: Any) -> Any:
-            if self._local.noted is not None:
-                self._note(arguments[0] if arguments else named.get("path"))
+            if (found := self._found()) is not None:
+                self._note(found, arguments[0] if arguments else named.get("path"))
             return original(*arguments, **named)
 
         return look
 
-    def _note(self, path: Any) -> None:
-        found = self._local.noted
-        if found is None or not isinstance(path, (str, bytes, os.PathLike)):
+    def _note(self, found: dict[str, Noted], path: Any) -> None:
+        if not isinstance(path, (str, bytes, os.PathLike)):
             return  # a descriptor: it was opened by a path
         name = os.path.abspath(os.fsdecode(path))
         if not f"{name}{os.sep}".startswith(self._elsewhere) and not name.endswith(CODE):
@@ -120,6 +149,48 @@ class FilesRead:
 def files_read() -> FilesRead:
     """Return the listener of this process, which the children that it forks have as well: one, as it stays for good."""
     return FilesRead()
+
+
+def _database(name: str) -> list[str]:
+    """Return the paths that the name of a database may mean: it may be a URI, with options.
+
+    >>> _database("file:///data/a%20b.db?mode=ro"), _database("labels.db")
+    (['file:///data/a%20b.db?mode=ro', '/data/a b.db'], ['labels.db'])
+    """
+    if not name.startswith("file:"):
+        return [name]
+    path = name.removeprefix("file:").partition("?")[0].partition("#")[0]
+    if path.startswith("//"):  # then the name of this host may follow
+        path = "/" + path[2:].partition("/")[2]
+    return [name, unquote(path)]
+
+
+@cache
+def mapped_for_writing() -> set[tuple[int, int]]:
+    """Return device and inode of the files that this process, or one that it was forked from, can write by memory.
+
+    Those that are mapped at the first call, whoever mapped them, and those that Python maps from then on, also where
+    they are mapped no more: the pages may have been written before an example was read, and again after it. The
+    kernel's list has a thousand lines, and is read once.
+    """
+    found: set[tuple[int, int]] = set()
+    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            _, permissions, _, _, inode, *path = line.split(maxsplit=5)
+            if permissions[1] == "w" and permissions[3] == "s" and inode != "0" and path:
+                with suppress(OSError):  # it was removed; by its path, as some file systems show two device numbers
+                    facts = _stat(path[0].strip())
+                    found.add((facts.st_dev, facts.st_ino))
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == MAPPED and arguments[0] >= 0 and arguments[2] in MAY_WRITE:
+            with suppress(OSError):
+                if fcntl.fcntl(arguments[0], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR:
+                    facts = os.fstat(arguments[0])
+                    found.add((facts.st_dev, facts.st_ino))
+
+    sys.addaudithook(heard)
+    return found
 
 
 def noted(path: str) -> Noted:
@@ -133,13 +204,19 @@ def noted(path: str) -> Noted:
 
 
 def changed(files: Mapping[str, Noted]) -> str | None:
-    """Return the first file that is not as it was noted, None when all of them are."""
-    return next((path for path, before in files.items() if noted(path) != before), None)
+    """Return the first file that is not as it was noted, or may not be; None when all of them are."""
+    mapped = mapped_for_writing()
+    for path, before in files.items():
+        now = noted(path)
+        if now != before or (now is not None and now[:2] in mapped):
+            return path
+    return None
 
 
 def written_since(files: Mapping[str, Noted], moment_ns: int) -> str | None:
     """Return the first file that was written after `moment_ns` of the wall clock, or may have been; None: none was."""
+    mapped = mapped_for_writing()
     for path, facts in files.items():
-        if facts is not None and max(facts[3:]) > moment_ns - TICK_NS:
+        if facts is not None and (max(facts[3:]) > moment_ns - TICK_NS or facts[:2] in mapped):
             return path
     return None

@@ -25,6 +25,7 @@ import shutil
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,14 +35,15 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headway.core.channel import Channel, runtime_directory
 from headway.core.errors import InputError
 from headway.core.host import host_cores
+from headway.core.private import runtime_directory
 from headway.data.child import said
+from headway.data.fleet.keeper import Keeper
 from headway.data.fleet.messages import Ask, FromMaster, dial
 from headway.data.fleet.reader import Delivered, Reader
 from headway.data.fleet.splits import BatchKeys, Pass
-from headway.data.fleet.supervisor import Settings, start
+from headway.data.fleet.supervisor import Settings
 from headway.data.fleet.worker import Make, Packed, serve
 from headway.data.runtime import account
 from headway.data.runtime.account import Spent
@@ -95,8 +97,8 @@ class Fleet:
         checked = Settings(Path(), size, data=name, host=host, port=port, token=token, **bounds, **settings)
         self._folder = _folder(folder, name, join=join)
         self.settings = replace(checked, folder=self._folder)
-        self._channel: Channel | None = None
-        self._supervisor, self._pid = 0, os.getpid()
+        self._keeper: Keeper | None = None
+        self._pid = os.getpid()
         self._lock = -1 if join else _lock(self._folder / "fleet.lock", fcntl.LOCK_EX)
         # Those who joined hold this one together, and the fleet outlasts them.
         self._users = -1 if self._lock >= 0 else _lock(self._folder / "users.lock", fcntl.LOCK_SH)
@@ -106,7 +108,8 @@ class Fleet:
                 check_first(self._make, size)
                 # What a job has named, its next attempt may go on from; nobody finds another folder again.
                 sweeps = folder is None and not _job_name()
-                self._supervisor, self._channel = start(self._make, self.settings, sweeps=sweeps)
+                self._keeper = Keeper(self._make, self.settings, sweeps=sweeps)
+                weakref.finalize(self, self._keeper.stop)
             except BaseException:
                 self.close()
                 raise
@@ -119,7 +122,7 @@ class Fleet:
     @property
     def started_here(self) -> bool:
         """Whether this process started the fleet; it ends with it."""
-        return self._channel is not None
+        return self._keeper is not None
 
     def batches(self, batch_size: int | None = None, shuffle: bool | None = None, **options: Any) -> FleetLoader:
         """Return a loader of the fleet's batches; arguments and states are those of `headway.data.DataLoader`.
@@ -155,11 +158,10 @@ class Fleet:
         if self._users >= 0:
             os.close(self._users)
             self._users = -1
-        if self._channel is not None:
+        if self._keeper is not None:
             self._wait_for_users(timeout_s)
-            self._channel.close()
-            os.waitpid(self._supervisor, 0)
-            self._channel = None
+            self._keeper.close()
+            self._keeper = None
         if self._own_folder:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock >= 0:

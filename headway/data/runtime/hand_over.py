@@ -17,6 +17,7 @@ import multiprocessing.process
 import os
 import pickle
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -32,10 +33,11 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.data.runtime import account
 from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.circumstances import data_of
+from headway.data.runtime.copies import lacking
 from headway.data.runtime.examples import encode_plain
 from headway.data.runtime.files_read import FILE, FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
-from headway.data.runtime.outcome import OfDataset
+from headway.data.runtime.outcome import OfDataset, OfReading
 from headway.data.runtime.visible import listen_here, noting
 from headway.data.runtime.watch import Watch
 
@@ -139,6 +141,7 @@ class WorkerBegins:
         multiprocessing.current_process().name = self.process_name
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its stub does not have it
         if self.states is not None:
+            _drop_handlers()
             set_generators(self.states)
             output = os.memfd_create("headway-output")  # what is printed ahead of the loop is for nobody to see
             os.dup2(output, 1)
@@ -146,6 +149,17 @@ class WorkerBegins:
         aligned = Aligned(getattr(information, "dataset", None))
         packing = _packing(_MapDatasetFetcher.fetch, self, aligned)
         _MapDatasetFetcher.fetch = packing  # type: ignore[method-assign]  # one of torch's own, in this process only
+
+
+def _drop_handlers() -> None:
+    """Take the script's signal handlers from this process: a signal to its group is the training process's to handle.
+
+    What would end a process still does.
+    """
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            is_default = number in (signal.SIGTERM, signal.SIGCHLD)
+            signal.signal(number, signal.SIG_DFL if is_default else signal.SIG_IGN)
 
 
 def _packing(
@@ -157,11 +171,11 @@ def _packing(
     files = FilesRead(looks=True)
     listen_here()
 
-    def read(fetcher: Any, index: Any) -> Any:
-        """Return a batch, or why it may not be handed over."""
+    def read(fetcher: Any, index: Any) -> list[Any] | Unmade:
+        """Return a list of one batch, to which nothing else refers, or why it may not be handed over."""
         nonlocal watch, data
         if begins.states is None:
-            return fetch(fetcher, index)
+            return [fetch(fetcher, index)]
         watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
         data = data or data_of((fetcher.dataset, fetcher.collate_fn))
         printed = os.fstat(1).st_size
@@ -172,22 +186,24 @@ def _packing(
         if (now := data_of((fetcher.dataset, fetcher.collate_fn))) != data:
             data = now
             return Unmade(OfDataset(CHANGES))
-        return reading.value if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
+        return [reading.value] if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:
         acts: list[str] = []
         try:
             unseen = nullcontext(acts) if begins.states is None else noting(ahead=True)
             with files.noting() as noted, unseen as acts:  # not around packing: there torch opens files of its own
-                batch = read(fetcher, index)
-            if isinstance(batch, Unmade):
-                return batch
+                made = read(fetcher, index)
+            if isinstance(made, Unmade):
+                return made
             if acts:
                 return Unmade(OfDataset(f"reading a batch {acts[0]}"))
             if (path := written_since(noted, begins.began_ns)) is not None:
                 return Unmade(OfDataset(FILE.format(path)))
+            if (finding := lacking(made)) is not None:
+                return Unmade(OfReading(finding))
             entries = aligned.of(index if isinstance(index, list) else [index])
-            return replace(packed(batch), files=noted, entries=entries)
+            return replace(packed(made[0]), files=noted, entries=entries)
         except BaseException as failure:  # whatever it is, the training process meets it where the script would
             if acts:
                 return Unmade(OfDataset(f"reading a batch {acts[0]}"))

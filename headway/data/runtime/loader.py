@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Union, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from headway.core.errors import InputError
+from headway.core.private import runtime_directory
 from headway.core.rng import derived_seed
 from headway.core.tables import pick
 from headway.data.orders.order import TAILS, Sequence, in_order, permute
@@ -31,10 +32,11 @@ from headway.data.runtime import account
 from headway.data.runtime.keyed import WORD, KeyedDataset, WorkerStart
 from headway.data.runtime.loader_cache import ExampleCache
 from headway.data.runtime.rows import Memory
+from headway.data.runtime.sampler_states import put_back
 from headway.data.runtime.streams import has_state, stream_iterator
 from headway.data.runtime.threads import WORKERS, Examples, InThreads, Work, reason_against
 from headway.data.runtime.views import InProcess, InWorkers, KeysOf, View
-from headway.data.runtime.walks import OrderWalk, SamplerWalk, State, StreamWalk
+from headway.data.runtime.walks import OrderWalk, SamplerWalk, State, StreamWalk, between_passes
 
 VERSION = 1
 """Of the state; a later one reads all before it."""
@@ -185,11 +187,28 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         if self._loaded is not None:
             where = self._loaded
+        elif self._streams:
+            where = self._place_in_stream()
         elif self._walk is not None:
             where = self._walk.state()
-        else:
+        elif self._owns_order or self._server is not None:
             where = {"epoch": self._next_epoch, **dict.fromkeys(self._place_keys(), 0)}
+        else:
+            where = between_passes(self._index_sampler, self._next_epoch)
         return {**self._identity(), **where}
+
+    def _place_in_stream(self) -> State:
+        """Return where a loop over an iterable dataset is.
+
+        What the next workers begin with, and a pass without workers, is the dataset of this process: its state is part.
+        """
+        walk, dataset = self._walk, cast(Any, self.dataset)
+        if walk is None:
+            return {"epoch": self._next_epoch, "batches": 0, "dataset_state": dataset.state_dict()}
+        assert isinstance(walk, StreamWalk)
+        where = walk.state(persistent=self.persistent_workers)
+        is_here = bool(self.num_workers) or walk.finished or not walk.states
+        return {**where, "dataset_state": dataset.state_dict()} if is_here else where
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_batch_change: bool = False, allow_dataset_change: bool = False
@@ -220,6 +239,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._seed = state["seed"]
         self._loaded = {key: value for key, value in state.items() if key not in ours}
         self._next_epoch = state["epoch"]
+        if "between" in state:
+            put_back(self._index_sampler, state["between"])
+        if "dataset_state" in state:
+            cast(Any, self.dataset).load_state_dict(state["dataset_state"])
         if self._streams:
             self._iterator = None  # workers that are kept would go on from their own copies of the dataset
 
@@ -267,7 +290,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             order = permute(size, self._seed, epoch) if self._shuffle else in_order(size)
             return OrderWalk(epoch, self._seed, self._sequence(loaded.get("position", 0)), order, self._place()[0])
         if self._streams:
-            return StreamWalk(epoch, self.num_workers, before=loaded)
+            kept = self._walk if self.persistent_workers and isinstance(self._walk, StreamWalk) else None
+            before = {"workers": kept.states} if kept is not None and kept.finished and not loaded else loaded
+            return StreamWalk(epoch, self.num_workers, before=before)
         before = dict(loaded.get("sampler", {}))
         return SamplerWalk(
             epoch, self._index_sampler, self._auto_collation, self._seed, skip=loaded.get("batches", 0), before=before
@@ -352,6 +377,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise InputError("server= needs a map-style dataset: nobody can share the place in a stream. Leave it out.")
         if cache_bytes:
             raise InputError("with server= the server keeps examples. Pass DataServer(cache_bytes=...) instead.")
+        if self._server == "auto" or (isinstance(self._server, DataServer) and self._server.path is None):
+            runtime_directory()  # asked now: at the first batch the job has been set up for nothing
 
     def check_worker_number_rationality(self) -> None:
         """Warn of more worker processes than cores, as torch does; threads may be more."""

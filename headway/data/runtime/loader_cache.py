@@ -39,7 +39,9 @@ from headway.core.arena import shared_memory
 from headway.core.errors import InputError
 from headway.data.caches.scrutiny import ALTERED
 from headway.data.runtime import account
-from headway.data.runtime.cache import CachedExamples, Stored, uncacheable
+from headway.data.runtime.cache import Stored
+from headway.data.runtime.cache_trial import uncacheable
+from headway.data.runtime.cached_examples import CachedExamples
 from headway.data.runtime.outcome import speak
 from headway.data.runtime.shelf import Origin, packed
 from headway.data.runtime.views import View

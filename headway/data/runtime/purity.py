@@ -11,10 +11,12 @@ from __future__ import annotations
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain, islice
 from pathlib import PurePath
-from types import FunctionType, ModuleType
+from types import BuiltinMethodType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from headway.data.runtime.examples import decode, encode, equal, memory
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
-from headway.runtime.reach import attributes, items_of
+from headway.runtime.reach import VIEWS, attributes, items_of, parts_of
 
 SEEDED = {"random", "numpy", "torch"}
 """Generators that torch seeds in each loader worker, differently from all others."""
@@ -113,7 +115,7 @@ def picture(value: object) -> object:
             inside = _inside(part)
             queue += inside
             # The identity of a tuple says nothing: some are made for this look at what is in them.
-            token = id(part) if type(part) is not tuple else 0, len(inside), _size(part)
+            token = id(part) if type(part) is not tuple else 0, id(type(part)), len(inside), _size(part)
         found.append(id(part) if token is None else token)
     return found, [id(part) for part in islice(queue, MOST_VALUES)]
 
@@ -141,6 +143,11 @@ def _inside(value: Any) -> list[Any]:
     elif isinstance(value, (list, tuple)):
         step = slice(None, None, max(1, len(value) // FEW))
         entries = list.__getitem__(value, step) if isinstance(value, list) else tuple.__getitem__(value, step)
+    elif isinstance(value, (MappingProxyType, *VIEWS)):
+        mapping: Any = getattr(value, "mapping", value)
+        entries = chain.from_iterable(islice(items_of(mapping | {}), FEW))
+    elif isinstance(value, (MethodType, BuiltinMethodType, partial, ReferenceType)):
+        entries = parts_of(value)
     return [*entries, *chain.from_iterable(attributes(value).items())]
 
 

@@ -18,6 +18,8 @@ from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import picture
 from headway.runtime.draws import restorer
+from headway.runtime.guard import OfScript
+from headway.runtime.host_memory import address_limit
 from headway.runtime.probe_input import is_own
 from headway.runtime.samplers import order_generators, sampler_of, samplers_within, steered
 
@@ -36,7 +38,7 @@ def bound_to_the_loop(loader: DataLoader[Any]) -> str | None:
         return "it is headway's own loader: give it num_workers, workers and cache_bytes where the script makes it"
     if isinstance(loader.dataset, IterableDataset):
         return "its dataset is an IterableDataset: every worker would yield all of it"
-    reason = steered(loader)
+    reason = address_limit() or steered(loader)
     if reason is not None:
         return reason
     return "its dataset is empty" if len(loader.dataset) == 0 else None  # type: ignore[arg-type]  # map-style here
@@ -88,6 +90,8 @@ class Bounded:
         self._size = batch_size_of(self._sampler)
         self.under_way: deque[Any] = deque()
         """Indices of the batches that were asked for and not handed out, oldest first."""
+        self.of_script = OfScript()
+        """Knows what the sampler has raised."""
         self._asked = self.begun = 0
         """Batches that it was asked for; batches that the loop has asked for."""
         self.owes = False
@@ -115,7 +119,8 @@ class Bounded:
         if self.owes:
             raise StopIteration
         self._asked += 1
-        self.under_way.append(next(self._indices))
+        with self.of_script:
+            self.under_way.append(next(self._indices))
         return self.under_way[-1]
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from headway.core.units import NS_PER_S
-from headway.data.runtime.cache import uncacheable
+from headway.data.runtime.cache_trial import uncacheable
 from headway.data.runtime.switch import barred, different
-from headway.data.runtime.trial import run_delay_ns, waited_ns
+from headway.data.runtime.trial_child import run_delay_ns, waited_ns
 from headway.data.runtime.workers import untunable
 
 

@@ -30,6 +30,9 @@ from headway.runtime.remedy import Applied, Context
 BATCHES = 12
 """Global batches that are compared, by default."""
 
+MOST_BATCHES = 10_000
+"""Batches of a pass whose order is read whole."""
+
 Batch = tuple[tuple[bytes, ...], bytes]
 """(digest of each example in the order of the global batch, digest of the collated batch of rank 0)."""
 
@@ -138,7 +141,8 @@ class Check:
                 # Other ranks collate other examples: their batches have nothing to be equal to.
                 "batches": [batch for _, batch in got] == [batch for _, batch in expected] if same_world else None,
             })  # fmt: skip
-        return found
+        same = between_passes_same(setting)
+        return found if same is None else [*found, {"case": "between passes", "examples": same, "batches": None}]
 
     def read(
         self, setting: Setting, world: int, workers: int, state: bytes | None, count: int
@@ -198,6 +202,29 @@ class Setting:
                 if world != self.world_size and self.global_batch % world == 0
             ]
         return found
+
+
+def between_passes_same(setting: Setting) -> bool | None:
+    """Whether the order of the second pass is the same where a state between the passes is gone on from.
+
+    Only indices are read; None where a pass has more batches than are read for this.
+    """
+    order = replace(setting, dataset=range(len(setting.dataset)))
+    loader = order.twin(0, setting.world_size, 0)
+    try:
+        if len(loader) > MOST_BATCHES:
+            return None
+    except TypeError:  # a sampler that does not know how many it yields
+        return None
+    begin = loader.state_dict()
+    passes = [[batch for _, batch in loader] for _ in range(2)]
+    again = order.twin(0, setting.world_size, 0)
+    again.load_state_dict(begin)
+    first = [batch for _, batch in again]
+    state = again.state_dict()
+    later = order.twin(0, setting.world_size, 0)
+    later.load_state_dict(pickle.loads(pickle.dumps(state)))
+    return [first, [batch for _, batch in later]] == passes
 
 
 def _setting(loader: Any) -> Setting:

@@ -5,6 +5,9 @@ worker, and whatever the script changes that workers have as it was, ends them: 
 read in the training process, by the indices that its sampler gave, so that the script meets its own batch or its own
 exception.
 
+What is headway's own to go wrong in the training process ends them too; the script's own workers, if it has any, read
+the rest then.
+
     indices    0   1   2   3   4   5   6            from the script's sampler, a few ahead
     workers    made........  X                      batch 3 fails, or the dataset has changed
     process                  3   4   5   6          read here, each when the loop asks for it
@@ -27,13 +30,14 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.data.runtime.aligned import Aligned
-from headway.data.runtime.alone import FORKED, Alone, UnmadeError
-from headway.data.runtime.circumstances import outside
+from headway.data.runtime.alone import FORKED, Alone, AsWritten, UnmadeError, failure
+from headway.data.runtime.circumstances import LISTENS, listens, outside
 from headway.data.runtime.hand_over import Packed, Ready, Unmade, WorkerBegins, outdated
 from headway.data.runtime.keyed import generator_states
 from headway.data.runtime.read_ahead import CHANGED, Bounded, PassDraws
 from headway.data.runtime.verification import FOLLOWED
 from headway.data.runtime.views import View
+from headway.runtime.guard import OfScript
 
 DRAWN_BETWEEN = "the script draws random numbers, or changes data or sampler, between iter(loader) and the first batch"
 ALIVE_S = 0.5
@@ -84,6 +88,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self.is_torchs = loader.num_workers > 0 and loader.persistent_workers
         """Whether torch keeps this iterator for the script."""
         self.waited = Waited()
+        self._loader, self._of_script = weakref.ref(loader), OfScript()
         self._num_in_vain = 0
         self._single: Any = None
         self._draws = None if self._own_workers else PassDraws(loader)
@@ -154,17 +159,39 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         super()._reset(loader, first_iter)
 
     def _next_data(self) -> Any:
+        if self._single is None:
+            cause: Exception | None = None
+            try:
+                batch = self._ahead()
+            except StopIteration:
+                raise
+            except Exception as error:
+                if error in self._of_script or error in self._index_sampler.of_script:
+                    raise
+                cause = error
+            if self._single is None:
+                if cause is None:
+                    return batch
+                self._fail(cause)
+        # Outside of the handler: the script's own exceptions have no context.
+        return self._single._next_data()
+
+    def _ahead(self) -> Any:
+        """Return a batch that workers have made, or None where the pass has left them."""
         before_ns = perf_counter_ns()
+        is_begun = self._draws is None or self._draws.now()
         draws, self._draws = self._draws, None
-        if draws is not None and not draws.now():
-            self._start_over(draws)
+        if draws is not None and not is_begun:
+            self._start_over(draws, DRAWN_BETWEEN)
         elif self._single is None and not self._own_workers:
             if self._pid != os.getpid():
                 self.leave(FORKED)
+            elif listens():
+                self.leave(LISTENS)
             elif self._index_sampler.is_resized or self._seen != outside((self._dataset, self._collate_fn)):
                 self.leave(CHANGED)
         if self._single is not None:
-            return self._single._next_data()
+            return None
         self._index_sampler.begun += 1
         try:
             if self._index_sampler.owes:
@@ -173,17 +200,35 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         except StopIteration:
             self._ended(self)
             raise
-        except UnmadeError as failure:
-            self.leave(failure.reason)
-        if self._single is not None:  # outside of the handler: the script's own exceptions have no context
-            return self._single._next_data()
+        except UnmadeError as unmade:
+            self.leave(unmade.reason)
+        if self._single is not None:
+            return None
         self.waited.wait_ns += perf_counter_ns() - before_ns
         self.waited.num_batches += 1
         if self._index_sampler.under_way:
             self._index_sampler.under_way.popleft()
         return batch
 
-    def _start_over(self, draws: PassDraws) -> None:
+    def _fail(self, cause: Exception) -> None:
+        """Have the rest of the pass read as the script made the loader, because of what has failed here."""
+        reason, draws = failure(cause), self._draws
+        if draws is not None:
+            self._draws = None
+            self._start_over(draws, reason)
+            return
+        self.__dict__.pop(FOLLOWED, None)
+        loader, indices = self._loader(), self._index_sampler.rest()
+        if loader is not None and self._own_workers:
+            self._single = AsWritten(loader, indices)
+        else:
+            self._single = Alone(self, indices, pin=self._script_pins)
+        if loader is not None and loader._iterator is self:  # torch would keep it for the next pass
+            loader._iterator = None
+        self._left(reason)
+        self._abandon()
+
+    def _start_over(self, draws: PassDraws, reason: str) -> None:
         """Let this pass, which has not handed out a batch, run as the script made the loader.
 
         Without workers, the sampler would have drawn its order now, and not when the iterator was made.
@@ -192,13 +237,16 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         again = PassDraws(draws.loader)
         self._single = draws.loader._get_iterator()
         again.restore()  # it draws a seed, as the iterator in its place has done
-        self._left(DRAWN_BETWEEN)
+        self._left(reason)
         self._abandon()
 
     def _process_data(self, data: Any, worker_idx: int) -> Any:
         if not self._own_workers:
             _check_made(data)
             self._check_entries(data)
+        if isinstance(data, ExceptionWrapper):
+            with self._of_script:
+                return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # nor for this
         data = super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # nor for this
         return data.batch() if isinstance(data, (Packed, Ready)) else data
 
@@ -212,8 +260,9 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
 
     def _try_get_data(self, timeout: float = ALIVE_S) -> tuple[bool, Any]:
         if self._own_workers:
-            found: tuple[bool, Any] = super()._try_get_data()  # type: ignore[no-untyped-call]  # nor for this
-            return found
+            with self._of_script:  # a worker of the script's that died, or its timeout
+                found: tuple[bool, Any] = super()._try_get_data()  # type: ignore[no-untyped-call]  # nor for this
+                return found
         try:
             found = super()._try_get_data(timeout)  # type: ignore[no-untyped-call]  # nor for this
         except Exception as failure:  # a worker that ended, or a message that nobody can read

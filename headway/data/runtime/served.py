@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch._utils import KeyErrorMessage
@@ -43,6 +43,15 @@ from headway.data.serving.messages import (
 )
 from headway.data.serving.packing import unpack
 from headway.data.serving.progress import Progress
+from headway.runtime.guard import OfScript
+
+
+class LeaveFn(Protocol):
+    """Goes on with a pass that a server can serve no more."""
+
+    def __call__(self, cause: Exception, indices: Iterator[Any]) -> Any:
+        """Return what has a method `_next_data` that reads the batches of `indices`."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,14 +143,19 @@ class Served(_BaseDataLoaderIter):
         super().__init__(view)  # type: ignore[arg-type]  # it reads attributes and nothing else
         self.walk, self._link, self._pid = place, link, os.getpid()
         self._collate, self._batched, self._seed = view.collate_fn, view._auto_collation, view._seed
+        self._shuffle = view._shuffle
         self._pipeline = view.dataset if isinstance(view.dataset, Batches) else None
+        self.leave: LeaveFn | None = None
+        """Who reads the rest of a pass should this fail; None: the loop is told."""
+        self._of_script = OfScript()
+        self._single: Any = None
         link.user = weakref.ref(self)
         self._begin()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin the next pass: a loader with persistent workers keeps its iterator."""
         super()._reset(loader, first_iter)
-        self.walk = loader._walk
+        self.walk, self._single = loader._walk, None
         self._begin()
 
     def _begin(self) -> None:
@@ -149,7 +163,6 @@ class Served(_BaseDataLoaderIter):
         self._lost(None)
 
     def __next__(self) -> Any:
-        check_process(self._pid)
         try:
             while (data := super().__next__()) is Empty.BATCH:
                 pass
@@ -159,6 +172,41 @@ class Served(_BaseDataLoaderIter):
             raise
 
     def _next_data(self) -> Any:
+        if self._single is None:
+            cause: Exception | None = None
+            num_taken = len(self.walk.progress.history)
+            try:
+                return self._served()
+            except StopIteration:
+                raise
+            except Exception as error:
+                if self.leave is None or error in self._of_script:
+                    raise
+                cause = error
+            self._single = self.leave(cause, self._rest(num_taken))
+        return self._single._next_data()  # outside of the handler: the script's own exceptions have no context
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its job has one rank."""
+        return bool(self._link.world_size == 1)
+
+    def _rest(self, num_taken: int) -> Iterator[Any]:
+        """Yield the indices of the batches that the loop has not got, which has got `num_taken`; of a job of one rank.
+
+        What is left of a shuffled pass is shuffled again: the server's order of it is not known here.
+        """
+        progress, taken = self.walk.progress, self.walk.progress.history[num_taken:]
+        left = progress.remaining()
+        if self._shuffle:
+            left = np.random.default_rng(derived_seed(self._seed, "rest", self.walk.epoch)).permutation(left)
+        size = progress.global_batch
+        whole = len(left) // size * size if progress.tail == "drop" else len(left)
+        for batch in (*taken, *(left[start : start + size] for start in range(0, whole, size))):
+            yield batch.tolist() if self._batched else int(batch[0])
+
+    def _served(self) -> Any:
+        check_process(self._pid)
         if self.walk.finished:
             raise StopIteration
         filled = self._received()
@@ -218,7 +266,7 @@ class Served(_BaseDataLoaderIter):
             return data
         batch = len(self.walk.progress.history)
         seed = derived_seed(self._seed, "collate", self.walk.epoch, batch, self._link.rank) & WORD
-        with generators_kept(), Draws(seed, shared=True):
+        with generators_kept(), Draws(seed, shared=True), self._of_script:
             return collate(data if self._batched else data[0])
 
 

@@ -29,9 +29,10 @@ from typing import Any
 
 import torch
 
-from headway.core.channel import ChannelClosed, connect, hold_lock, runtime_directory
+from headway.core.channel import ChannelClosed, connect, hold_lock
 from headway.core.errors import HeadwayError
 from headway.core.host import readable
+from headway.core.private import runtime_directory
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.preparers import identity, preparer_of
 from headway.data.serving.messages import FROM_SERVER
@@ -93,6 +94,7 @@ def run(path: Path, dataset: Any, options: DataServer, ready: Callable[[], objec
         daemon = Daemon(listener, preparer, options, seed=secrets.randbits(60))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: daemon.stop())
+        os.register_at_fork(after_in_child=daemon.abandon)
         for note in preparer.notes:
             LOG.warning("%s", note)
         ready()

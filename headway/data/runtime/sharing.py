@@ -9,7 +9,7 @@ has to allow it (`result-equivalent`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,10 +19,12 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.data.runtime import account
+from headway.data.runtime.alone import AsWritten, failure
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.loader import DataLoader as OwnLoader
 from headway.data.runtime.outcome import Report, impure, reporter
-from headway.data.runtime.read_ahead import bound_to_the_loop
+from headway.data.runtime.read_ahead import bound_to_the_loop, pass_restorer
+from headway.data.runtime.served import Served
 from headway.data.runtime.trial import unfit
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.serving.server import DataServer
@@ -45,7 +47,9 @@ def server(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
     )
     report = reporter("data.server", parameters, context)
     share = Share(options, report, verification=verification_of(context), decisions=Decisions(budget_of(context)))
-    context.patch("torch.utils.data.dataloader:DataLoader._get_iterator", share.around_get_iterator)
+    context.patch(
+        "torch.utils.data.dataloader:DataLoader._get_iterator", share.around_get_iterator, restoring=pass_restorer
+    )
     return Applied("data.server", dict(parameters))
 
 
@@ -117,12 +121,25 @@ class Share:
                 return original(loader)
             account.describe(workers="server")
             if self.verification is None:
-                return iter(own)
+                return self._served(loader, own)
             return self.verification.following(
-                loader, lambda: iter(own), self.report, self._leave, own_workers=0, may_draw=True
+                loader, lambda: self._served(loader, own), self.report, self._leave, own_workers=0, may_draw=True
             )
 
         return _get_iterator
+
+    def _served(self, loader: DataLoader[Any], own: OwnLoader) -> Any:
+        """Return the iterator of the loader that follows; of a job of one rank, one that fails leaves the rest here."""
+        iterator = iter(own)
+
+        def leave(cause: Exception, indices: Iterator[Any]) -> AsWritten:
+            self._leave(loader, "")
+            self.report({"dataset": type(loader.dataset).__name__, "reason_not_applied": failure(cause)})
+            return AsWritten(loader, indices)
+
+        if isinstance(iterator, Served) and iterator.is_alone:
+            iterator.leave = leave
+        return iterator
 
     def _leave(self, loader: DataLoader[Any], reason: str) -> None:
         """Let the next pass over a loader be the script's own."""

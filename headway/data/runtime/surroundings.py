@@ -15,16 +15,24 @@ False
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextvars import ContextVar
+from types import BuiltinMethodType, MethodType, MethodWrapperType
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
 
+from headway.data.runtime.library_settings import library_settings
 from headway.data.runtime.purity import picture
 from headway.runtime.reach import LEAVES, reached
 
 PLAIN = (*LEAVES, list, tuple, dict, set, np.ndarray, torch.Tensor)
-"""What may be set from outside; other objects that code names (modules, loggers) are looked through, not at."""
+"""What may be set from outside, and is looked at. Of all else that code names (functions, classes, objects) it counts
+which one it is, and of what class: another may be bound to the name."""
+
+MADE = (MethodType, BuiltinMethodType, MethodWrapperType, ReferenceType)
+"""Objects that Python may make anew at each look-up: what they lead to counts, and is in the walk as well."""
 
 
 def surroundings(dataset: Any, found: Sequence[tuple[Any, bool]] | None = None) -> object:
@@ -32,6 +40,9 @@ def surroundings(dataset: Any, found: Sequence[tuple[Any, bool]] | None = None) 
 
     `found` is what `reached` yields for it, where the caller has that already.
     """
-    walk = reached(dataset) if found is None else found
-    outside = [value for value, by_code in walk if by_code and isinstance(value, PLAIN)]
-    return picture(dataset), tuple(picture(value) for value in outside)
+    walk = tuple(reached(dataset)) if found is None else found
+    outside = [value for value, by_code in walk if by_code]
+    plain = [value for value in outside if isinstance(value, PLAIN)]
+    plain += [value.get(None) for value, _ in walk if isinstance(value, ContextVar)]
+    others = [(id(value), id(type(value))) for value in outside if not isinstance(value, (*PLAIN, *MADE))]
+    return picture(dataset), tuple(picture(value) for value in plain), others, library_settings(walk)

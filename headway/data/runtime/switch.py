@@ -15,34 +15,35 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO, StringIO
-from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import numpy as np
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.data.runtime import account
 from headway.data.runtime.aligned import Aligned, out_of_sight
-from headway.data.runtime.alone import FORKED, Alone, UnmadeError
-from headway.data.runtime.circumstances import modes, modes_of_threads, outside
+from headway.data.runtime.alone import FORKED, Alone, AsWritten, UnmadeError, failure
+from headway.data.runtime.circumstances import LISTENS, listens, modes, modes_of_threads, outside
 from headway.data.runtime.contents import contents
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
-from headway.data.runtime.files_read import FILE, Noted, changed, files_read
+from headway.data.runtime.files_read import FILE, LOOKS, Noted, changed, files_read
 from headway.data.runtime.keyed import KeyedDataset, Keys
+from headway.data.runtime.lock_wait import lock_wait_fraction
 from headway.data.runtime.outcome import OfDataset, Report, impure, reporter
 from headway.data.runtime.read_ahead import (
     CHANGED,
-    batch_size_of,
     bound_to_the_loop,
-    in_batches,
-    num_free,
     pass_restorer,
 )
+from headway.data.runtime.script_walk import Indices, ScriptWalk, keys_of
 from headway.data.runtime.stores import stored_outside
 from headway.data.runtime.surroundings import surroundings
-from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Making, Pool, Task, lock_wait_fraction
-from headway.data.runtime.trial import EXAMPLES, TriedBatch, in_child, unfit
+from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Making, Pool, Task
+from headway.data.runtime.trial import EXAMPLES, TriedBatch, unfit
+from headway.data.runtime.trial_child import in_child
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.views import View
 from headway.data.runtime.visible import VisibleError, listen, noting
@@ -52,7 +53,7 @@ from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.runtime.rereading import collated
 
-VISIBLE = "reading a batch prints, logs, changes files or starts a process"
+VISIBLE = "reading a batch prints, logs, warns, changes files, or starts or asks another process"
 """Why a batch is made by the training thread."""
 
 
@@ -72,79 +73,13 @@ def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
         blocked_datasets=frozenset(parameters.get("blocked_datasets", ())),
     )
     switch.watched(withdrawal_of(context, report))
-    context.patch("torch.utils.data.dataloader:DataLoader._get_iterator", switch.around_get_iterator)
+    context.patch(
+        "torch.utils.data.dataloader:DataLoader._get_iterator", switch.around_get_iterator, restoring=pass_restorer
+    )
     listen(context.patch)
+    for name in LOOKS:
+        context.patch(f"os:{name}", files_read().looking)
     return Applied("data.threads", dict(parameters))
-
-
-class ScriptWalk:
-    """A pass in the order of the script's sampler, read as far ahead as threads need."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        # Not the loader itself: one that keeps its iterator could never go if that kept it.
-        self._indices, self._batched, self.num_batches = loader._index_sampler, loader._auto_collation, len(loader)
-        self.taken, self.finished, self._size = 0, False, batch_size_of(self._indices)
-        self._window = loader.num_workers * (loader.prefetch_factor or 2)
-        self._free = num_free(loader)
-
-    def keys(self) -> Iterator[Keys]:
-        """Return an iterator over the indices of the batches; it may say that it is at its end and go on later."""
-        return ScriptKeys(self, iter(self._indices), batched=self._batched)
-
-    @property
-    def is_resized(self) -> bool:
-        """Whether the script has set another batch size since the pass began."""
-        return batch_size_of(self._indices) != self._size
-
-    def rest(self, taken: list[Any], keys: ScriptKeys) -> Iterator[Any]:
-        """Return the indices of the batches that are left: those in `taken`, then what the sampler has for `keys`."""
-        return in_batches(chain(taken, keys._indices), self._indices)
-
-    def may_ask(self, batch: int) -> bool:
-        """Whether the sampler may be asked for batch number `batch`: always, or not before torch would ask."""
-        return batch < self._free or self.taken >= (max(batch + 1 - self._window, 0) if self._window else batch)
-
-
-class ScriptKeys:
-    """The keys of a script's batches."""
-
-    def __init__(self, walk: ScriptWalk, indices: Iterator[Any], *, batched: bool) -> None:
-        self._walk, self._indices, self._batched, self._batch = walk, indices, batched, 0
-
-    def __iter__(self) -> ScriptKeys:
-        return self
-
-    def __next__(self) -> Keys:
-        if not self._walk.may_ask(self._batch):
-            raise StopIteration
-        items = next(self._indices)
-        self._batch += 1
-        return keys_of(list(items) if self._batched else [items], self._batch - 1)
-
-
-def keys_of(items: list[Any], batch: int) -> Keys:
-    """Return the keys of batch number `batch`; nothing that it draws depends on them."""
-    return Keys(items, [0] * len(items), seed=0, epoch=0, batch=batch)
-
-
-class Indices:
-    """What `InThreads` reads its batches' keys from."""
-
-    def __init__(self, walk: ScriptWalk) -> None:
-        self._walk = walk
-
-    def __iter__(self) -> Iterator[Keys]:
-        return self._walk.keys()
-
-    def __len__(self) -> int:
-        return self._walk.num_batches
-
-    def follow(self, walk: ScriptWalk) -> None:
-        """Go on with the next pass."""
-        self._walk = walk
-
-    def loader(self) -> None:
-        """Return no loader that would want to know of the end of a pass: the script's does not."""
 
 
 class ScriptThreads(InThreads):
@@ -161,7 +96,8 @@ class ScriptThreads(InThreads):
         self._seen, self._left, self._aligned = outside(self._read), left, Aligned(loader.dataset)
         self._entries: dict[int, list[object]] = {}
         """Identity of a batch in the making -> what it is read from in large containers."""
-        self._single: Alone | None = None
+        self._single: Any = None
+        self._loader = ref(loader)
         self._sizes = {"num_workers": num_threads, "prefetch_factor": prefetch_factor}
         super().__init__(self._view(loader), work_of(loader), None)
         self._read_ahead()
@@ -172,53 +108,84 @@ class ScriptThreads(InThreads):
         super()._reset(self._view(loader), first_iter)
         self._read_ahead()
 
+    def __next__(self) -> Any:
+        return _BaseDataLoaderIter.__next__(self)  # nothing of a walk of headway's own
+
     def _next_data(self) -> Any:
-        if self._single is None and not self._as_torch and (reason := self._reason_to_leave()):
+        if self._single is None:
+            cause: Exception | None = None
+            try:
+                data = self._made_ahead()
+            except StopIteration:
+                raise
+            except Exception as error:
+                if error in self.walk.of_script or error in self.of_script:
+                    raise
+                cause = error
+            if self._single is None:
+                if cause is None:
+                    return data
+                self._leave(failure(cause))
+        # Outside of the handler: the script's own exceptions have no context.
+        return self._single._next_data()
+
+    def _made_ahead(self) -> Any:
+        """Return a batch that threads have made, or None where the pass has left them."""
+        if not self._as_torch and (reason := self._reason_to_leave()):
             self._leave(reason)
-        if self._single is not None:
-            return self._single._next_data()
+            return None
         try:
-            data = super()._next_data()
-        except UnmadeError as failure:
-            self._leave(failure.reason)
-        if self._single is not None:  # outside of the handler: the script's own exceptions have no context
-            return self._single._next_data()
-        self._read_ahead()
-        return data
+            return super()._next_data()
+        except UnmadeError as unmade:
+            self._leave(unmade.reason)
+            return None
 
     def _begin(self) -> bool:
         is_begun = super()._begin()
+        self.walk.asked = None
         if is_begun and not self._as_torch:
             self._entries[id(self._ahead[-1])] = self._aligned.of(self._ahead[-1].keys)
         return is_begun
 
     def _result(self, task: Task) -> Any:
         if self._entries.pop(id(task), []) != (self._aligned.of(task.keys) if not self._as_torch else []):
-            self._ahead.appendleft(task)
             raise UnmadeError(CHANGED)
         if not self._as_torch and (path := changed(task.files)) is not None:
-            self._ahead.appendleft(task)
             raise UnmadeError(OfDataset(FILE.format(path)))
-        if task.failed and not self._as_torch:
-            self._ahead.appendleft(task)
+        if task.failed:
             is_visible = task.failed == VisibleError.__name__
             raise UnmadeError(VISIBLE if is_visible else f"a batch raised {task.failed}")
-        return super()._result(task)
+        data = super()._result(task)
+        self._read_ahead()
+        return data
 
     def _reason_to_leave(self) -> str:
         """Say why threads would read other batches than this process now, or ''."""
         if not self._pool.is_here:
             return FORKED
+        if listens():
+            return LISTENS
         same = modes() == modes_of_threads() and self._seen == outside(self._read) and not self.walk.is_resized
         return "" if same else CHANGED
 
     def _leave(self, reason: str) -> None:
-        """Read the rest of the pass in this process: what was read ahead is what the dataset was."""
-        tasks = [list(task.keys) if self._auto_collation else task.keys[0] for task in self._ahead]
-        self._single = Alone(self, self.walk.rest(tasks, self._sampler_iter), pin=self._pin_memory)
+        """Read the rest of the pass as the script made the loader: what was read ahead is what the dataset was."""
+        loader, rest = self._loader(), self._rest()
+        if self._as_torch and loader is not None:
+            self._single = AsWritten(loader, rest)
+        else:
+            self._single = Alone(self, rest, pin=self._pin_memory)
         if self._pool.is_here:
             self._left(reason)
             self._close()
+
+    def _rest(self) -> Iterator[Any]:
+        """Return the indices of the batches that the loop has not got."""
+        tasks = [*([] if self.under_way is None else [self.under_way]), *self._ahead]
+        keys = [list(task.keys) if self._auto_collation else task.keys[0] for task in tasks]
+        if self.walk.asked is not None and self.walk.asked[0] not in [task.keys.batch for task in tasks]:
+            keys.append(self.walk.asked[1])
+        return self.walk.rest(keys, self._sampler_iter)
 
     def _view(self, loader: DataLoader[Any]) -> View:
         walk = ScriptWalk(loader)
@@ -290,14 +257,16 @@ def different(loader: DataLoader[Any]) -> str | None:
 
     Threads share the dataset of the training process for all passes; worker processes begin each with a fresh copy.
     """
-    if reason := out_of_sight(loader.dataset):
-        return reason
     read = loader.dataset, loader.collate_fn
+    if reason := out_of_sight(*read):
+        return reason
     finding = unfit(loader)[0] or names_draws(read) or names_threads(read)
     if finding:
         return impure(finding)
     if stored := stored_outside(*read):
         return f"reading an example may set {stored}, which the loop would find set too early"
+    if any(isinstance(value, np.random.BitGenerator) for value, _ in reached(read)):
+        return "it gets at a bit generator of numpy, which threads would share"
     if any(isinstance(value, (BytesIO, StringIO)) for value, _ in reached(read)):
         return "it reads a file in memory, of which threads would move each other's position"
 
@@ -316,7 +285,7 @@ def different(loader: DataLoader[Any]) -> str | None:
             return "reading it sets what its own workers, made anew for each pass, would forget", 0
         return (None if same else "threads make another batch of its examples than torch does"), 0
 
-    return in_child(tried)[0]
+    return in_child(tried, follows=False)[0]
 
 
 def _shares_scratch(loader: DataLoader[Any]) -> bool:
@@ -345,7 +314,7 @@ def slow(loader: DataLoader[Any]) -> str | None:
             return None, 0
         return f"two threads wait {waited:.0%} of their time for the interpreter lock: worker processes suit it", 0
 
-    return in_child(tried)[0]
+    return in_child(tried, follows=False)[0]
 
 
 def _tried(loader: DataLoader[Any]) -> tuple[TriedBatch, Examples, Keys]:
@@ -388,7 +357,8 @@ class Switch:
 
         def _get_iterator(loader: DataLoader[Any]) -> Any:
             with self.withdrawal.making():
-                is_ours = not self.withdrawal.is_off and self._takes(loader)
+                is_heard = not loader.num_workers and listens()
+                is_ours = not self.withdrawal.is_off and not is_heard and self._takes(loader)
                 return made(loader) if is_ours else original(loader)
 
         def made(loader: DataLoader[Any]) -> Any:

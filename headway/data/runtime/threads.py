@@ -1,11 +1,9 @@
 """Batches made by threads of this process: each one by all threads at once, delivered in order.
 
-Use it through `DataLoader(workers="threads")` or a `Pipeline`'s loader. The
-threads claim the examples of a batch one by one, so a slow example holds up
-no other; the last to finish collates, and pins. At most `prefetch_factor x num_workers`
-batches are under way. Threads share one copy of the dataset and hand batches
-over without copying, but Python code runs in one of them at a time:
-`reason_against` measures whether that matters. Times are seconds.
+Use it through `DataLoader(workers="threads")` or a `Pipeline`'s loader. The threads claim the examples of a batch one
+by one, so a slow example holds up no other; the last to finish collates, and pins. At most `prefetch_factor` x
+`num_workers` batches are under way. Threads share one copy of the dataset and hand batches over without copying, but
+Python code runs in one of them at a time: `reason_against` measures whether that matters. Times are seconds.
 
 The dataset must be safe to read from several threads, and
 `torch.utils.data.get_worker_info()` is None in them, as in the script itself.
@@ -23,7 +21,6 @@ The dataset must be safe to read from several threads, and
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import threading
@@ -41,15 +38,18 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.core.errors import InputError
-from headway.core.units import NS_PER_S
+from headway.core.hidden_thread import HiddenThread, forget
 from headway.data.runtime import account
 from headway.data.runtime.account import Clocks, Spent
 from headway.data.runtime.keyed import Draws, KeyedDataset, Keys, generator_states, reads_batches, set_generators
+from headway.data.runtime.lock_wait import lock_wait_fraction
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.rows import Memory, Rows, default_collate
-from headway.data.runtime.trial import handle, in_child
+from headway.data.runtime.trial import handle
+from headway.data.runtime.trial_child import in_child
 from headway.data.runtime.views import View, Walked, check_process
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
+from headway.runtime.guard import OfScript
 from headway.runtime.probe_input import batch_bytes
 
 WORKERS = {
@@ -62,8 +62,6 @@ LOCK_WAIT = 0.25
 work takes more than 1.3 s, and what processes add (0.5 ms per 224 x 224 image) is less."""
 LOOKS = 2
 """Examples that are looked at before threads are chosen."""
-LONGEST = 8
-"""Times as long as wanted that two threads are watched for, where other load takes the cores."""
 LEAVE_S = 5.0
 """How long an iterator that goes waits for examples still being read; a thread that hangs is left behind."""
 
@@ -271,8 +269,7 @@ class Pool:
         started = threading.Barrier(num_threads + 1)
         ours = torch.get_num_threads()
         self._threads = [
-            threading.Thread(target=self._run, args=(k, started), name=f"headway-loader-{k}", daemon=True)
-            for k in range(num_threads)
+            HiddenThread(partial(self._run, k, started), name=f"headway-loader-{k}") for k in range(num_threads)
         ]
         try:
             for thread in self._threads:
@@ -305,7 +302,7 @@ class Pool:
             return
         for _ in self._threads:
             self._tasks.put(None)
-        if threading.current_thread() in self._threads:
+        if threading.get_ident() in [thread.ident for thread in self._threads]:
             return  # the garbage collector called, in the middle of a batch
         last = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -322,6 +319,7 @@ class Pool:
             if task is None or self._stopped:
                 return
             task.help(number)
+            forget()  # what reads an example may have asked for its thread
             del task  # it holds a batch
 
 
@@ -339,6 +337,10 @@ class InThreads(Walked):
         self._window = max(view.prefetch_factor * view.num_workers, 1)
         self._wait_s: float | None = view.timeout or None
         self._ahead: deque[Task] = deque()
+        self.of_script = OfScript()
+        """Knows what a loop is to be told of."""
+        self.under_way: Task | None = None
+        """The batch that the loop is given just now."""
         self._pool = Pool(view.num_workers)
         # Runs when the iterator goes, and before the interpreter does.
         self._close = weakref.finalize(self, _close, self._pool, self._ahead)
@@ -347,6 +349,7 @@ class InThreads(Walked):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)
+        self.under_way = None
         _drop(self._ahead)
 
     def _next_data(self) -> Any:
@@ -356,11 +359,13 @@ class InThreads(Walked):
             raise StopIteration
         task = self._ahead[0]
         if not task.wait(self._wait_s):
-            raise RuntimeError(f"DataLoader timed out after {self._wait_s} seconds")
-        self._ahead.popleft()
+            with self.of_script:
+                raise RuntimeError(f"DataLoader timed out after {self._wait_s} seconds")
+        self.under_way = self._ahead.popleft()
         self.walk.taken += 1
         data = self._result(task)
         task.report(self._num_yielded, len(self._pool), partial(batch_bytes, data))
+        self.under_way = None
         return data
 
     def _result(self, task: Task) -> Any:
@@ -436,7 +441,7 @@ def reason_against(work: Work, keys: Keys, dataset: Any = None) -> str | None:
             finding = f"two threads wait {waited:.0%} of their time for the interpreter lock"
         return finding, 0
 
-    return in_child(measured, lose_writes=True)[0]
+    return in_child(measured, lose_writes=True, follows=False)[0]
 
 
 class FirstBatch:
@@ -451,50 +456,3 @@ class FirstBatch:
         for part in range(self.work.parts(self.keys)):
             self.work.fill(making, self.keys, part)
         return self.work.finish(making, self.keys)
-
-
-def lock_wait_fraction(work: Work, keys: Keys, seconds: float = 0.15) -> float:
-    """Return the fraction of their time that two threads wait for each other, beyond what one waits for storage.
-
-    Waiting is wall time without CPU time and without run delay, and run delay
-    is no time of theirs: so other load on the host does not count. 0 where the kernel reports no run delay.
-    Takes `seconds` twice; pure Python comes out near 0.5.
-    """
-    alone = _waited(work, keys, seconds, threading.Barrier(1))
-    found: list[float] = []
-    failed: list[Exception] = []
-    together = threading.Barrier(2)
-
-    def measure() -> None:
-        try:
-            found.append(_waited(work, keys, seconds, together))
-        except Exception as error:  # raised below, in the caller's thread
-            failed.append(error)
-
-    threads = [threading.Thread(target=measure, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failed:
-        raise failed[0]
-    return max(sum(found) / len(found) - alone, 0.0)
-
-
-def _waited(work: Work, keys: Keys, seconds: float, together: threading.Barrier) -> float:
-    """Return the fraction of this thread's time in which it neither ran nor could; it makes examples for `seconds`."""
-    ones = [keys.only(place) for place in range(len(keys))]
-    work.fill(work.begin(ones[0]), ones[0], 0)  # what is loaded on first use is no cost of an example
-    together.wait()
-    began, spent, wanted_ns = account.clocks(), Spent(), int(seconds * NS_PER_S)
-    first = last = began.wall_ns
-    endless = itertools.cycle(ones)
-    # Time without a core shows nothing: a busy host is watched for longer, up to LONGEST times.
-    while (seen := spent.fetch_ns + spent.prep_ns) < wanted_ns and last - first < LONGEST * wanted_ns:
-        last += wanted_ns - seen
-        while time.perf_counter_ns() < last:
-            one = next(endless)
-            work.fill(work.begin(one), one, 0)
-        ended = account.clocks()
-        spent, last = began.until(ended), ended.wall_ns
-    return spent.fetch_ns / max(spent.fetch_ns + spent.prep_ns, 1) if began.delay_ns >= 0 else 0.0

@@ -11,16 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import signal
 import stat
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextvars import ContextVar, copy_context
-from dataclasses import dataclass
+from contextvars import copy_context
 from io import IOBase
-from time import monotonic
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -28,27 +24,23 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as _worker
 
-from headway.data.child import said
 from headway.data.runtime.aligned import out_of_sight
+from headway.data.runtime.circumstances import data_of
 from headway.data.runtime.examples import decode, encode, equal
 from headway.data.runtime.files_read import FilesRead
+from headway.data.runtime.followed_code import unfollowed
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset, OfReading
+from headway.data.runtime.own_entries import takes_more
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import PLAIN, surroundings
+from headway.data.runtime.trial_child import in_child
 from headway.data.runtime.visible import listen_here, noting
 from headway.data.runtime.watch import Sums
 from headway.runtime.reach import reached
 from headway.runtime.rereading import collated
-from headway.runtime.run_delay import read_delay
 from headway.runtime.samplers import order_generators
-
-TIMEOUT_S = 60.0
-"""A child that has not answered by then hangs, as a worker would, where the caller gives it no other limit."""
-
-ENDS = {-signal.SIGSEGV: "reading it writes to memory that processes share, or crashes in a forked one"}
-"""How a child ends -> what that says of the dataset."""
 
 SUMMED = "it computes {} of many numbers with {} threads of torch, and a worker's one adds them up in another order"
 """Why workers and threads are refused a dataset whose last bits depend on torch's threads."""
@@ -59,22 +51,6 @@ EXAMPLES = 2
 
 CONNECTED = ("begin", "commit", "cursor", "fileno", "recv")
 """Methods by which a connection, a database or a socket is known: one that cannot be pickled is this process's own."""
-
-
-@dataclass(slots=True)
-class Limit:
-    """How long each child of one decision may take."""
-
-    seconds: float = TIMEOUT_S
-    reached: bool = False
-    """Whether a child has not answered by then."""
-
-
-_LIMIT: ContextVar[Limit | None] = ContextVar("headway_limit", default=None)
-"""The limit of the decision that this thread is taking."""
-
-waited_ns = [0]
-"""[1] How long the children of `in_child` have waited for a core so far: other load on the host, or a low priority."""
 
 
 class TriedBatch:
@@ -105,10 +81,13 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     def as_this_process() -> tuple[str | None, Any]:
         os.getpid = lambda: parent
         before = positions()
-        finding = handle(loader.dataset) or handle(loader.collate_fn) or _keeps_a_file(loader, batches)
+        # Before anything is read: another process, which a dataset may ask, could be asked by this child.
+        finding = out_of_sight(loader.dataset, loader.collate_fn)
+        finding = finding or handle(loader.dataset) or handle(loader.collate_fn) or _keeps_a_file(loader, batches)
         finding = finding or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
         finding = finding or handle(loader.dataset) or _moved(before) or _remembers(loader, batches)
         finding = finding or _collects(loader, batches)
+        finding = finding or unfollowed((loader.dataset, loader.collate_fn), lambda: _read_both_ends(loader, batches))
         set_generators(states)
         return finding, b"" if finding else encode(batches[0])
 
@@ -127,11 +106,20 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     finding = finding or _sets_by_example(loader, batches)
     if finding is not None:
         return finding, 0
-    finding, there = in_child(as_a_worker)
+    finding, there = in_child(as_a_worker, follows=False)
+    if finding is None:
+        finding = takes_more(loader.dataset)
     if finding is not None:
         return finding if isinstance(finding, OfReading) else f"in a worker, {finding}", 0
     same = equal(decode(there), decode(here))
     return (None if same else "in a worker, it reads something else"), len(here)
+
+
+def _read_both_ends(loader: Any, batches: TriedBatch) -> None:
+    """Read the first examples, and the last one, which may raise as it would in the script's own process."""
+    batches[0]
+    with contextlib.suppress(Exception):
+        loader.dataset[len(loader.dataset) - 1]
 
 
 def read_here(loader: Any) -> None:
@@ -185,6 +173,7 @@ def _unfit_for_others(
             loader.worker_init_fn(number)
         set_generators(states)  # what an example draws is another question: that of `may_draw`
         finding = impurity(batches, [0], generators, may_draw=may_draw)
+        finding = finding or unfollowed((*read, loader.worker_init_fn), lambda: _read_both_ends(loader, batches))
         before, _ = surroundings(read), batches[0]
         if finding is None and surroundings(read) != before:
             finding = "reading it changes a variable, and each worker has its own"
@@ -194,7 +183,7 @@ def _unfit_for_others(
     finding, first = in_child(lambda: as_worker(0, loader.num_workers))
     if finding is not None:
         return finding, 0
-    finding, last = in_child(lambda: as_worker(loader.num_workers, loader.num_workers + 1))
+    finding, last = in_child(lambda: as_worker(loader.num_workers, loader.num_workers + 1), follows=False)
     if finding is not None:
         return finding, 0
     same = equal(decode(last), decode(first))
@@ -237,7 +226,7 @@ def _sets_by_example(loader: Any, batches: TriedBatch) -> str | None:
             settings = [value for value, by_code in reached(*read) if by_code and isinstance(value, PLAIN)]
             return None, portrait([*read, settings])
 
-        return in_child(reading)
+        return in_child(reading, follows=False)
 
     finding, first = left_by(batches.indices or 0)
     if finding is not None or first == left_by(None)[1]:
@@ -255,10 +244,10 @@ def _collects(loader: Any, batches: TriedBatch) -> str | None:
     read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
     if last in (batches.indices or [0]):
         return None
-    before = surroundings(read)
+    before = data_of(read)
     with contextlib.suppress(Exception):  # as it would raise in the script's own process
         loader.dataset[last]
-    return "it keeps something of each example that it reads" if surroundings(read) != before else None
+    return "it keeps something of each example that it reads" if data_of(read) != before else None
 
 
 def keeps(loader: Any) -> str | None:
@@ -271,13 +260,13 @@ def keeps(loader: Any) -> str | None:
         same = before == left_by_readings(read)
         return (None if same else "its workers keep what they read: each pass starts others"), 0
 
-    return in_child(left)[0]
+    return in_child(left, follows=False)[0]
 
 
 def left_by_readings(read: Any) -> object:
     """Return a picture of what readings may leave behind: of all that `read` goes by, and of caches of functions.
 
-    What was found in a cache says nothing: only what was not.
+    What was found in a cache says nothing of another pass: only what was not.
     """
     caches = [value.cache_info()[1:] for value, _ in reached(read) if hasattr(value, "cache_info")]
     return surroundings(read), caches
@@ -296,8 +285,8 @@ def _remembers(loader: Any, batches: TriedBatch) -> str | None:
             return f"it gets at an iterator ({type(value).__name__}), which each reading may move on"
         elif by_code and _is_connection(value):
             return f"it gets at a {type(value).__name__}, which no other process can use"
-    before, _ = surroundings(read), batches[0]
-    return "reading it changes a variable outside of it" if surroundings(read) != before else None
+    before, _ = data_of(read), batches[0]
+    return "reading it changes a variable outside of it" if data_of(read) != before else None
 
 
 def _is_connection(value: Any) -> bool:
@@ -335,70 +324,6 @@ def _moved(before: dict[str, tuple[str, str]]) -> str | None:
     if not positions().items() - before.items():
         return None
     return "reading it moves in a file that stays open, and workers would share its position"
-
-
-@contextlib.contextmanager
-def limited(seconds: float) -> Iterator[Limit]:
-    """Give each child that `in_child` forks in this block so many seconds; the limit tells whether one took them all.
-
-    >>> with limited(0.2) as limit:
-    ...     in_child(signal.pause)[0], limit.reached
-    ('the probe of an example ended or hung in a forked process', True)
-    """
-    limit = Limit(seconds)
-    token = _LIMIT.set(limit)
-    try:
-        yield limit
-    finally:
-        _LIMIT.reset(token)
-
-
-def in_child(
-    work: Callable[[], tuple[str | None, Any]], timeout_s: float | None = None, *, lose_writes: bool = False
-) -> tuple[str | None, Any]:
-    """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there.
-
-    It fails as well when it takes longer than `timeout_s`, by default what `limited` says. The child can only read
-    (`headway.core.apart`): neither this process nor the files of the script notice it. A write to shared memory is a
-    reason, or is lost with the child.
-    """
-
-    def answered() -> bytes:
-        torch.set_num_threads(1)
-        # What is imported now may ask for it (torch's compiler does), and trying folders out writes to them.
-        tempfile.tempdir = tempfile.tempdir or "/tmp"
-        try:
-            answer = work()
-        except Exception as failure:
-            answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0
-        return pickle.dumps((*answer, run_delay_ns()))
-
-    limit = _LIMIT.get() or Limit()
-    seconds, began = limit.seconds if timeout_s is None else timeout_s, monotonic()
-    try:
-        answered_bytes, code = said(answered, seconds, apart="lose writes" if lose_writes else "end at writes")
-        answer = pickle.loads(answered_bytes)
-    except Exception:
-        limit.reached = limit.reached or monotonic() - began >= seconds
-        answer = ENDS.get(code, "the probe of an example ended or hung in a forked process"), 0
-    else:
-        waited_ns[0] += max(answer[2], 0)
-    return answer[0], answer[1]
-
-
-def run_delay_ns() -> int:
-    """Return how long this process's first thread has waited for a core, -1 if unknown.
-
-    Not by `open_schedstat`, which goes by `os.getpid`: in a child that reads as its parent would, that is the parent's.
-    """
-    try:
-        descriptor = os.open("/proc/self/schedstat", os.O_RDONLY)
-    except OSError:
-        return -1
-    try:
-        return read_delay(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Handles(pickle.Pickler):

@@ -1,4 +1,4 @@
-"""Whether reading an example does what others can see: it prints, logs, changes files, or starts a process.
+"""Whether reading an example does what others can see: it prints, logs, warns, changes files, or asks another process.
 
 Such a reading belongs to the training thread, at the moment at which the loop asks for the batch, and each time that
 it does. Where a thread reads ahead of the loop, the act is not done: `VisibleError` is raised in its place, and the
@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from headway.runtime.bootstrap import active
-from headway.runtime.file_looks import SUPPORTS
 from headway.runtime.patches import replace_attribute
 
 PRINTS, LOGS, CHANGES, STARTS = "prints", "logs", "changes files", "starts a process"
+WARNS, ASKS = "shows a warning", "asks another process, whose answer may change"
 
 WRITING = frozenset("wax+")
 """Letters in the mode of a file that can be changed through it."""
@@ -66,6 +66,22 @@ ACTS: dict[str, tuple[str, Callable[..., bool] | None]] = {
     "os:remove": (CHANGES, None),
     "os:unlink": (CHANGES, None),
     "torch:save": (CHANGES, _to_a_path),
+    "warnings:_showwarnmsg": (WARNS, None),  # what filters let through, however it is shown or collected
+    **{
+        f"socket:socket.{name}": (ASKS, None)
+        for name in (
+            "connect",
+            "connect_ex",
+            "recv",
+            "recv_into",
+            "send",
+            "sendall",
+            "sendmsg",
+            "sendto",
+        )
+    },
+    "multiprocessing.connection:Connection._send": (ASKS, None),
+    "multiprocessing.connection:Connection._recv": (ASKS, None),
 }
 """Function -> what calling it does, and which of its calls do that (None: all)."""
 
@@ -133,7 +149,4 @@ def _noted(what: str, counts: Callable[..., bool] | None, run: str, original: Ca
         return original(*arguments, **named)
 
     act.__module__ = act.__module__ or __name__  # a method of a built-in object has none
-    for name in SUPPORTS:
-        if original in getattr(os, name):
-            getattr(os, name).add(act)
     return act

@@ -21,7 +21,8 @@ from headway.data.audit import AuditSum
 from headway.data.orders.order import Permutation, Sequence, occurrences
 from headway.data.runtime.deliveries import Deliveries
 from headway.data.runtime.keyed import WORD, DrawsApart, Keys
-from headway.runtime.samplers import generators_within, innermost, samplers_within
+from headway.data.runtime.sampler_states import put_back, taken
+from headway.runtime.samplers import innermost
 
 State = dict[str, Any]
 
@@ -124,27 +125,14 @@ class SamplerWalk(Taken):
     seed: int
     skip: int = 0
     before: State = field(default_factory=dict)
-    """The state at the start of the pass of the samplers inside each other: {"generators", "epochs"}."""
+    """What the order rested on at the start of the pass, see `sampler_states`."""
 
     def __post_init__(self) -> None:
-        """Note, or put back, what decides the order: the generators and the epochs of the sampler and of those inside.
-
-        States of before this held those of one generator and one epoch: {"generator", "sampler_epoch"}.
-        """
-        generators = generators_within(self.sampler)
-        samplers = [each for each in samplers_within(self.sampler) if isinstance(getattr(each, "epoch", None), int)]
-        if not self.before:
-            self.before["generators"] = [generator.get_state() for generator in generators]
-            self.before["epochs"] = [sampler.epoch for sampler in samplers]
-            return
-        before = self.before
-        states = before.get("generators", [before["generator"]] if "generator" in before else [])
-        for generator, state in zip(generators, states, strict=False):
-            generator.set_state(state)
-        epochs = before.get("epochs", [before["sampler_epoch"]] if "sampler_epoch" in before else [])
-        for sampler, epoch in zip(samplers, epochs, strict=False):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
+        """Note, or put back, what decides the order."""
+        if self.before:
+            put_back(self.sampler, self.before)
+        else:
+            self.before.update(taken(self.sampler))
 
     def keys(self) -> Iterator[Keys]:
         """Begin the pass: return an iterator over the keys of the batches after the skipped ones.
@@ -176,10 +164,15 @@ class SamplerWalk(Taken):
             )
 
     def state(self) -> State:
-        """Return epoch, batches, and what the sampler's order depends on."""
+        """Return epoch, batches, and what the sampler's order depends on: of the next pass where this one is over."""
         if self.finished:
-            return {"epoch": self.epoch + 1, "batches": 0}
+            return between_passes(self.sampler, self.epoch + 1)
         return {"epoch": self.epoch, "batches": self.skip + self.taken, "sampler": self.before}
+
+
+def between_passes(sampler: Any, epoch: int) -> State:
+    """Return the state before pass `epoch` over a sampler."""
+    return {"epoch": epoch, "batches": 0, "between": taken(sampler)}
 
 
 @dataclass(slots=True)
@@ -189,35 +182,45 @@ class StreamWalk:
     epoch: int
     num_workers: int
     before: State = field(default_factory=dict)
-    """Where the pass began: {"batches", "workers"}."""
+    """Where the pass began: {"batches", "workers", "over", "next_worker"}."""
     taken: int = 0
     finished: bool = False
     states: dict[int, Any] = field(default_factory=dict)
-    """Worker (0 without workers) -> the dataset's state after the last batch taken from it."""
+    """Worker (0 without workers) -> the dataset's state after the last batch taken from it, or at its end."""
+    over: set[int] = field(default_factory=set)
+    """Workers that have given all their batches of this pass."""
     next_worker: int = 0
     """Whose turn it is."""
 
     def __post_init__(self) -> None:
         """Take over the states that the pass goes on from."""
         self.states.update(self.before.get("workers", {}))
+        self.over.update(self.before.get("over", ()))
         self.next_worker = self.before.get("next_worker", 0)
 
-    def state(self) -> State:
-        """Return epoch, batches and the dataset's state in every worker that has delivered."""
+    def state(self, *, persistent: bool = False) -> State:
+        """Return epoch, batches and the dataset's state in every worker that has delivered.
+
+        Between two passes those states count for workers that are kept (`persistent`): others begin anew.
+        """
         if self.finished:
-            return {"epoch": self.epoch + 1, "batches": 0}
+            kept = {"workers": dict(self.states)} if persistent else {}
+            return {"epoch": self.epoch + 1, "batches": 0, **kept}
         return {
             "epoch": self.epoch,
             "batches": self.before.get("batches", 0) + self.taken,
             "workers": dict(self.states),
+            "over": sorted(self.over),
             "next_worker": self.next_worker,
         }
 
-    def got(self, worker: int, state: Any) -> None:
-        """Note that a batch of `worker` was taken, and where the dataset stood after it."""
-        self.taken += 1
+    def got(self, worker: int, state: Any, *, num_batches: int, is_over: bool) -> None:
+        """Note what `worker` sent: a batch or none, where the dataset stood then, whether it has no more."""
+        self.taken += num_batches
         self.states[worker] = state
         self.next_worker = (worker + 1) % max(self.num_workers, 1)
+        if is_over:
+            self.over.add(worker)
 
 
 def audit_sum(keys: Keys) -> AuditSum:

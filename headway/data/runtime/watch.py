@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.core.hidden_thread import running
 from headway.data.runtime.keyed import current
 from headway.runtime.draws import drawn, fingerprints, own_generators
 
@@ -31,6 +32,9 @@ FEEDER = "QueueFeederThread"
 
 OURS = (FEEDER, "headway-")
 """Beginnings of the names of threads that run the script's code only where it is watched."""
+
+QUIET = frozenset({"headway-gap", "headway-flight", "headway-tables", "headway-windows"})
+"""Names of hidden threads that run no code of the script's, and draw nothing."""
 
 BY_TORCH = {"torch", "device"}
 """Generators whose draws are operators of torch."""
@@ -74,8 +78,11 @@ class Watch:
 
     def _was_it(self, moved: list[str], observer: _Operators | None) -> bool | None:
         """Tell whether this thread moved those generators."""
-        others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-        if all(thread.name.startswith(FEEDER) for thread in others):
+        here = threading.get_ident()
+        others = [one for one in threading.enumerate() if one.ident != here and one.ident not in running]
+        # Most of our own threads draw nothing; one that reads examples may, and one that calls the script's handlers.
+        readers = [name for ident, name in running.copy().items() if ident != here and name not in QUIET]
+        if not readers and all(thread.name.startswith(FEEDER) for thread in others):
             return True
         self._crowded = True
         # A thread that the dataset started may draw for it: then it is the reading that draws.

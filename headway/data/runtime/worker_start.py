@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime.purity import SEEDED
 from headway.data.runtime.surroundings import surroundings
-from headway.data.runtime.trial import in_child, positions, pretend_worker
+from headway.data.runtime.trial import positions, pretend_worker
+from headway.data.runtime.trial_child import in_child
 from headway.runtime.draws import drawn, fingerprints, own_generators
 
 
@@ -31,7 +32,7 @@ def beside_seeding(loader: DataLoader[Any]) -> str | None:
         changed = [*moved, *(name for name, value in _state(loader).items() if value != before[name])]
         return (f"it changes more than seeds ({', '.join(changed)})" if changed else None), 0
 
-    return in_child(started)[0]
+    return in_child(started, follows=False)[0]
 
 
 def _state(loader: DataLoader[Any]) -> dict[str, object]:

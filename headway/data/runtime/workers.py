@@ -22,6 +22,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
+from headway.data.runtime.circumstances import listens
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.outcome import Report, impure, reporter
 from headway.data.runtime.read_ahead import bound_to_the_loop, pass_restorer
@@ -56,8 +57,8 @@ def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     )
     tuner.watched(withdrawal_of(context, report))
     module = "torch.utils.data.dataloader"
-    context.patch(f"{module}:DataLoader.__iter__", tuner.around_iter)
-    context.patch(f"{module}:DataLoader._get_iterator", tuner.around_get_iterator)
+    context.patch(f"{module}:DataLoader.__iter__", tuner.around_iter, restoring=pass_restorer)
+    context.patch(f"{module}:DataLoader._get_iterator", tuner.around_get_iterator, restoring=pass_restorer)
     for name in ("wait", "wait3", "waitpid", "wait4", "waitid"):
         context.patch(f"os:{name}", tuner.around_wait)
     context.undos.append(tuner.release)
@@ -174,7 +175,8 @@ class LoaderTuner:
                 return made(loader)
 
         def made(loader: DataLoader[Any]) -> Any:
-            tuning = None if self.withdrawal.is_off or self.pid != os.getpid() else self._before_iterator(loader)
+            is_off = self.withdrawal.is_off or self.pid != os.getpid() or (not loader.num_workers and listens())
+            tuning = None if is_off else self._before_iterator(loader)
             if tuning is None:
                 return original(loader)
             self.withdrawal.has_remedy = True

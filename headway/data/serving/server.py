@@ -191,7 +191,7 @@ class Daemon:
             preparer.size, fingerprint=preparer.fingerprint, forms=preparer.forms, seed=seed, options=told,
             on_ready=self._wake.ring,
         )  # fmt: skip
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
         self._clients: dict[Channel, Client] = {}
         self._ranks: dict[tuple[str, int], Client] = {}
         self._stopped = threading.Event()
@@ -205,6 +205,12 @@ class Daemon:
         """End the loop soon; any thread and signal handler may call it."""
         self._stopped.set()
         self._wake.ring()
+
+    def abandon(self) -> None:
+        """In a forked child of ours (a dataset may fork): let go of what would pass for this server after its end."""
+        self._listener.abandon()
+        for channel in list(self._clients):
+            channel.abandon()
 
     def run(self) -> None:
         """Serve until idle or stopped, and close everything."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -25,6 +25,12 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
 from headway.core.units import parse_bytes
+
+LEAST_COUNTED = 100
+"""Disks from which on a model's counts are held to what can be; fewer are never judged, and are noise in real logs."""
+
+SLACK = 1.05
+"""Days that a disk may have lived per day of a window: logs are cut at different hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,15 +113,69 @@ def read_totals(path: str | Path) -> dict[str, Totals]:
     """
     found: dict[str, Totals] = {}
     for line, row in _rows(path, ("model", "size", "n_unique", "drive_days", "failed")):
-        name = " ".join(row["model"].lower().split())
+        name = _name(row["model"])
         disks, days, failures = (_number(path, line, row, key) for key in ("n_unique", "drive_days", "failed"))
         if failures > disks:
             raise FormatError(f"{path}, line {line}: {failures:g} failures of {disks:g} disks. Correct that row.")
-        known = found.get(name, Totals(name, float(parse_bytes(row["size"])), 0, 0, 0))
-        found[name] = Totals(
-            name, known.capacity_bytes, known.num_disks + disks, known.disk_days + days, known.failures + failures
-        )
+        found[name] = _added(found.get(name), Totals(name, float(parse_bytes(row["size"])), disks, days, failures))
     return found
+
+
+def renamed(totals: Mapping[str, Totals], same: Mapping[str, str]) -> dict[str, Totals]:
+    """Return totals under the names that models have now: `same` maps an old name to the new one.
+
+    >>> old = Totals("hitachi x", 4e12, 10, 100, 1)
+    >>> list(renamed({"hitachi x": old}, {"Hitachi X": "hgst x"}))
+    ['hgst x']
+    """
+    names = {_name(old): _name(new) for old, new in same.items()}
+    found: dict[str, Totals] = {}
+    for total in totals.values():
+        name = names.get(total.model, total.model)
+        found[name] = _added(found.get(name), replace(total, model=name))
+    return found
+
+
+def _name(text: str) -> str:
+    """Return the name of a model as it is kept: small letters, single spaces."""
+    return " ".join(text.lower().split())
+
+
+def _added(known: Totals | None, more: Totals) -> Totals:
+    """Return the totals of two rows of one model."""
+    if known is None:
+        return more
+    disks, days = known.num_disks + more.num_disks, known.disk_days + more.disk_days
+    return replace(known, num_disks=disks, disk_days=days, failures=known.failures + more.failures)
+
+
+def _check_renames(before: Mapping[str, Totals], after: Mapping[str, Totals], days: float) -> None:
+    """Raise `InputError` where a model that is new must be an older one under another name.
+
+    Totals only rise, so a model that is in the older log alone was renamed; and one that is new cannot have lived
+    longer than the `days` between the logs.
+    """
+    gone = [total for name, total in before.items() if name not in after and total.num_disks >= LEAST_COUNTED]
+    new = [total for name, total in after.items() if name not in before and total.num_disks >= LEAST_COUNTED]
+    for total in new:
+        older = [
+            past.model for past in gone
+            if past.capacity_bytes == total.capacity_bytes and past.disk_days <= total.disk_days
+            and past.failures <= total.failures and past.num_disks <= total.num_disks
+        ]  # fmt: skip
+        lived = total.disk_days / total.num_disks
+        if lived > SLACK * days:
+            told = f", likely {older[0]!r}: pass --same '{older[0]}={total.model}'" if older else ""
+            raise InputError(
+                f"{total.model}: {total.num_disks:g} disks that are in the newer log alone have {total.disk_days:g} "
+                f"disk-days, {lived:.0f} each, in a window of {days:.0f} days. The model had another name{told or '.'}"
+                f"{'' if told else ' Pass --same OLD=NEW, or correct that row.'}"
+            )
+        if older:
+            raise InputError(
+                f"{older[0]} is in the older log alone and {total.model}, of the same capacity, in the newer. "
+                f"If it was renamed, pass --same '{older[0]}={total.model}'; if not, add its totals to the newer log."
+            )
 
 
 def windows(before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_disks: int = 1000) -> list[Window]:
@@ -123,7 +183,9 @@ def windows(before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_
 
     The days between are those that the steadiest model of at least
     `least_disks` disks has lived: no disk lives more. Raises `InputError`
-    when a total falls (the dates are the wrong way round) or nothing is left.
+    when a total falls (the dates are the wrong way round), when nothing is
+    left, and when a model that is new must be one that was renamed (see
+    `renamed`), or has more disk-days than its disks can have lived.
     """
     lived = {}
     for name, total in after.items():
@@ -139,6 +201,7 @@ def windows(before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_
              and name in before]  # fmt: skip
     if not known or max(known) <= 0:
         raise InputError(f"no model of {least_disks} disks lived between the two logs; give logs of different dates.")
+    _check_renames(before, after, max(known))
     return [
         Window(name, total.capacity_bytes, max(known), days, failures)
         for name, (total, days, failures) in lived.items()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.regular_file import read_regular
 from headway.core.rng import stream
+from headway.core.settings_files import parse_toml
 from headway.storage.disks.afr import DAYS_PER_YEAR, Floats
 from headway.storage.disks.state import STEP_DAYS, STEP_GAP_DAYS
 from headway.storage.disks.transitions import Transition
@@ -269,10 +270,10 @@ def read_clusters(path: Path) -> list[Dgroup]:
     when it is not what it should be.
     """
     try:
-        content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        content = parse_toml(read_regular(Path(path)).decode("utf-8"), str(path))
     except OSError as cause:
         raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a TOML file.") from cause
-    except ValueError as cause:
+    except UnicodeDecodeError as cause:
         raise FormatError(f"{path} is not TOML: {cause}. Correct that place.") from cause
     tables = content.get("dgroup")
     if not isinstance(tables, list) or not tables or set(content) != {"dgroup"}:

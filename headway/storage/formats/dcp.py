@@ -22,7 +22,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.errors import FormatError
-from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, StandIn, dumps, loads, path_of
+from headway.core.inert import Room, StandIn
+from headway.core.unpickler import UNREADABLE
+from headway.storage.formats.dtypes import ITEM_BYTES
+from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, dumps, loads, path_of
 from headway.storage.manifest import METADATA, Piece, RankManifest, StoredObject, merged_objects
 
 ROOM = "torch.distributed.checkpoint.metadata"
@@ -100,18 +103,22 @@ class DcpMetadata:
             yield from ((fqn, chunk) for chunk in tensor.chunks)
 
 
-def read_metadata(data: bytes, name: str = METADATA) -> DcpMetadata:
+def read_metadata(data: bytes, name: str = METADATA, *, num_bytes: int = 0) -> DcpMetadata:
     """Return what the bytes of a `.metadata` say; `name` is the file's, for messages.
 
-    Raises `FormatError` for a pickle that is broken, names what no checkpoint needs, or is no DCP metadata, and for
-    a box or object whose record is not told.
+    `num_bytes` is the size of the whole checkpoint, which says how much memory its metadata may take; by default that
+    of the metadata alone counts. Raises `FormatError` for a pickle that is broken, names what no checkpoint needs, or
+    is no DCP metadata, for a field that holds what torch never writes, and for a box or object whose record is not
+    told.
     """
-    whole = loads(data, name)
+    whole = loads(data, name, room=Room(max(len(data), num_bytes)))
     if path_of(whole) != f"{ROOM}.Metadata" or not isinstance(whole.state, dict):
         raise FormatError(f"{name} is no metadata of a distributed checkpoint. Name the folder that dcp.save wrote.")
     try:
         return _metadata(whole, name)
-    except (AttributeError, KeyError, TypeError, ValueError) as cause:
+    except UNREADABLE as cause:
+        if isinstance(cause, FormatError):
+            raise
         raise FormatError(
             f"{name} is no metadata that torch writes ({type(cause).__name__}: {cause}). Check it: headway ckpt verify"
         ) from cause
@@ -120,43 +127,100 @@ def read_metadata(data: bytes, name: str = METADATA) -> DcpMetadata:
 def _metadata(whole: StandIn, name: str) -> DcpMetadata:
     where: dict[tuple[str, tuple[int, ...] | None], Record] = {}
     for index, info in (whole.get("storage_data") or {}).items():
+        _expect(index, "MetadataIndex")
         offset = index.get("offset")
-        where[index.get("fqn"), None if offset is None else _size(offset)] = _record(info)
-    tensors, objects = {}, {}
+        where[_text(index.get("fqn")), None if offset is None else _size(offset)] = _record(info)
+    tensors, objects = dict[str, StoredTensor](), dict[str, Record]()
     for fqn, facts in whole.get("state_dict_metadata").items():
         try:
             if path_of(facts) == f"{ROOM}.BytesStorageMetadata":
-                objects[fqn] = where[fqn, None]
+                objects[_text(fqn)] = where[fqn, None]
             else:
-                tensors[fqn] = _tensor(fqn, facts, where)
+                tensors[_text(fqn)] = _tensor(fqn, facts, where)
         except KeyError:
             raise FormatError(f"{name} does not say where {fqn!r} is stored. Check it: headway ckpt verify") from None
-    paths = {fqn: tuple(path) for fqn, path in (whole.get("planner_data") or {}).items()}
+    told = {*((fqn, None) for fqn in objects), *((fqn, box.offsets) for fqn in tensors for box in tensors[fqn].chunks)}
+    astray = next((index for index in where if index not in told), None)
+    if astray is not None:
+        raise FormatError(
+            f"{name} has a record of {astray[0]!r} that no value refers to. Check it: headway ckpt verify"
+        )
+    paths = {_text(fqn): _path(path) for fqn, path in (whole.get("planner_data") or {}).items()}
     return DcpMetadata(tensors, objects, paths, whole.get("version"))
 
 
+def _expect(value: Any, *kinds: str) -> None:
+    """Raise `TypeError` where a value is not an object of one of the classes or calls."""
+    if isinstance(value, type) or path_of(value).rpartition(".")[2] not in kinds:
+        raise TypeError(f"a {path_of(value) or type(value).__name__} where a {kinds[0]} belongs")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a name is a {type(value).__name__}")
+    return value
+
+
+def _path(path: Any) -> Path:
+    """Return the keys that lead to a value."""
+    if not isinstance(path, (tuple, list)) or not all(type(key) in (str, int) for key in path):
+        raise TypeError(f"the keys of a value are {path!r:.80}")
+    return tuple(path)
+
+
 def _record(info: StandIn) -> Record:
+    _expect(info, "_StorageInfo")
     file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
-    if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)):
+    if not (isinstance(file, str) and type(offset) is int and type(length) is int and min(offset, length) >= 0):
         raise TypeError("a record without file, offset and length")
-    return Record(file, offset, length, tuple(info.get("transform_descriptors") or ()))
+    transforms = info.get("transform_descriptors")
+    if not (transforms is None or (isinstance(transforms, (list, tuple)) and all(map(_text, transforms)))):
+        raise TypeError("the transforms of a record are no names")
+    return Record(file, offset, length, tuple(transforms or ()))
 
 
 def _tensor(fqn: str, facts: StandIn, where: dict[Any, Record]) -> StoredTensor:
+    _expect(facts, "TensorStorageMetadata")
     chunks = []
     for chunk in facts.get("chunks"):
+        _expect(chunk, "ChunkStorageMetadata")
         offsets, lengths = _size(chunk.get("offsets")), _size(chunk.get("sizes"))
         at = where[fqn, offsets]
         chunks.append(Chunk(at.file, at.record_offset, at.record_bytes, at.transforms, offsets, lengths))
-    properties = facts.get("properties")
-    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
-    return StoredTensor(path_of(dtype).removeprefix("torch."), _size(facts.get("size")), tuple(chunks))
+    shape = _size(facts.get("size"))
+    if any(len(chunk.offsets) != len(shape) or len(chunk.lengths) != len(shape) for chunk in chunks):
+        raise TypeError(f"a box of {fqn!r:.80} has other dimensions than the tensor")
+    return StoredTensor(_dtype(facts.get("properties")), shape, tuple(chunks))
+
+
+def _dtype(properties: StandIn) -> str:
+    """Return the dtype of a tensor; raise `TypeError` where its properties are none that torch writes."""
+    _expect(properties, "TensorProperties")
+    fields = properties.state
+    if isinstance(fields, dict):
+        fields = [fields.get(key) for key in ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")]
+    dtype, layout, requires_grad, memory_format, pin_memory = fields
+    if not isinstance(dtype, type) or path_of(dtype).removeprefix("torch.") not in ITEM_BYTES:
+        raise TypeError(f"a tensor has the dtype {path_of(dtype) or dtype!r:.80}")
+    if isinstance(layout, type) or layout.args != ("torch.strided",):
+        raise TypeError("a tensor has a layout that dcp.save does not write")
+    _expect(layout, "_get_layout")
+    _expect(memory_format, "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
+    if memory_format.args not in ((0,), (1,), (2,)):
+        raise TypeError(f"a tensor has the memory format {memory_format.args!r:.80}")
+    if not (isinstance(requires_grad, bool) and isinstance(pin_memory, bool)):
+        raise TypeError("requires_grad or pin_memory of a tensor is neither true nor false")
+    return path_of(dtype).removeprefix("torch.")
 
 
 def _size(size: Any) -> tuple[int, ...]:
     """Return a torch.Size, or a plain tuple or list in its place, as a tuple."""
-    values = size.args[0] if isinstance(size, StandIn) else size
-    return tuple(int(value) for value in values)
+    if isinstance(size, StandIn):
+        _expect(size, "Size")
+    values = tuple(size.args[0] if isinstance(size, StandIn) else size)
+    if not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
+        raise TypeError(f"a tensor has the size {values!r:.80}")
+    return values
 
 
 def metadata_bytes(manifests: Sequence[RankManifest]) -> bytes:

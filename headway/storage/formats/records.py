@@ -14,17 +14,18 @@ Offsets are bytes from the start of the file or record, strides and
 
 from __future__ import annotations
 
-import io
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headway.core.bounds import RoomError
 from headway.core.errors import FormatError
+from headway.core.inert import Room, StandIn
 from headway.storage.digests import crc32
 from headway.storage.formats.dtypes import ITEM_BYTES, STORAGE_DTYPES
-from headway.storage.formats.safe_pickle import StandIn, load_from, loads, path_of
+from headway.storage.formats.safe_pickle import load_from, loads, path_of
 from headway.storage.formats.values import ATOMS, SHORT, Value, plain
 from headway.storage.formats.zip_files import Entry, entries, has_checksums
 
@@ -44,11 +45,14 @@ STRIDED = {
 }  # fmt: skip
 """Functions that make a tensor from (storage, offset, size, stride, ...) -> which argument is its dtype, if any."""
 
-EMPTY: tuple[Any, ...] = ({}, [], (), set())
-"""Attributes of objects that say nothing: hooks that nobody set."""
+MOST_DEPTH = 200
+"""Containers in each other: a whole module that was pickled reaches 60."""
 
-MOST_VISITS = 10_000_000
-"""A pickle that says the same container again and again is followed no further."""
+MOST_DIMS = 64
+"""Dimensions that a tensor may have: torch's own limit."""
+
+LEAF_BYTES, VISIT_BYTES = 150, 30
+"""What a value or tensor that is found costs in memory beside its name, and what every look at a container counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,13 @@ class Saved:
             )
         return start + skip, tensor.num_bytes
 
-    def names_of(self, storage: str) -> str | None:
-        """Return the names of the tensors in a storage, joined by a comma; None where there is none."""
-        return ", ".join(tensor.fqn for tensor in self.tensors if tensor.storage == storage and tensor.fqn) or None
+    def names_of_storages(self) -> dict[str, str]:
+        """Return key of a storage -> the names of the tensors in it, joined by a comma."""
+        found: dict[str, list[str]] = {}
+        for tensor in self.tensors:
+            if tensor.fqn:
+                found.setdefault(tensor.storage, []).append(tensor.fqn)
+        return {key: ", ".join(names) for key, names in found.items()}
 
 
 def is_legacy(head: Buffer) -> bool:
@@ -154,33 +162,40 @@ def read_saved(data: Buffer, name: str, listed: Sequence[Entry] | None = None) -
     if has_checksums(listed) and crc32(content) != pickled.crc32:  # a flipped bit may ask for any amount of memory
         raise FormatError(f"{name} has a damaged data.pkl: its CRC-32 differs. Check it: headway ckpt verify")
     named: set[str] = set()
-    value = loads(content, name, lenient=True, persistent=True, named=named)
-    return _saved(value, storages, named, name)
+    room = Room(view.nbytes)
+    value = loads(content, name, lenient=True, persistent=True, named=named, room=room)
+    return _saved(value, storages, named, name, room)
 
 
-def _saved(value: Any, storages: dict[str, tuple[int, int]], named: set[str], name: str) -> Saved:
-    """Sort what the file `name` was unpickled to into tensors and other values."""
+def _saved(value: Any, storages: dict[str, tuple[int, int]], named: set[str], name: str, room: Room) -> Saved:
+    """Sort what the file `name` was unpickled to into tensors and other values; they count against its `room` too."""
     try:
-        found = list(_walk(value, (), set(), iter(range(MOST_VISITS))))
-    except (TypeError, ValueError, IndexError, AttributeError, RecursionError) as cause:
+        found = list(_walk(value, (), frozenset(), room))
+    except RoomError as cause:
+        raise RoomError(f"{name} holds more values than headway reads: {cause}. Load it with torch.") from None
+    except (TypeError, ValueError, IndexError, AttributeError, OverflowError, FormatError) as cause:
         raise FormatError(f"{name} holds a value that torch does not write ({cause}). Check it: headway ckpt verify") \
             from cause  # fmt: skip
     tensors = tuple(entry for entry in found if isinstance(entry, Stored))
     return Saved(tensors, storages, tuple(entry for entry in found if isinstance(entry, Value)), frozenset(named))
 
 
-def _walk(value: Any, path: tuple[str, ...], above: set[int], visits: Iterator[int]) -> Iterator[Stored | Value]:
-    """Yield what is below `value`; `above` are the containers around it, so that a circle ends."""
+def _walk(value: Any, path: tuple[str, ...], above: frozenset[int], room: Room) -> Iterator[Stored | Value]:
+    """Yield what is below `value`; `above` are the containers around it, so that a circle ends.
+
+    A pickle may name one container a million times, so every look at one counts against the `room` of the file.
+    """
     if id(value) in above:
         return
-    if next(visits, None) is None:
-        raise ValueError(f"more than {MOST_VISITS} values in each other")
+    if len(above) > MOST_DEPTH:
+        raise FormatError(f"more than {MOST_DEPTH} values in each other")
+    room.spend(VISIT_BYTES)
     value, above = plain(value), above | {id(value)}
     if _is_storage(value):
-        yield _storage(value, ".".join(path))
+        yield _storage(value, _fqn(path, room))
         return
     if isinstance(value, StandIn):
-        yield from _of_object(value, path, above, visits)
+        yield from _of_object(value, path, above, room)
         return
     inner: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
@@ -188,29 +203,33 @@ def _walk(value: Any, path: tuple[str, ...], above: set[int], visits: Iterator[i
     elif isinstance(value, (list, tuple, set, frozenset)) and not all(isinstance(entry, ATOMS) for entry in value):
         inner = enumerate(value)
     for key, entry in inner:
-        yield from _walk(entry, (*path, _key(key)), above, visits)
+        yield from _walk(entry, (*path, _key(key)), above, room)
     if not inner:
-        yield Value(".".join(path), value)
+        yield Value(_fqn(path, room), value)
 
 
-def _of_object(
-    value: StandIn, path: tuple[str, ...], above: set[int], visits: Iterator[int]
-) -> Iterator[Stored | Value]:
+def _of_object(value: StandIn, path: tuple[str, ...], above: frozenset[int], room: Room) -> Iterator[Stored | Value]:
     """Yield an object's tensors and attributes; the object itself where it has none."""
     if path_of(value) in STRIDED:
-        yield _tensor(value, ".".join(path))
+        yield _tensor(value, _fqn(path, room))
         if path_of(value) == QUANTIZED:
-            yield from _walk(value.args[4], (*path, "quantizer"), above, visits)
+            yield from _walk(value.args[4], (*path, "quantizer"), above, room)
         return
     parts: list[Stored | Value] = []
     for entry in value.args:  # a parameter around a tensor, a user's own class: the same name goes on
-        parts += (part for part in _walk(entry, path, above, visits) if isinstance(part, Stored))
-    for key, entry in [*vars(value).get("entries", []), *_attributes(value.state)]:
-        if entry not in EMPTY:
-            parts += _walk(entry, (*path, _key(key)), above, visits)
+        parts += (part for part in _walk(entry, path, above, room) if isinstance(part, Stored))
+    for key, entry in [*value.entries, *_attributes(value.state)]:
+        if not (isinstance(entry, (dict, list, tuple, set)) and not entry):  # hooks that nobody set
+            parts += _walk(entry, (*path, _key(key)), above, room)
     if isinstance(value.state, (tuple, list)) and not _attributes(value.state):
-        parts += (part for part in _walk(value.state, (*path, "state"), above, visits) if isinstance(part, Stored))
-    yield from parts or [Value(".".join(path), value)]
+        parts += (part for part in _walk(value.state, (*path, "state"), above, room) if isinstance(part, Stored))
+    yield from parts or [Value(_fqn(path, room), value)]
+
+
+def _fqn(path: tuple[str, ...], room: Room) -> str:
+    """Return the name of a value that is about to be kept."""
+    room.spend(LEAF_BYTES + sum(map(len, path)))
+    return ".".join(path)
 
 
 def _key(key: Any) -> str:
@@ -234,7 +253,10 @@ def _tensor(value: StandIn, fqn: str) -> Stored:
     dtype = path_of(value.args[at]).removeprefix("torch.") if at is not None else ""
     if not dtype:
         dtype = STORAGE_DTYPES.get(path_of(kind).rsplit(".", 1)[-1], "")
-    return Stored(fqn, dtype, _ints(size), _ints(strides), str(key), int(offset))
+    made = Stored(fqn, dtype, _ints(size), _ints(strides), str(key), *_ints((offset,)))
+    if len(made.shape) != len(made.strides):
+        raise ValueError(f"{fqn or 'the tensor'!r} has {len(made.shape)} lengths and {len(made.strides)} strides")
+    return made
 
 
 def _is_storage(value: Any) -> bool:
@@ -245,11 +267,15 @@ def _is_storage(value: Any) -> bool:
 def _storage(value: tuple[Any, ...], fqn: str) -> Stored:
     """Return a storage that was saved by itself as the tensor of all its elements."""
     dtype = STORAGE_DTYPES.get(path_of(value[1]).rsplit(".", 1)[-1], "uint8")
-    return Stored(fqn, dtype, (int(value[4]),), (1,), str(value[2]), 0)
+    return Stored(fqn, dtype, _ints(value[4:5]), (1,), str(value[2]), 0)
 
 
 def _ints(size: Any) -> tuple[int, ...]:
-    return tuple(int(n) for n in (size.args[0] if isinstance(size, StandIn) else size))
+    """Return lengths, strides or an offset; `ValueError` where one cannot be."""
+    found = tuple(size.args[0] if isinstance(size, StandIn) else size)
+    if len(found) > MOST_DIMS or not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
+        raise ValueError(f"a tensor has the lengths or strides {SHORT.repr(found)}")
+    return found
 
 
 def read_legacy(data: Buffer, name: str) -> Saved:
@@ -257,13 +283,19 @@ def read_legacy(data: Buffer, name: str) -> Saved:
 
     Raises `FormatError` when its parts do not fit each other, or bytes are missing or left over.
     """
-    file, named = io.BytesIO(data), set[str]()
-    magic, _, facts, value = (load_from(file, name, lenient=True, persistent=True, named=named) for _ in range(4))
-    if magic != LEGACY_MAGIC or not isinstance(facts, dict):
+    content = bytes(data)
+    named, found, at, room = set[str](), list[Any](), 0, Room(len(content))
+    for lenient in (True, True, True, True, False):  # magic, version, facts of the writer, value, keys of its storages
+        value, at = load_from(content, at, name, lenient=lenient, persistent=lenient, named=named, room=room)
+        found.append(value)
+    magic, _, facts, value, keys = found
+    if magic != LEGACY_MAGIC or not isinstance(facts, dict) or not isinstance(keys, list):
         raise FormatError(f"{name} is no torch.save file of the old form. Name another file.")
-    keys = load_from(file, name)
-    sizes = _legacy_sizes(value)
-    storages, at = {}, file.tell()
+    try:
+        sizes, storages = _legacy_sizes(value), dict[str, tuple[int, int]]()
+        keys = [str(key) for key in keys]
+    except ValueError as cause:
+        raise FormatError(f"{name} holds a value that torch does not write ({cause}). Use another copy.") from cause
     view = memoryview(data).cast("B")
     for key in keys:
         if at + 8 > len(view):
@@ -273,29 +305,27 @@ def read_legacy(data: Buffer, name: str) -> Saved:
         (count,) = struct.unpack_from("<q", view, at)
         if count < 0:
             raise FormatError(f"{name} says that its storage {key} has {count} elements. Use another copy.")
-        storages[str(key)] = (at + 8, count * sizes.get(str(key), 1))
-        at += 8 + storages[str(key)][1]
+        storages[key] = (at + 8, count * sizes.get(key, 1))
+        at += 8 + storages[key][1]
     if at != len(view):
         raise FormatError(f"{name} has {len(view)} bytes; its storages end at {at}. Use another copy.")
-    return _saved(value, storages, named, name)
+    return _saved(value, storages, named, name, room)
 
 
-def _legacy_sizes(value: Any, seen: set[int] | None = None) -> dict[str, int]:
+def _legacy_sizes(value: Any) -> dict[str, int]:
     """Return key -> bytes of an element, of every storage that a value refers to."""
-    found: dict[str, int] = {}
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return found
-    seen.add(id(value))
-    if _is_storage(value):
-        return {str(value[2]): ITEM_BYTES[_storage(value, "").dtype]}
-    inner: list[Any] = []
-    if isinstance(value, dict):
-        inner = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        inner = list(value)
-    elif isinstance(value, StandIn):
-        inner = [*value.args, value.state, *vars(value).get("entries", [])]
-    for entry in inner:
-        found |= _legacy_sizes(entry, seen)
+    found, seen, ahead = dict[str, int](), set[int](), [value]
+    while ahead:
+        value = ahead.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _is_storage(value):
+            found[str(value[2])] = ITEM_BYTES[_storage(value, "").dtype]
+        elif isinstance(value, dict):
+            ahead += value.values()
+        elif isinstance(value, (list, tuple)):
+            ahead += value
+        elif isinstance(value, StandIn):
+            ahead += [*value.args, value.state, *value.entries]
     return found

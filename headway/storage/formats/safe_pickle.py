@@ -2,9 +2,9 @@
 
 A pickle may name any function and have it called. Here a name never becomes
 the thing it names: every allowed global turns into a fresh, inert class
-(`StandIn`), whose call keeps its arguments and whose state is kept as data;
-a few plain containers of the standard library are themselves. A global that
-is not allowed is an error that names it. The other way round, `dumps` writes
+(`headway.core.inert.StandIn`), whose call keeps its arguments and whose state
+is kept as data; a few plain containers of the standard library are
+themselves. A global that is not allowed is an error that names it. The other way round, `dumps` writes
 plain values, and calls and instances of named classes, as protocol 4; so
 DCP's `.metadata` can be written where there is no torch.
 
@@ -19,16 +19,18 @@ with torch, and only if you trust its writer.
 
 from __future__ import annotations
 
-import io
-import pickle
-import pickletools
-import re
 import struct
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from headway.core.bounds import RoomError
 from headway.core.errors import FormatError, InputError
+from headway.core.inert import Room, StandIn
+from headway.core.unpickler import UNREADABLE, unpickle
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 REAL: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
@@ -88,155 +90,82 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Module -> names that a checkpoint may use; each becomes a `StandIn` of its own, nothing is imported."""
 
 
-class StandIn:
-    """What a pickle's global becomes: a call keeps its arguments, a state is kept, nothing runs.
-
-    The class stands for the global itself (`torch.float32`), an instance for a call of it or an object of it.
-    """
-
-    path = ""
-    """The global: `module.name`."""
-
-    args: tuple[Any, ...] = ()
-    """What it was called with."""
-
-    state: Any = None
-    """What the object's attributes were set to."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> StandIn:
-        """Keep the arguments."""
-        made = object.__new__(cls)
-        made.args = args
-        return made
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: `__new__` has kept the arguments."""
-
-    def __setstate__(self, state: Any) -> None:
-        """Keep the state."""
-        self.state = state
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Keep an entry that the pickle adds to a subclass of dict."""
-        vars(self).setdefault("entries", []).append((key, value))
-
-    def append(self, value: Any) -> None:
-        """Keep an entry that the pickle adds to a subclass of list."""
-        vars(self).setdefault("entries", []).append(value)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return an attribute out of the state, where the state is a dict of attributes."""
-        return self.state.get(name, default) if isinstance(self.state, dict) else default
+class _RefusedError(FormatError):
+    """A pickle asks for what it may not have: the message is whole."""
 
 
-class _Reader(pickle.Unpickler):
-    """The standard unpickler, with every way from a name to a thing replaced."""
+class _Finder:
+    """Says what stands for each global that a pickle names."""
 
-    def __init__(self, file: io.BytesIO, name: str, lenient: bool, persistent: bool, named: set[str]) -> None:
-        super().__init__(file, encoding="utf-8")
-        self._name, self._lenient, self._persistent, self._named = name, lenient, persistent, named
-        self._made: dict[tuple[str, str], type[StandIn]] = {}
+    def __init__(self, name: str, lenient: bool, named: set[str]) -> None:
+        self._name, self._lenient, self._named = name, lenient, named
 
-    def find_class(self, module: str, name: str) -> Any:
+    def __call__(self, module: str, name: str) -> Any:
         """Return the inert class that stands for a global."""
         self._named.add(f"{module}.{name}")
         if (module, name) in REAL:
             return REAL[module, name]
         if not self._lenient and name not in ALLOWED.get(module, ()):
-            raise FormatError(
+            raise _RefusedError(
                 f"{self._name} calls {module}.{name}, which no checkpoint needs: it may be an attack. Load it only "
                 "with torch, and only if you trust its writer."
             )
-        if (module, name) not in self._made:
-            self._made[module, name] = type("StandIn", (StandIn,), {"path": f"{module}.{name}"})
-        return self._made[module, name]
+        return type("StandIn", (StandIn,), {"path": f"{module}.{name}", "__slots__": ()})
 
-    def persistent_load(self, key: Any) -> Any:
-        """Return the reference to a storage (a tuple), or to a module's class (before torch 1.6), as it stands."""
-        if not self._persistent:
-            raise FormatError(f"{self._name} refers to storages outside of it. Name a torch.save file to read those.")
-        return key[1] if isinstance(key, tuple) and key[:1] == ("module",) else key
+    def refuse(self, key: Any) -> Any:
+        """Refuse a reference to a storage."""
+        raise _RefusedError(f"{self._name} refers to storages outside of it. Name a torch.save file to read those.")
 
 
-_OPERANDS = {op.code.encode("latin-1"): 0 if op.arg is None else op.arg.n for op in pickletools.opcodes}
-"""Opcode -> bytes of its operand; -1: a line or two; below: as many as the first 1, 4 or 8 of them say."""
-
-_LENGTH_BYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_ARGUMENT4: 4,
-                 pickletools.TAKEN_FROM_ARGUMENT4U: 4, pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
-"""What stands for an operand's size in the standard table -> bytes of the length before it."""
-
-_FEW = re.compile(
-    b"(?:%s)*+"
-    % b"|".join(
-        b"[%s].{%d}"
-        % (b"".join(re.escape(code) for code, size in _OPERANDS.items() if size == n and code not in b".r"), n)
-        for n in (0, 1, 2, 4, 8)
-    ),
-    re.DOTALL,
-)
-"""A run of opcodes whose operands have a fixed size; without the end, and without what names a place in the memo."""
-
-
-_LINE, _TWO_LINES = re.compile(b"[^\n]*+\n?"), re.compile(b"[^\n]*+\n?[^\n]*+\n?")
-
-
-def _check_sizes(file: io.BytesIO, name: str) -> None:
-    """Raise `FormatError` where the pickle that `file` stands at asks for more memory than such a file can fill.
-
-    The unpickler allocates what a length, or a number of an entry of the memo, says before it looks whether it can
-    be: one flipped bit asks for gigabytes. What is no pickle in other ways is left for it to say.
-    """
-    with file.getbuffer() as data:
-        at, size = file.tell(), len(data)
-        while at < size:
-            run = _FEW.match(data, at)
-            at = run.end() if run else at
-            code, told = bytes(data[at : at + 1]), 0
-            operand = _OPERANDS.get(code, 0)
-            if code == b"r":
-                told, at = int.from_bytes(data[at + 1 : at + 5], "little"), at + 5
-            elif operand in _LENGTH_BYTES:
-                begin = at + 1 + _LENGTH_BYTES[operand]
-                told = int.from_bytes(data[at + 1 : begin], "little")
-                at = begin + told
-            elif operand == pickletools.UP_TO_NEWLINE:
-                lines = (_TWO_LINES if code in (b"c", b"i") else _LINE).match(data, at + 1)
-                assert lines is not None
-                digits = lines[0].strip()[:20]
-                told, at = int(digits) if code == b"p" and digits.isdigit() else 0, lines.end()
-            else:
-                return
-            if told > size:
-                raise FormatError(
-                    f"{name} is no whole pickle: it asks for room for {told}. Check it: headway ckpt verify"
-                )
+def _reference(key: Any) -> Any:
+    """Return the reference to a storage (a tuple), or to a module's class (before torch 1.6), as it stands."""
+    return key[1] if isinstance(key, tuple) and key[:1] == ("module",) else key
 
 
 def load_from(
-    file: io.BytesIO, name: str, *, lenient: bool = False, persistent: bool = False, named: set[str] | None = None
-) -> Any:
-    """Read one pickle from where `file` stands; see `loads`. The file is left behind it."""
-    _check_sizes(file, name)
+    data: Buffer,
+    start: int,
+    name: str,
+    *,
+    lenient: bool = False,
+    persistent: bool = False,
+    named: set[str] | None = None,
+    room: Room | None = None,
+) -> tuple[Any, int]:
+    """Read the pickle that begins at byte `start`, and return its value and where it ends; see `loads`."""
+    find = _Finder(name, lenient, set() if named is None else named)
     try:
-        return _Reader(file, name, lenient, persistent, set() if named is None else named).load()
-    except FormatError:
-        raise
-    except Exception as cause:  # a damaged pickle may raise anything; all of it means the same
+        return unpickle(data, start, find=find, refer=_reference if persistent else find.refuse, room=room)
+    except _RefusedError as cause:
+        raise FormatError(str(cause)) from None
+    except RoomError as cause:
+        raise RoomError(f"{name} holds more values than headway reads: {cause}. Load it with torch.") from None
+    except FormatError as cause:
+        raise FormatError(f"{name} is no whole pickle: {cause}. Check it: headway ckpt verify") from None
+    except UNREADABLE as cause:
         why = f"{type(cause).__name__}: {cause}"
-        raise FormatError(f"{name} is no whole pickle ({why}). Check it: headway ckpt verify") from cause
+        raise FormatError(f"{name} is no whole pickle ({why:.200}). Check it: headway ckpt verify") from cause
 
 
 def loads(
-    data: bytes, name: str, *, lenient: bool = False, persistent: bool = False, named: set[str] | None = None
+    data: Buffer,
+    name: str,
+    *,
+    lenient: bool = False,
+    persistent: bool = False,
+    named: set[str] | None = None,
+    room: Room | None = None,
 ) -> Any:
     """Return the value that a pickle holds, with a `StandIn` for every class and function that it names.
 
     `name` is the file's, for messages. With `lenient` unknown globals become stand-ins too, as inert as the others
     (a user's own classes in a torch.save file); `persistent` allows references to storages, which stay tuples.
-    Every global that the pickle names is added to `named`, as `module.name`.
-    Raises `FormatError` for a global that is not allowed and for bytes that are no whole pickle.
+    Every global that the pickle names is added to `named`, as `module.name`. `room` is how much memory and time
+    its value may take, by default what its bytes allow.
+    Raises `FormatError` for a global that is not allowed, for bytes that are no whole pickle, and for a value that
+    would take more memory or time than such a file can be worth (`headway.core.bounds`).
     """
-    return load_from(io.BytesIO(data), name, lenient=lenient, persistent=persistent, named=named)
+    return load_from(data, 0, name, lenient=lenient, persistent=persistent, named=named, room=room)[0]
 
 
 def path_of(value: Any) -> str:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from headway.core.bounded_json import decode_json
 from headway.core.errors import FormatError
 from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 LARGEST_HEADER_BYTES = 100_000_000
 """The format's own limit."""
+
+MOST_DIMS = 64
+"""Dimensions that a tensor may have: torch's own limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +82,10 @@ def read_header(head: Buffer, num_bytes: int, name: str) -> Header:
     size = struct.unpack_from("<Q", view)[0] if len(view) >= 8 else -1
     if not 2 <= size <= min(LARGEST_HEADER_BYTES, num_bytes - 8, len(view) - 8):
         raise FormatError(f"{name} has a header of {size} bytes in a file of {num_bytes}: cut short? Use another copy.")
-    try:
-        told = msgspec.json.decode(bytes(view[8 : 8 + size]))
-        metadata = told.pop("__metadata__", {})
-        found = {fqn: _tensor(fqn, facts, 8 + size, name) for fqn, facts in told.items()}
-    except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as cause:
-        if isinstance(cause, FormatError):
-            raise
-        raise FormatError(f"{name} has a header that cannot be read: {cause}. Use another copy.") from cause
+    text = bytes(view[8 : 8 + size])
+    told = decode_json(text, f"{name} has a header that cannot be read; it", dict[str, Any], file_bytes=num_bytes)
+    metadata = _typed(told.pop("__metadata__", None), dict[str, str] | None, "__metadata__", name) or {}
+    found = {fqn: _tensor(fqn, _typed(facts, _Facts, fqn, name), 8 + size, name) for fqn, facts in told.items()}
     found = dict(sorted(found.items(), key=lambda pair: (pair[1].offset, pair[1].num_bytes)))
     at = 8 + size
     for fqn, tensor in found.items():
@@ -98,15 +98,32 @@ Use another copy.")  # fmt: skip
     return Header(8 + size, found, metadata)
 
 
-def _tensor(fqn: str, facts: dict[str, Any], base: int, name: str) -> HeaderTensor:
-    shape, (start, stop) = tuple(facts["shape"]), facts["data_offsets"]
-    dtype = FROM_SAFETENSORS.get(facts["dtype"])
+class _Facts(msgspec.Struct, forbid_unknown_fields=True):
+    """What the header says of a tensor."""
+
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+
+
+def _typed(value: Any, kind: Any, fqn: str, name: str) -> Any:
+    """Return a part of the header as the type that it must have; text is no number, true is none, 1.5 is none."""
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, RecursionError) as cause:
+        raise FormatError(f"{name}: {fqn!r} has facts that cannot be: {cause}. Use another copy.") from cause
+
+
+def _tensor(fqn: str, facts: _Facts, base: int, name: str) -> HeaderTensor:
+    shape, (start, stop) = tuple(facts.shape), facts.data_offsets
+    dtype = FROM_SAFETENSORS.get(facts.dtype)
     if dtype is None:
-        raise FormatError(f"{name}: {fqn!r} has the dtype {facts['dtype']!r}, which headway does not know. Install a \
+        raise FormatError(f"{name}: {fqn!r} has the dtype {facts.dtype!r}, which headway does not know. Install a \
 newer one.")  # fmt: skip
-    if stop - start != math.prod(shape) * ITEM_BYTES[dtype] or start < 0:
+    if len(shape) > MOST_DIMS or stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        needed = math.prod(shape[:MOST_DIMS]) * ITEM_BYTES[dtype]
         raise FormatError(
-            f"{name}: {fqn!r} has {stop - start} bytes; {facts['dtype']} {list(shape)} needs "
-            f"{math.prod(shape) * ITEM_BYTES[dtype]}. Use another copy."
+            f"{name}: {fqn!r} has {stop - start} bytes; {facts.dtype} {list(shape[:MOST_DIMS])} needs {needed}. "
+            "Use another copy."
         )
     return HeaderTensor(dtype, shape, base + start, stop - start)

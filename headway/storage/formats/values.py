@@ -12,14 +12,24 @@ object of which only the class, the arguments and the state are known.
 from __future__ import annotations
 
 import reprlib
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from headway.storage.formats.safe_pickle import StandIn, path_of
+import xxhash
+
+from headway.core.errors import FormatError
+from headway.core.inert import StandIn
+from headway.storage.formats.safe_pickle import path_of
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that hold no others."""
+
+MOST_BITS = 12_000
+"""An integer of more is told by its first bits: Python refuses to write one of more than 4,300 digits as text."""
+
+MOST_LEVELS = 300
+"""Values in each other, when they are compared."""
 
 MAKERS = ("._reconstruct", "._reconstructor")
 """Functions that make an object of the class that is their first argument: numpy's, copyreg's."""
@@ -52,24 +62,85 @@ class Value:
         return "" if path_of(self.value) else SHORT.repr(self.value)
 
     @property
-    def whole(self) -> str:
-        """All of it as text: equal for values that are equal."""
-        return repr(self.value) if isinstance(self.value, (list, tuple, *ATOMS)) else WHOLE.repr(self.value)
+    def digest(self) -> bytes:
+        """What is equal for values that are equal, whatever bytes say them, and differs for others."""
+        return _Digester().of(self.value)
 
     def to_json(self) -> dict[str, Any]:
         """Return name, type and value: numbers, text and truth as they are, anything else in short."""
-        plain = self.value is None or isinstance(self.value, (bool, int, float, str))
+        plain = self.value is None or isinstance(self.value, (bool, float, str))
+        plain = plain or (isinstance(self.value, int) and self.value.bit_length() <= MOST_BITS)
         return {"name": self.name, "type": self.kind, "value": self.value if plain else self.text}
 
 
+class _Digester:
+    """Hashes values without writing them out: a container that is named again and again is hashed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bytes] = {}
+
+    def of(self, value: Any, depth: int = 0) -> bytes:
+        """Return the digest of a value; one that holds itself is hashed as far as it is new."""
+        if isinstance(value, ATOMS) and not isinstance(value, (str, bytes)):
+            return _hashed(type(value).__name__, _number_text(value))
+        if id(value) in self._known:
+            return self._known[id(value)]
+        if depth > MOST_LEVELS:
+            raise FormatError(f"a value has more than {MOST_LEVELS} values in each other. Load it with torch.")
+        self._known[id(value)] = b"around"
+        self._known[id(value)] = found = _hashed(*self._parts(value, depth + 1))
+        return found
+
+    def _parts(self, value: Any, depth: int) -> Iterator[bytes | str]:
+        """Yield what tells a value from others."""
+        yield path_of(value) or type(value).__name__
+        if isinstance(value, str):
+            yield value.encode("utf-8", "surrogatepass")
+        elif isinstance(value, (bytes, bytearray)):
+            yield bytes(value)
+        elif isinstance(value, StandIn):
+            yield from (self.of(part, depth) for part in (value.args, value.state, value.entries))
+        elif isinstance(value, dict):
+            yield from sorted(self.of(key, depth) + self.of(entry, depth) for key, entry in value.items())
+        elif isinstance(value, (set, frozenset)):
+            yield from sorted(self.of(entry, depth) for entry in value)
+        elif isinstance(value, (list, tuple)):
+            yield from (self.of(entry, depth) for entry in value)
+        elif isinstance(value, (range, slice)):
+            yield from (self.of(number, depth) for number in (value.start, value.stop, value.step))
+
+
+def _hashed(*parts: bytes | str) -> bytes:
+    """Return the digest of parts, each told from the next by its length."""
+    found = xxhash.xxh3_128()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.digest()
+
+
+def _number_text(value: Any) -> str:
+    return hex(value) if isinstance(value, int) else repr(value)
+
+
 class _Teller(reprlib.Repr):
-    """The standard library's bounded repr, which also knows bytes and stand-ins."""
+    """The standard library's bounded repr, which also knows bytes, stand-ins and integers of any size."""
 
     def __init__(self, most: int, entries: int, depth: int) -> None:
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = most
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = entries
         self.maxlevel = depth
+
+    def repr_int(self, value: int, level: int) -> str:
+        bits = value.bit_length()
+        return super().repr_int(value, level) if bits <= MOST_BITS else f"{value >> (bits - 64):#x}... of {bits} bits"
+
+    def repr_OrderedDict(self, value: dict[Any, Any], level: int) -> str:  # noqa: N802 - reprlib looks for this name
+        return f"OrderedDict({self.repr_dict(value, level)})"
+
+    def repr_defaultdict(self, value: dict[Any, Any], level: int) -> str:
+        return f"defaultdict({self.repr_dict(value, level)})"
 
     def repr_bytes(self, value: bytes, level: int) -> str:
         most = self.maxstring // 3
@@ -82,7 +153,7 @@ class _Teller(reprlib.Repr):
         if level <= 0:
             return f"{path_of(value)}(...)"
         state = [value.state] if value.state is not None else []
-        held = [*value.args, *vars(value).get("entries", []), *state][: self.maxlist]
+        held = [*value.args, *value.entries, *state][: self.maxlist]
         return f"{path_of(value)}({', '.join(self.repr1(entry, level - 1) for entry in held)})"
 
 
@@ -102,4 +173,3 @@ def plain(value: Any) -> Any:
 
 
 SHORT = _Teller(56, 6, 3)
-WHOLE = _Teller(sys.maxsize, sys.maxsize, 100)

@@ -24,8 +24,10 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from headway.core.bounds import unpacked_room
 from headway.core.errors import FormatError
 from headway.core.units import MIB
 from headway.storage.digests import crc32
@@ -122,7 +124,7 @@ def entries(data: Buffer, name: str) -> list[Entry]:
     """
     view = memoryview(data).cast("B")
     try:
-        return [entry for entry, _ in _listed(view, _directory(view))]
+        return [entry for entry, _ in _whole_list(view, _directory(view))]
     except BROKEN as cause:
         raise FormatError(f"{name} is no whole zip archive: {cause}. Check it: headway ckpt verify") from cause
 
@@ -151,6 +153,22 @@ def _directory(view: memoryview) -> _Directory:
     return _Directory(offset, size, count)
 
 
+def _whole_list(view: memoryview, directory: _Directory) -> list[tuple[Entry, tuple[int, int]]]:
+    """Return the entries, with their lines; `ValueError` where two share bytes, or they unpack to too much.
+
+    Many lines over one payload, or a run of one value that is packed, make gigabytes of a few kilobytes.
+    """
+    listed = list(_listed(view, directory))
+    ordered = sorted((entry for entry, _ in listed), key=lambda entry: entry.offset)
+    for entry, after in pairwise(ordered):
+        if entry.payload_offset + entry.stored_bytes > after.offset:
+            raise ValueError(f"its entries {entry.name!r} and {after.name!r} overlap")
+    unpacked = sum(entry.num_bytes for entry in ordered if entry.method)
+    if unpacked > unpacked_room(len(view)):
+        raise ValueError(f"it has {len(view)} bytes and says that they unpack to {unpacked}")
+    return listed
+
+
 def _listed(view: memoryview, directory: _Directory) -> Iterator[tuple[Entry, tuple[int, int]]]:
     """Yield each entry, with the place of its line in the directory."""
     at = directory.offset
@@ -168,6 +186,8 @@ def _listed(view: memoryview, directory: _Directory) -> Iterator[tuple[Entry, tu
         offset = wide.pop(0) if offset == 0xFFFFFFFF else offset
         local = LOCAL.unpack_from(view, offset)
         payload = offset + LOCAL.size + local[9] + local[10]
+        if method == 0 and stored != size:
+            raise ValueError(f"its entry {name!r} is not packed, and has {stored} bytes for {size}")
         if payload + stored > directory.offset:
             raise ValueError(f"its entry {name!r} does not lie before its directory")
         after = body + name_bytes + extra_bytes + comment_bytes
@@ -211,7 +231,7 @@ def faults(data: Buffer, *, payloads: bool = True) -> Iterator[Fault]:
     view = memoryview(data).cast("B")
     try:
         directory = _directory(view)
-        listed = list(_listed(view, directory))
+        listed = _whole_list(view, directory)
     except BROKEN:  # without its directory nothing in it can be told apart
         yield Fault(max(0, len(view) - END.size), min(len(view), END.size), "end", None)
         return
@@ -219,11 +239,11 @@ def faults(data: Buffer, *, payloads: bool = True) -> Iterator[Fault]:
     strict = any(entry.flags == TORCH_FLAGS for entry in found)
     ordered = sorted(found, key=lambda entry: entry.offset)
     ends = [entry.offset for entry in ordered[1:]] + [directory.offset]
-    at = 0
+    at, summed = 0, payloads and has_checksums(found)
     for entry, end in zip(ordered, ends, strict=True):
         if strict and entry.offset != at:
             yield Fault(at, max(entry.offset - at, 0), "header", entry.name)
-        yield from _entry_faults(view, entry, end, strict, payloads and has_checksums(found))
+        yield from _entry_faults(view, entry, end, strict, summed)
         at = end
     if strict:
         yield from _directory_faults(view, listed)
@@ -270,16 +290,23 @@ def _extra_is_good(kind: int, body: bytes, entry: Entry) -> bool:
 
 
 def _payload_crc(view: memoryview, entry: Entry) -> int:
-    """Return the CRC-32 of an entry's bytes, unpacked; -1 where they cannot be."""
-    crc, stop = 0, entry.payload_offset + entry.stored_bytes
-    unpack = zlib.decompressobj(-15) if entry.method == 8 else None
+    """Return the CRC-32 of an entry's bytes, unpacked; -1 where they cannot be, or are not as many as it says."""
+    payload = view[entry.payload_offset : entry.payload_offset + entry.stored_bytes]
+    crc = 0
+    if entry.method != 8:
+        for start in range(0, len(payload), STRIDE_BYTES):
+            crc = crc32(payload[start : start + STRIDE_BYTES], crc)
+        return crc
+    unpack, size, packed = zlib.decompressobj(-15), 0, b""
     try:
-        for start in range(entry.payload_offset, stop, STRIDE_BYTES):
-            part = view[start : min(start + STRIDE_BYTES, stop)]
-            crc = crc32(part if unpack is None else unpack.decompress(part), crc)
+        for start in range(0, len(payload), MIB):
+            packed = bytes(payload[start : start + MIB])
+            while packed and size <= entry.num_bytes:
+                part = unpack.decompress(packed, STRIDE_BYTES)
+                crc, size, packed = crc32(part, crc), size + len(part), unpack.unconsumed_tail
     except zlib.error:
         return -1
-    return crc
+    return crc if unpack.eof and size == entry.num_bytes else -1
 
 
 def _descriptor_is_good(view: memoryview, entry: Entry, end: int) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.regular_file import read_regular
 from headway.core.units import MIB
 from headway.storage.nvm.design import LINE_BYTES
 
@@ -91,7 +92,7 @@ def read_trace(path: str | Path, mapped_bytes: int) -> NDArray[np.int64]:
     file cannot be read.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except OSError as cause:
         raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a trace.") from cause
     except UnicodeDecodeError as cause:

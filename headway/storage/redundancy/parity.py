@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, FormatError
+from headway.core.inside import check_links
 from headway.core.pace import Pace
 from headway.core.units import MIB
 from headway.storage.damage import Damage
@@ -86,7 +87,8 @@ def encode_rank(checkpoint: str | Path, rank: int, *, pace: Pace | None = None) 
     parity.json last; calling it again writes them anew. Where ranks have
     parity already, theirs decides the scheme and the stripes.
 
-    Raises `DamageError` when an image is damaged: parity is never made of bytes that are not what was saved.
+    Raises `DamageError` when an image is damaged: parity is never made of bytes that are not what was saved;
+    `InputError` when a link leads from the rank's folder out of the checkpoint.
     """
     path = Path(checkpoint)
     record = record_of(path)
@@ -96,6 +98,7 @@ def encode_rank(checkpoint: str | Path, rank: int, *, pace: Pace | None = None) 
     if kept is None and scheme is None:
         return None
     stripes, code = (kept.facts.stripes, kept.facts.code) if kept else plan(images, scheme or (1, 1))
+    check_links(path, [rank_folder(rank)])
     make_folder(path / rank_folder(rank))
     sweep(path / rank_folder(rank))
     write_copies(images, stripes, rank)

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
+from headway.core.inside import check_links
 from headway.core.units import MIB
 from headway.storage.commit import is_own
 from headway.storage.digests import Digester
@@ -84,15 +85,18 @@ def repair(checkpoint: str | Path, *, dry_run: bool = False) -> Repaired:
     """Find what is damaged and rebuild it, bit for bit; see `Repaired`.
 
     Raises `FormatError` for what is no checkpoint of ours, `InputError` when something else lies in the place of a
-    file or folder, `DamageError` when a rebuilt file is not what was saved (it is then not put in place).
+    file or folder or a link leads out of the checkpoint, `DamageError` when a rebuilt file is not what was saved (it
+    is then not put in place).
     """
     path = Path(checkpoint)
     record = commit_record(LocalStore(path))
     if record is None and is_own(path):
         return Repaired(str(path), "lost", missing=judge(path, []).missing)
     record = record or record_of(path)
-    for folder in () if dry_run else path.glob("rank-*"):
-        sweep(folder)
+    if not dry_run:
+        check_links(path)
+        for folder in path.glob("rank-*"):
+            sweep(folder)
     damage = list(verify(path).damaged)
     unfinished = _without_parity(path, record)
     if not damage and not unfinished:

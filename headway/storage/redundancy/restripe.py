@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
+from headway.core.inside import check_links
 from headway.core.pace import Pace
 from headway.storage.digests import Digested, block_digests
 from headway.storage.durable import sync_folder, write_durably
@@ -77,8 +78,9 @@ def restripe(
 ) -> Restriped:
     """Replace the parity of a committed checkpoint by that of the scheme `to` (`k+m`, `+m`, `xor`).
 
-    Reads plus writes stay below `cap_bytes_per_s`; 0 is no cap. Raises `InputError` for a scheme that is none,
-    `DamageError` when data are damaged: repair them while the old parity is there.
+    Reads plus writes stay below `cap_bytes_per_s`; 0 is no cap. Raises `InputError` for a scheme that is none and
+    where a link leads out of the checkpoint, `DamageError` when data are damaged: repair them while the old parity is
+    there.
     """
     path = Path(checkpoint)
     record = record_of(path)
@@ -88,6 +90,7 @@ def restripe(
     gone = [rank for rank in range(record.world_size) if not (path / rank_folder(rank)).is_dir()]
     if gone:
         raise DamageError(f"{path} has lost the directory of rank {gone[0]}. Run first: headway ckpt repair {path}")
+    check_links(path)
     name = f"{scheme[0]}+{scheme[1]}"
     before = next((kept.facts.scheme for kept in newest_parity(path, record).values()), "none")
     images = Images(path, record)

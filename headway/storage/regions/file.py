@@ -61,7 +61,8 @@ class RegionFile:
         self.fd = self._guard = self._locked = -1
         try:
             self.fd = descriptor(self.path, flags)
-            self._guard = descriptor(self.sidecar, flags)
+            # A sidecar that nobody named is not written through a link: it would lead to a file that nobody named.
+            self._guard = descriptor(self.sidecar, flags | (os.O_NOFOLLOW if writable and not sidecar else 0))
             # An open file of its own: a map holds a copy of its descriptor, in a forked child too, and a lock with it.
             self._locked = descriptor(self.sidecar, os.O_RDONLY)
             _lock(self._locked, self.path, fcntl.LOCK_EX if writable else fcntl.LOCK_SH)

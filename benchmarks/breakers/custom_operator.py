@@ -1,0 +1,28 @@
+"""An operator that the script registers with torch goes by a variable.
+
+Remedies: data.workers data.threads data.cache
+"""
+
+import torch
+from _training import ROWS, Rows, Training
+from torch.utils.data import DataLoader
+
+SCALE = 1.0
+
+
+@torch.library.custom_op("breaker::scaled", mutates_args=())
+def scaled(row: torch.Tensor) -> torch.Tensor:
+    return row * SCALE
+
+
+class Scaled(Rows):
+    def row(self, index):
+        return torch.ops.breaker.scaled(ROWS[index])
+
+
+training, loader = Training(), DataLoader(Scaled(), 8, shuffle=True)
+for _ in range(4):
+    for batch in loader:
+        training.step(batch)
+        SCALE = 1.0 + training.num_steps // 7
+training.finish()

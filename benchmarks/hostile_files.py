@@ -1,0 +1,176 @@
+"""Broken and hostile files of every format: does a reader ever fail with a traceback, hang, or take what it may not?
+
+Claim: of 5,000 seeded mutations of good files (50,000 with --full) of all formats that headway reads, checkpoints,
+traces, dumps, plans and run folders, none ends in a traceback or a crash, and none costs more than 64 MB + 8 n of
+memory or 5 s + 2 us x n of CPU, n being its bytes (unpacked ones of a packed file). Every verdict is an exit code
+0, 2 or 3. Hand-made attacks (nesting, bombs, claims of size) are in tests/test_hostile_files.py.
+"""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SEED = 20261123
+FREE_BYTES, PER_BYTE = 64_000_000, 8
+FREE_CPU_S, CPU_S_PER_BYTE = 5.0, 2e-6
+MOST_WALL_S = 120
+"""After this long a reader hangs."""
+
+UNITS_PER_KB = 1024
+
+
+def status(name: str) -> int:
+    """Return a size of this process out of /proc, bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{name}:")[1].split()[0]) * UNITS_PER_KB
+
+
+def read(command: tuple[str, ...], path: Path) -> int:
+    """Run one command of headway on `path` in this process; return its exit code."""
+    from headway.cli import main
+    from headway.core.errors import HeadwayError
+    from headway.core.planfile import read_plan
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        if command == ("PLAN",):
+            try:
+                read_plan(path)
+            except HeadwayError as error:
+                return error.exit_code
+            return 0
+        try:
+            main([*command, str(path), "--json"])
+        except SystemExit as leaving:
+            return int(leaving.code or 0)
+    return 0
+
+
+def cost_of(command: tuple[str, ...], path: Path) -> dict[str, Any]:
+    """Return what reading `path` came to: exit code or traceback, memory above what there was, CPU seconds."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of memory begins anew
+    before, cpu_s = status("VmRSS"), time.process_time()
+    try:
+        code: int | str = read(command, path)
+    except BaseException as cause:  # whatever comes here, a user would have seen as a traceback
+        code = "".join(traceback.format_exception(cause)[-4:])
+    return {"code": code, "memory": max(0, status("VmHWM") - before), "cpu_s": time.process_time() - cpu_s}
+
+
+def work(link: Connection) -> None:
+    """Read what comes through the link until it closes."""
+    with contextlib.suppress(EOFError):
+        while True:
+            command, path = link.recv()
+            signal.alarm(MOST_WALL_S)
+            link.send(cost_of(command, Path(path)))
+            signal.alarm(0)
+
+
+def bounds_of(size: int) -> dict[str, float]:
+    """Return what reading `size` bytes may cost: memory in bytes, CPU in seconds."""
+    return {"memory": FREE_BYTES + PER_BYTE * size, "cpu_s": FREE_CPU_S + CPU_S_PER_BYTE * size}
+
+
+class Reader:
+    """A child process that reads files; a new one where the last has died."""
+
+    def __init__(self) -> None:
+        self._child: Any = None
+
+    def ask(self, command: tuple[str, ...], path: Path) -> dict[str, Any]:
+        """Return the cost of reading `path`; `code` is text where it failed."""
+        if self._child is None:
+            self._link, theirs = multiprocessing.Pipe()
+            self._child = multiprocessing.get_context("forkserver").Process(target=work, args=(theirs,), daemon=True)
+            self._child.start()
+            theirs.close()
+        try:
+            self._link.send((command, str(path)))
+            answer: dict[str, Any] = self._link.recv()
+        except (EOFError, OSError):
+            self._child.join()
+            answer = {"code": f"died with {self._child.exitcode}", "memory": 0, "cpu_s": 0.0}
+            self._child = None
+        return answer
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files of a folder."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def attack(count: int, folder: Path, seed: int = SEED) -> dict[str, Any]:
+    """Mutate and read `count` files; return the counts and the failures."""
+    from _hostile_samples import mutate, samples  # needs torch, which the tests of single attacks do not
+
+    draw, reader = random.Random(seed), Reader()
+    good = samples(folder)
+    codes: Counter[str] = Counter()
+    failures: list[dict[str, Any]] = []
+    largest = {"memory": 0.0, "cpu_s": 0.0}
+    for path, commands in good.values():  # the first reading of each format loads what it needs
+        for command in commands:
+            answer = reader.ask(command, path)
+            assert answer["code"] == 0, f"{path} is good, and {command} says {answer['code']}"
+    for number in range(count):
+        name = draw.choice(sorted(good))
+        path, commands = good[name]
+        target = folder / "broken" / path.name
+        shutil.rmtree(target.parent, ignore_errors=True)
+        target.parent.mkdir()
+        shutil.copytree(path, target) if path.is_dir() else shutil.copy(path, target)
+        mutate(target, draw)
+        size, command = size_of(target), draw.choice(commands)
+        answer = reader.ask(command, target)
+        bounds = bounds_of(size)
+        for key, bound in bounds.items():
+            largest[key] = max(largest[key], answer[key] / bound)
+        over = [key for key, bound in bounds.items() if answer[key] > bound]
+        failed = answer["code"] not in (0, 2, 3)
+        codes["traceback" if failed else str(answer["code"])] += 1
+        if failed or over:
+            failures.append({"number": number, "format": name, "command": " ".join(command), "bytes": size, **answer})
+    return {"codes": dict(codes), "failures": failures, "largest": largest, "formats": len(good)}
+
+
+def main() -> int:
+    """Mutate, read, count; print one JSON line."""
+    chosen = next((int(word.removeprefix("--files=")) for word in sys.argv if word.startswith("--files=")), 5_000)
+    count = 50_000 if "--full" in sys.argv else chosen
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    folder = Path(tempfile.mkdtemp())
+    try:
+        told = attack(count, folder)
+    finally:
+        shutil.rmtree(folder)
+    failures = told["failures"]
+    for failure in failures[:20]:
+        print(json.dumps(failure), file=sys.stderr)
+    tracebacks = told["codes"].get("traceback", 0)
+    over = len([row for row in failures if row["code"] in (0, 2, 3)])
+    print(json.dumps({
+        "bench": "hostile_files", "files": count, "formats": told["formats"], "tracebacks": tracebacks,
+        "over_the_bound": over, "said_good": told["codes"].get("0", 0), "refused": told["codes"].get("2", 0),
+        "damaged": told["codes"].get("3", 0), "largest_share_of_memory_bound": round(told["largest"]["memory"], 3),
+        "largest_share_of_cpu_bound": round(told["largest"]["cpu_s"], 3), "seed": SEED,
+        "claim": "0 tracebacks, 0 over 64 MB + 8 n and 5 s + 2 us x n", "met": not failures,
+    }))  # fmt: skip
+    return 3 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

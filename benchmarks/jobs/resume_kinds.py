@@ -1,0 +1,194 @@
+"""Loaders of every kind that can be interrupted: in an order of their own, by samplers, over streams that know where
+they are. Each is made anew, as a script that is started again does, and played from a state on."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from headway.data import DataLoader
+
+ITEMS = range(23)
+
+
+def seeded(seed: int = 5) -> torch.Generator:
+    """Return a generator of the sampler's own."""
+    return torch.Generator().manual_seed(seed)
+
+
+class Shuffled(Sampler):
+    """Draws with numpy, and in every other pass with Python, from generators of its own."""
+
+    def __init__(self) -> None:
+        self.draws, self.python, self.epoch = np.random.default_rng(3), random.Random(4), 0
+
+    def __len__(self) -> int:
+        return len(ITEMS)
+
+    def __iter__(self) -> Iterator[int]:
+        order = self.draws.permutation(len(ITEMS)).tolist()
+        if self.epoch % 2:
+            self.python.shuffle(order)
+        self.epoch += 1
+        return iter(order)
+
+
+class Rotating(Sampler):
+    """Begins each pass one further, which only its own state tells."""
+
+    def __init__(self) -> None:
+        self._passes = 0
+
+    def __len__(self) -> int:
+        return len(ITEMS)
+
+    def __iter__(self) -> Iterator[int]:
+        first, self._passes = self._passes, self._passes + 1
+        return iter([(first + item) % len(ITEMS) for item in ITEMS])
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many passes have begun."""
+        return {"passes": self._passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self._passes = state["passes"]
+
+
+class Stream(IterableDataset):
+    """Numbers, sharded over workers; each pass draws anew from a generator that runs on."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self.sizes, self.place, self.passes, self.draws = sizes, 0, 0, seeded()
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        info = get_worker_info()
+        size = self.sizes[info.id % len(self.sizes)] if info else sum(self.sizes)
+        while self.place < size:
+            self.place += 1
+            number = self.place + 1000 * (info.id if info else 0) + 100_000 * self.passes
+            yield torch.tensor([float(number), torch.rand((), generator=self.draws).item()])
+        self.place, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return place, pass and generator."""
+        return {"place": self.place, "passes": self.passes, "draws": self.draws.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.place, self.passes = state["place"], state["passes"]
+        self.draws.set_state(state["draws"])
+
+
+def by(sampler: Callable[[], Any]) -> Callable[..., DataLoader]:
+    """Return what makes a loader with a sampler."""
+    return lambda **more: DataLoader(ITEMS, 4, sampler=sampler(), **more)
+
+
+def over(*sizes: int, **fixed: Any) -> Callable[..., DataLoader]:
+    """Return what makes a loader over a stream of so many examples per worker."""
+    return lambda **more: DataLoader(Stream(sizes), **{"batch_size": 2, **fixed}, **more)
+
+
+SAMPLED: dict[str, Callable[..., DataLoader]] = {
+    "own order": lambda **more: DataLoader(ITEMS, 4, shuffle=True, **more),
+    "sequential": by(lambda: SequentialSampler(ITEMS)),
+    "random": by(lambda: RandomSampler(ITEMS)),
+    "random, own generator": by(lambda: RandomSampler(ITEMS, generator=seeded())),
+    "random, replaced": by(lambda: RandomSampler(ITEMS, replacement=True, num_samples=30, generator=seeded())),
+    "subset": by(lambda: SubsetRandomSampler(range(3, 20), generator=seeded())),
+    "weighted": by(lambda: WeightedRandomSampler([0.1 + item for item in ITEMS], 19, generator=seeded())),
+    "distributed": by(lambda: DistributedSampler(ITEMS, 2, 1, seed=7)),
+    "numpy and Python": by(Shuffled),
+    "its own state": by(Rotating),
+    "batch sampler": lambda **more: DataLoader(
+        ITEMS, batch_sampler=BatchSampler(RandomSampler(ITEMS, generator=seeded()), 5, drop_last=False), **more
+    ),
+    "batch sampler of a user's": lambda **more: DataLoader(
+        ITEMS, batch_sampler=BatchSampler(Shuffled(), 3, drop_last=True), **more
+    ),
+}
+"""Kinds that all kinds of workers can load."""
+
+STREAMED: dict[str, Callable[..., DataLoader]] = {
+    "a stream": over(7, 7),
+    "workers that end apart": over(1, 9),
+    "a worker without examples": over(0, 6),
+    "whole batches": over(4, 6),
+    "rests dropped": over(5, 8, drop_last=True),
+    "no batches": over(3, 5, batch_size=None),
+}
+"""Kinds without threads."""
+
+Place = tuple[int, int]
+"""(passes that are over, batches taken in the next one; -1 = it has not begun)."""
+
+
+def passes(loader: DataLoader, first: int) -> Iterator[Iterator[Any]]:
+    """Yield one pass after another, as a script's loop does, which tells a DistributedSampler its epoch."""
+    while True:
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(first)
+        yield iter(loader)
+        first += 1
+
+
+def plain(batch: Any) -> Any:
+    """Return a batch as lists of numbers."""
+    return batch.tolist() if isinstance(batch, torch.Tensor) else batch
+
+
+def played(make: Callable[..., DataLoader], num_passes: int, **options: Any) -> list[list[Any]]:
+    """Return the batches of some passes, without an interruption."""
+    loader = make(**options)
+    every = passes(loader, 0)
+    return [[plain(batch) for batch in next(every)] for _ in range(num_passes)]
+
+
+def rest(
+    make: Callable[..., DataLoader], place: Place, num_passes: int, *, times: int = 1, **options: Any
+) -> list[Any]:
+    """Return the batches that come after `place` in a process that goes on from its state, loaded `times` times."""
+    loader = make(**options)
+    every = passes(loader, 0)
+    for _ in range(place[0]):
+        for _ in next(every):
+            pass
+    if place[1] >= 0:
+        batches = next(every)
+        for _ in range(place[1]):
+            next(batches)
+    state = loader.state_dict()
+    for _ in range(times):
+        loader = make(**options)
+        loader.load_state_dict(state)
+        state = loader.state_dict()
+    every = passes(loader, state["epoch"])
+    return [plain(batch) for _ in range(num_passes - state["epoch"]) for batch in next(every)]
+
+
+def places(whole: list[list[Any]]) -> list[Place]:
+    """Return where to interrupt: before, within, at the end of and between passes."""
+    found: list[Place] = [(0, -1), (1, -1), (len(whole) - 1, -1), (len(whole), -1)]
+    for index in range(len(whole) - 1):
+        found += [(index, count) for count in range(len(whole[index]) + 1)]
+    return found
+
+
+def after(whole: list[list[Any]], place: Place) -> list[Any]:
+    """Return what comes after a place."""
+    flat = [batch for one in whole[place[0] :] for batch in one]
+    return flat[max(place[1], 0) :]

@@ -1,0 +1,83 @@
+"""Folders and files that are this user's alone, until somebody asks for more.
+
+A run holds the command line and what the ranks print; a runtime folder holds
+sockets. Both are made with mode 0700 whatever the umask is, and a folder that
+somebody else made first is not used.
+
+>>> import tempfile
+>>> run = Path(tempfile.mkdtemp()) / "run"
+>>> private_folder(run)
+>>> oct(run.stat().st_mode & 0o777), oct(file_mode(run))
+('0o700', '0o600')
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from headway.core.errors import InputError
+
+PRIVATE = 0o700
+"""Mode of folders that are the user's alone."""
+
+
+def private_folder(path: str | Path, mode: int = PRIVATE) -> None:
+    """Make a folder with exactly this mode, and those above it as the umask says; one that exists stays as it is."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.mkdir(path, mode & PRIVATE)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    else:
+        os.chmod(path, mode)
+
+
+def file_mode(folder: str | Path) -> int:
+    """Return the mode of a file that is as open as its folder: what may be listed may be read."""
+    return os.stat(folder).st_mode & 0o666
+
+
+def runtime_directory() -> Path:
+    """Return the folder for sockets and logs of this user, made with mode 0700.
+
+    $XDG_RUNTIME_DIR/headway; where that is not set, the first of /tmp/headway-<uid>, the same in /dev/shm and
+    /var/tmp, and ~/.cache/headway/run that nobody else made before. All processes of a user on a host find the same.
+    Raises `InputError` where none can be used.
+    """
+    session = os.environ.get("XDG_RUNTIME_DIR", "")
+    candidates = [Path(session) / "headway"] if os.path.isdir(session) else list(_places())
+    faults = []
+    for folder in candidates:
+        fault = _fault(folder)
+        if not fault:
+            return folder
+        faults.append(fault)
+    raise InputError(f"{faults[0]} Remove it, or set XDG_RUNTIME_DIR to a folder of yours that nobody else can enter.")
+
+
+def _places() -> Iterator[Path]:
+    """Yield where the runtime folder may lie, best first; an address of a socket has to be short."""
+    for base in ("/tmp", "/dev/shm", "/var/tmp"):
+        yield Path(base) / f"headway-{os.getuid()}"
+    with suppress(RuntimeError):  # this user has no home
+        yield Path("~/.cache/headway/run").expanduser()
+
+
+def _fault(folder: Path) -> str:
+    """Make a folder, or say why it cannot be used; '' when it can."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            os.mkdir(folder, PRIVATE)
+        found = folder.lstat()
+    except OSError as error:
+        return f"{folder} cannot be made: {error.strerror}."
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        return f"{folder} must be a folder of user {os.getuid()} that nobody else can enter (mode 0700)."
+    return ""

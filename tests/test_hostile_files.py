@@ -1,0 +1,171 @@
+"""Files made to hurt the reader: each costs one clear error, and no more memory or time than its bytes are worth."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from benchmarks.hostile_files import Reader, bounds_of, size_of
+from tests.paths import ROOT
+
+VERIFY, SHOW, INFO = ("ckpt", "verify"), ("ckpt", "show"), ("trace", "info")
+
+
+def pickled(data: bytes) -> bytes:
+    """Return a torch.save archive around a pickle."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", data)
+    return file.getvalue()
+
+
+def bomb() -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02N.", zipfile.ZIP_STORED)
+        archive.writestr("a/data/0", bytes(200_000_000))
+    return file.getvalue()
+
+
+def shared_payload(lines: int) -> bytes:
+    """Return an archive whose directory has many lines for one entry."""
+    whole = pickled(b"\x80\x02N." + bytes(100_000))
+    start = struct.unpack_from("<I", whole, len(whole) - 6)[0]
+    line = whole[start:-22]
+    end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, lines, lines, lines * len(line), start, 0)
+    return whole[:start] + line * lines + end
+
+
+def safetensors(head: object) -> bytes:
+    text = head if isinstance(head, bytes) else json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(8)
+
+
+def kineto(**event: object) -> bytes:
+    row = {"ph": "X", "cat": "cpu_op", "name": "x", "pid": 0, "tid": 0, "ts": 1, "dur": 1, **event}
+    return json.dumps({"traceEvents": [row]}).replace('"RAW ', "").replace(' RAW"', "").encode()
+
+
+def dump(**entry: object) -> bytes:
+    return pickle.dumps({"entries": [entry], "pg_config": {}})
+
+
+def parquet(metadata: dict[bytes, bytes], rows: int = 1) -> bytes:
+    file = io.BytesIO()
+    table = pa.table({"optype": pa.array(["gc"]).take(pa.array([0] * rows))}).replace_schema_metadata(metadata)
+    pq.write_table(table, file)
+    return file.getvalue()
+
+
+DEEP = 200_000
+RANGE = b"\x80\x02c__builtin__\nlist\nc__builtin__\nrange\n"
+SAVED = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+COLLECTIVE = {"Collective name": "allreduce", "Process Group Name": "1"}
+ATTACKS = {
+    "list of a range.pt": (pickled(RANGE + b"J\x00\xe1\xf5\x05\x85R\x85R."), 3),
+    "keys in keys.pt": (pickled(b"\x80\x02})" + b"\x85" * DEEP + b"Ns."), 3),
+    "a key that doubles.pt": (pickled(b"\x80\x02})" + b"2\x86" * 60 + b"Ns."), 3),
+    "a value that doubles.pt": (pickled(b"\x80\x02]" + b"2\x86" * 60 + b"."), 2),
+    "lists in lists.pt": (pickled(b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."), 3),
+    "empty lists.pt": (pickled(b"\x80\x02](" + b"]" * 3_000_000 + b"e."), 2),
+    "colliding keys.pt": (
+        pickled(b"\x80\x02}(" + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N"
+                                         for k in range(16, 60_000)) + b"u."), 3),
+    "bomb.pt": (bomb(), 3),
+    "shared payload.pt": (shared_payload(20_000), 3),
+    "shape of truth.safetensors": (safetensors({"w": {**SAVED, "shape": [True, 2]}}), 3),
+    "shape of halves.safetensors": (safetensors({"w": {**SAVED, "shape": [0.5, 4]}}), 3),
+    "negative shape.safetensors": (safetensors({"w": {**SAVED, "shape": [-1, -2]}}), 3),
+    "metadata is a number.safetensors": (safetensors({"w": SAVED, "__metadata__": 5}), 3),
+    "metadata is no text.safetensors": (safetensors({"w": SAVED, "__metadata__": {"a": 1}}), 3),
+    "deep.safetensors": (safetensors(b'{"a":' * DEEP), 3),
+    "deep.safetensors.index.json": (b'{"weight_map":' + b"[" * DEEP, 2),
+    "deep.json": (b'{"traceEvents": [{"ph": "X", "args": ' + b"[" * DEEP, 2),
+    "exponent.json": (kineto(ts="RAW 1e999999999 RAW"), 2),
+    "digits.json": (kineto(ts="RAW " + "9" * 5_000_000 + " RAW"), 2),
+    "large group.json": (kineto(args={**COLLECTIVE, "Group size": 1e9, "Global rank stride": 1}), 0),
+    "deep ranks.json": (kineto(args={**COLLECTIVE, "Process Group Ranks": "[" * DEEP}), 0),
+    "blanks.json.gz": (gzip.compress(b'{"traceEvents": [' + b" " * 300_000_000, 1), 2),
+    "empty events.json": (b'{"traceEvents": [' + b"{}," * 3_000_000 + b"{}]}", 2),
+    "deep dump.json": (b'{"entries": ' + b"[" * DEEP + b', "pg_config": 1', 2),
+    "doubling text.pkl": (b"\x80\x02}(X\x07\x00\x00\x00entries](}(X\x0e\x00\x00\x00profiling_name)" + b"2\x86" * 60
+                          + b"ueu.", 2),
+    "huge shapes.pkl": (dump(input_sizes=[[2**62] * 60], input_dtypes=["Float"]), 2),
+    "deep.jsonl": (b'{"log_type_name": "a_start", "time_us": 1, "more": ' + b"[" * DEEP + b"\n", 2),
+    "large time.jsonl": (b'{"log_type_name": "a_start", "time_us": 18446744073709551615}\n', 2),
+    "many nodes.et": (b"\x08\n\x060.0.50" + b"\x00" * 2_000_000, 2),
+    "deep sizes.parquet": (parquet({b"headway.sizes": b"[" * DEEP}), 2),
+    "deep tables.parquet": (parquet({b"headway.trace": b'{"schema":' * DEEP}), 2),
+    "many rows.parquet": (parquet({}, rows=5_000_000), 2),
+}  # fmt: skip
+"""File -> its bytes, and what reading it exits with."""
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory) -> Reader:
+    """A child that reads; libraries that the first file of a kind loads are not counted."""
+    folder, child = tmp_path_factory.mktemp("good"), Reader()
+    for name, data in (("a.pt", pickled(b"\x80\x02N.")), ("a.json", kineto()), ("a.parquet", parquet({}))):
+        (folder / name).write_bytes(data)
+        for command in (VERIFY, SHOW, INFO):
+            child.ask(command, folder / name)
+    return child
+
+
+def read(reader: Reader, command: tuple[str, ...], path: Path) -> dict[str, object]:
+    """Read a file in a child; hold what it cost to the bound."""
+    answer = reader.ask(command, path)
+    for key, bound in bounds_of(size_of(path)).items():
+        assert answer[key] <= bound, f"{key}: {answer[key]} of {bound}; {answer['code']}"
+    return answer
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_hostile_file_is_one_clear_error_within_its_bound(name, reader, tmp_path):
+    data, code = ATTACKS[name]
+    path = tmp_path / name
+    path.write_bytes(data)
+
+    is_checkpoint = ".pt" in name or "safetensors" in name
+    assert read(reader, VERIFY if is_checkpoint else INFO, path)["code"] == code
+    if is_checkpoint:
+        assert read(reader, SHOW, path)["code"] in (2, 3)
+
+
+@pytest.mark.parametrize("place", ["a.pt", "a.json", "c/.metadata", "run/run.json", "run/events/a0-r0.parquet"])
+def test_a_fifo_in_the_place_of_a_file_is_refused(place, reader, tmp_path):
+    path = tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(path)
+    commands = [INFO] if "run" in place or "json" in place else [VERIFY, SHOW]
+
+    top = tmp_path / place.partition("/")[0]
+    assert {read(reader, command, top)["code"] for command in commands} <= {2, 3}
+
+
+def test_an_integer_of_ten_thousand_digits_is_shown(reader, tmp_path):
+    path = tmp_path / "a.pt"
+    path.write_bytes(pickled(pickle.dumps({"large": 1 << 40_000, "small": 7}, 2)))
+
+    assert (read(reader, VERIFY, path)["code"], read(reader, SHOW, path)["code"]) == (0, 0)
+
+
+@pytest.mark.slow
+def test_mutations_of_every_format_end_in_no_traceback_and_within_the_bound():
+    command = [sys.executable, "benchmarks/hostile_files.py", "--files=300"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["met"]

@@ -1,0 +1,49 @@
+"""A loader's state taken at every place: before a pass, in it, at its end, between two, after the last one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.jobs.resume_kinds import SAMPLED, STREAMED, after, places, plain, played, rest
+
+PASSES = 3
+
+
+@pytest.mark.parametrize("kind", [*SAMPLED, *STREAMED])
+def test_a_loader_goes_on_from_every_place_as_if_it_had_not_been_interrupted(kind):
+    make = {**SAMPLED, **STREAMED}[kind]
+    whole = played(make, PASSES)
+
+    for place in places(whole):
+        assert rest(make, place, PASSES) == after(whole, place), place
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["workers that end apart", "rests dropped", "no batches"])
+def test_workers_that_are_at_their_end_stay_there(kind, persistent):
+    options = {"num_workers": 2, "persistent_workers": persistent}
+    whole = played(STREAMED[kind], PASSES, **options)
+
+    for place in places(whole)[2::2]:
+        assert rest(STREAMED[kind], place, PASSES, **options) == after(whole, place), place
+
+
+@pytest.mark.parametrize("kind", ["random, own generator", "numpy and Python"])
+@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "workers": "threads"}])
+def test_samplers_that_were_read_ahead_go_on_where_the_loop_was(kind, options):
+    whole = played(SAMPLED[kind], PASSES, **options)
+
+    for place in places(whole)[::4]:
+        assert rest(SAMPLED[kind], place, PASSES, times=2, **options) == after(whole, place), place
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_streams_give_the_batches_that_torchs_own_loader_gives(kind, num_workers):
+    ours = STREAMED[kind](num_workers=num_workers)
+    torchs = torch.utils.data.DataLoader(
+        STREAMED[kind]().dataset, ours.batch_size, num_workers=num_workers, drop_last=ours.drop_last
+    )
+
+    assert [plain(batch) for batch in ours] == [plain(batch) for batch in torchs]
