@@ -244,7 +244,14 @@ def play(job, faults):
 
 
 def apart(job, faults):
-    """Return what `play` returns, from a forked process, or None where it did not end in time."""
+    """Return what `play` returns, from a forked process, or None where it did not end in time, twice.
+
+    A process that was forked may hang by itself, on a lock that another thread held: that does not come twice.
+    """
+    return _forked(job, faults) or _forked(job, faults)
+
+
+def _forked(job, faults):
     reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
@@ -284,14 +291,14 @@ def sampled(pairs, size):
 def faults_of(job, size=None):
     """Yield (function, call, what went wrong or '') of each fault of a job."""
     plain, survey = apart(job, None), apart(job, Faults())
-    assert survey is not None
+    assert plain is not None, job
+    assert survey is not None, job
     assert survey["printed"] == plain["printed"], (job, survey["ended"])
     assert survey["said"][0]["applied"], (job, survey["said"])
     pairs = [(name, calls) for name, calls in survey["calls"].items() if name.partition(":")[2] not in GUARDS]
     for name, calls in pairs if size is None else sampled(pairs, size):
         for nth in sorted({1, min(calls, LATER)}):
-            # A process that was forked may hang by itself, on a lock of another thread: not twice.
-            found = apart(job, Faults(name, nth)) or apart(job, Faults(name, nth))
+            found = apart(job, Faults(name, nth))
             if found is None:
                 wrong = "hung or died"
             elif found["ended"] != "well":

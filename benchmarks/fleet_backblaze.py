@@ -40,16 +40,16 @@ def beyond_doubt(names: list[str], placed: list[Placement], later: dict[str, Win
 
 def over_all_windows(spans: list[list[Window]]) -> dict[str, int]:
     """Return, over all windows but the first, how many models were moved, exceeded what they may, and beyond doubt."""
-    told = {"windows": 0, "moved": 0, "exceeded": 0, "beyond_doubt": 0}
+    counts = {"windows": 0, "moved": 0, "exceeded": 0, "beyond_doubt": 0}
     for number in range(1, len(spans)):
         later = {window.model: window for window in spans[number]}
         placed = place(spans[:number], ahead_days=spans[number][0].days)
         names = exceeded(placed, later)
-        told["windows"] += 1
-        told["moved"] += sum(found.saving > 0 and found.model in later for found in placed)
-        told["exceeded"] += len(names)
-        told["beyond_doubt"] += len(beyond_doubt(names, placed, later))
-    return told
+        counts["windows"] += 1
+        counts["moved"] += sum(found.saving > 0 and found.model in later for found in placed)
+        counts["exceeded"] += len(names)
+        counts["beyond_doubt"] += len(beyond_doubt(names, placed, later))
+    return counts
 
 
 def plainly(placed: list[Placement]) -> list[Placement]:

@@ -154,19 +154,19 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     folder = Path(tempfile.mkdtemp())
     try:
-        told = attack(count, folder)
+        found = attack(count, folder)
     finally:
         shutil.rmtree(folder)
-    failures = told["failures"]
+    failures = found["failures"]
     for failure in failures[:20]:
         print(json.dumps(failure), file=sys.stderr)
-    tracebacks = told["codes"].get("traceback", 0)
+    tracebacks = found["codes"].get("traceback", 0)
     over = len([row for row in failures if row["code"] in (0, 2, 3)])
     print(json.dumps({
-        "bench": "hostile_files", "files": count, "formats": told["formats"], "tracebacks": tracebacks,
-        "over_the_bound": over, "said_good": told["codes"].get("0", 0), "refused": told["codes"].get("2", 0),
-        "damaged": told["codes"].get("3", 0), "largest_share_of_memory_bound": round(told["largest"]["memory"], 3),
-        "largest_share_of_cpu_bound": round(told["largest"]["cpu_s"], 3), "seed": SEED,
+        "bench": "hostile_files", "files": count, "formats": found["formats"], "tracebacks": tracebacks,
+        "over_the_bound": over, "said_good": found["codes"].get("0", 0), "refused": found["codes"].get("2", 0),
+        "damaged": found["codes"].get("3", 0), "largest_share_of_memory_bound": round(found["largest"]["memory"], 3),
+        "largest_share_of_cpu_bound": round(found["largest"]["cpu_s"], 3), "seed": SEED,
         "claim": "0 tracebacks, 0 over 64 MB + 8 n and 5 s + 2 us x n", "met": not failures,
     }))  # fmt: skip
     return 3 if failures else 0

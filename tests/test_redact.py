@@ -53,7 +53,7 @@ generated_keys = st.one_of(
 ).filter(lambda key: len(set(key)) > 7 and re.search("[0-9]", key) and re.search("[a-f]", key))
 
 
-def told(secret, kept):
+def shows(secret, kept):
     """Return the pieces of a secret that can be read in what is stored, six characters each."""
     stored = "\n".join(kept)
     return [secret[k : k + 6] for k in range(len(secret) - 5) if secret[k : k + 6] in stored]
@@ -65,14 +65,14 @@ def told(secret, kept):
 def test_no_piece_of_a_named_secret_is_stored_however_it_is_spelled(argv, secret):
     spelled = [argument.replace("{}", secret) for argument in argv]
 
-    assert not told(secret, arguments(["train.py", *spelled, "--lr", "1e-3"]))
-    assert not told(secret, [text(f"Traceback\n  Command {spelled} failed: {' '.join(spelled)}\n")])
+    assert not shows(secret, arguments(["train.py", *spelled, "--lr", "1e-3"]))
+    assert not shows(secret, [text(f"Traceback\n  Command {spelled} failed: {' '.join(spelled)}\n")])
 
 
 @given(key=generated_keys)
 def test_a_generated_key_is_known_by_its_shape_alone(key):
     for argv in ([key], ["--run", key], [f"--run={key}"], [f"s3://bucket/{key}/x"], [f"a,{key},b"]):
-        assert not told(key, arguments(argv))
+        assert not shows(key, arguments(argv))
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,14 @@ headway.core.errors.FormatError: a.yaml is no YAML that headway reads: it refers
 
 from __future__ import annotations
 
+import os
 import tomllib
 from typing import Any
 
 import yaml
 
-from headway.core.errors import FormatError
+from headway.core.errors import FormatError, InputError
+from headway.core.regular_file import read_regular
 
 MOST_TEXT_BYTES = 200_000
 """Characters of a file: the parsers take 10 to 20 microseconds for each."""
@@ -50,6 +52,16 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as cause:
         raise FormatError(f"{where} is no TOML that headway reads: {cause}. Correct the file.") from cause
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a regular file of TOML says. Raises `InputError` where it cannot be read, else `FormatError`."""
+    try:
+        return parse_toml(read_regular(path).decode("utf-8"), str(path))
+    except OSError as cause:
+        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a TOML file.") from cause
+    except UnicodeDecodeError as cause:
+        raise FormatError(f"{path} is not TOML: {cause}. Correct that place.") from cause
 
 
 def _check_size(text: str, where: str) -> None:

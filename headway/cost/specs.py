@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headway.core.errors import FormatError, InputError, UnknownNameError
-from headway.core.regular_file import read_regular
-from headway.core.settings_files import parse_toml
+from headway.core.errors import FormatError, UnknownNameError
+from headway.core.settings_files import read_toml
 from headway.core.tables import pick, suggestion
 
 T = TypeVar("T")
@@ -207,7 +206,7 @@ KINDS: dict[str, type] = {"devices": Device, "links": Link, "hosts": Host, "disk
 def shipped() -> Specs:
     """Return the tables that come with the library."""
     here = Path(__file__).parent
-    return Specs(**{kind: _entries(_toml(here / f"{kind}.toml"), kind, f"{kind}.toml") for kind in KINDS})
+    return Specs(**{kind: _entries(read_toml(here / f"{kind}.toml"), kind, f"{kind}.toml") for kind in KINDS})
 
 
 def read_specs(path: str | os.PathLike[str]) -> Specs:
@@ -216,22 +215,12 @@ def read_specs(path: str | os.PathLike[str]) -> Specs:
     Raises `InputError` when it cannot be read, `FormatError` naming file,
     table, entry and key when it is not what it should be.
     """
-    content = _toml(Path(path))
+    content = read_toml(path)
     for kind in content:
         if kind not in KINDS:
             raise FormatError(f"{path}: unknown table {kind!r}. {suggestion(KINDS, kind)}")
     known = shipped()
     return Specs(**{kind: {**getattr(known, kind), **_entries(content.get(kind, {}), kind, path)} for kind in KINDS})
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    """Decode one TOML file."""
-    try:
-        return parse_toml(read_regular(path).decode("utf-8"), str(path))
-    except OSError as cause:
-        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a TOML file.") from cause
-    except UnicodeDecodeError as cause:
-        raise FormatError(f"{path} is not TOML: {cause}. Correct that place.") from cause
 
 
 def _entries(table: object, kind: str, path: object) -> dict[str, Any]:

@@ -15,7 +15,6 @@ JSON. Deep windows have a budget of the same size; the oldest go first there too
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import threading
 from collections.abc import Callable, Sequence, Set
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.runtime.finalise import windows_of
-from headway.runtime.problems import Problems
+from headway.runtime.problems import Problems, disk_full
 from headway.trace import spool
 from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
 from headway.trace.ring_folders import live_folder
@@ -83,7 +82,7 @@ class _Ring:
 
         What is gone shows as missing numbers. So a disk that was full for a while costs the records of that while.
         """
-        whole, cause = 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole, cause = 0, disk_full()
         try:
             written = os.pwrite(self._spool, self._waiting, self.size)
             whole = written - written % RECORD_DTYPE.itemsize  # the next write goes over the rest
@@ -141,7 +140,7 @@ class _Ring:
     def close(self) -> None:
         self.flush()
         if self._waiting:
-            self._problems.add(RECORDS, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+            self._problems.add(RECORDS, disk_full())
         os.close(self._spool)
         self.reader.close()
 

@@ -12,12 +12,18 @@ the recording lacks run.json; events of attempt 0: No space left on device
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 MOST = 6
 """What is missing for one cause is listed up to here, then counted."""
+
+
+def disk_full() -> OSError:
+    """Return what the system raises on a full disk, where a write ended short without an error."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class Problems:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
 import io
 import os
 import selectors
@@ -34,7 +33,7 @@ from pathlib import Path
 from headway.core.host import readable
 from headway.core.private import PRIVATE, private_folder
 from headway.core.wake import Wake
-from headway.runtime.problems import Problems
+from headway.runtime.problems import Problems, disk_full
 
 READ_BYTES = 1 << 16
 TAIL_BYTES = 1 << 17
@@ -297,7 +296,7 @@ class Streams:
         os.close(source.read_fd)
         source.log.close()
         if source.log.lost_bytes:
-            cause = source.log.cause or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            cause = source.log.cause or disk_full()
             self.problems.add(f"{source.log.lost_bytes} bytes of {source.log.path}", cause)
 
     def _show(self, out_fd: int, data: bytes) -> None:

@@ -70,8 +70,8 @@ def check_dcp(store: Store, findings: Findings, *, deep: bool = True) -> None:
         findings.add(METADATA, None, 0, "missing")
         findings.notes.append(f"without {METADATA} nobody knows what is in the other files: was the save cut short?")
         return
-    told = [_read_metadata(store, name, sum(sizes.values()), findings) for name in names]
-    found = [metadata for metadata in told if metadata is not None]
+    each = [_read_metadata(store, name, sum(sizes.values()), findings) for name in names]
+    found = [metadata for metadata in each if metadata is not None]
     for metadata in found:
         for fqn, record in sorted(metadata.records(), key=lambda pair: (pair[1].file, pair[1].record_offset)):
             _check_record(store, metadata, fqn, record, sizes.get(record.file), findings, deep=deep)
@@ -163,8 +163,8 @@ def _check_record(
     # a tensor that is a class of its own holds others, which may be anything
     if len(facts) == 1 and facts != [(metadata.tensors[fqn].dtype, record.lengths)]:
         findings.add(record.file, fqn, start, "facts", record.record_bytes)
-        told = f"{metadata.tensors[fqn].dtype} {list(record.lengths)}"
-        findings.notes.append(f"{fqn!r} is {told} in {METADATA}, but its record holds {facts}")
+        expected = f"{metadata.tensors[fqn].dtype} {list(record.lengths)}"
+        findings.notes.append(f"{fqn!r} is {expected} in {METADATA}, but its record holds {facts}")
 
 
 def _of_object(data: Buffer, fqn: str, file: str) -> str | None:
@@ -218,8 +218,8 @@ def _check_zip(store: Store, name: str, size: int, findings: Findings, *, deep: 
         listed = entries(data, name)
     except FormatError:
         listed = []
-    told = {entry.name.rsplit("/", 1)[-1] for entry in listed}
-    if listed and not told & TORCH_ENTRIES and not name.endswith(PICKLED):
+    file_names = {entry.name.rsplit("/", 1)[-1] for entry in listed}
+    if listed and not file_names & TORCH_ENTRIES and not name.endswith(PICKLED):
         findings.notes.append(f"{name} is a zip archive, but not torch.save's: it holds no data.pkl")
         return None
     saved: Saved | None = None
@@ -272,8 +272,8 @@ def _check_legacy(store: Store, name: str, size: int, findings: Findings) -> str
 def _check_safetensors(store: Store, name: str, size: int, findings: Findings) -> str:
     head = store.read(name, 0, HEAD_BYTES)
     if size >= 8:
-        told = 8 + int.from_bytes(bytes(memoryview(head)[:8]), "little")
-        head = store.read(name, 0, min(max(HEAD_BYTES, told), size))
+        num_bytes = 8 + int.from_bytes(bytes(memoryview(head)[:8]), "little")
+        head = store.read(name, 0, min(max(HEAD_BYTES, num_bytes), size))
     try:
         header = read_header(head, size, name)
         findings.checked_bytes += header.data_offset
@@ -295,12 +295,12 @@ def check_folder(store: Store, sizes: Mapping[str, int], findings: Findings, *, 
     formats = {check_file(store, name, sizes[name], findings, deep=deep) for name in names} - {None}
     for index in [name for name in sizes if name.endswith(INDEX)]:
         try:
-            told = read_index(bytes(store.read(index)), index)
+            file_of = read_index(bytes(store.read(index)), index)
         except FormatError as cause:
             findings.add(index, None, 0, "index")
             findings.explain(cause)
             continue
-        for fqn, file in told.items():
+        for fqn, file in file_of.items():
             if file not in sizes or fqn not in findings.tensors.get(file, (fqn,)):
                 findings.add(file, fqn, 0, "missing")
     return " and ".join(sorted(str(kind) for kind in formats)) or None

@@ -110,8 +110,8 @@ def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> 
     if path.is_file():
         store, size = LocalStore(path.parent), path.stat().st_size
         if path.name.endswith(INDEX):
-            told = {path.name, *read_index(read_regular(path), str(path)).values()}
-            sizes = {name: at.stat().st_size for name in sorted(told) if (at := path.parent / name).is_file()}
+            names = {path.name, *read_index(read_regular(path), str(path)).values()}
+            sizes = {name: at.stat().st_size for name in sorted(names) if (at := path.parent / name).is_file()}
             return _report(path, check_folder(store, sizes, findings, deep=deep), findings)
         return _report(path, check_file(store, path.name, size, findings, deep=deep), findings)
     if LEFTOVER.fullmatch(path.name):

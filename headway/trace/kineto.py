@@ -408,7 +408,7 @@ class _Rows:
 
     def origin(self) -> Origin:
         """Return which process the file says that it is of: its rows on the host carry the number."""
-        told = self.facts.get("rank") is not None and _whole(self.facts.get("world_size"), 0) != 1
+        is_given = self.facts.get("rank") is not None and _whole(self.facts.get("world_size"), 0) != 1
         count: dict[int, int] = {}
         used = np.bincount(self.events.lane, minlength=len(self.events.lanes)).tolist()
         for (category, pid, _), rows in zip(self.events.lanes, used, strict=True):
@@ -416,7 +416,7 @@ class _Rows:
             if type(pid) is int and pid > 0 and known is not None and known.place != DEVICE:
                 count[pid] = count.get(pid, 0) + rows
         process = max(count, key=lambda pid: count[pid], default=None)
-        return Origin(self.rank if told else None, str(self.events.facts.host or ""), process)
+        return Origin(self.rank if is_given else None, str(self.events.facts.host or ""), process)
 
     def rank_facts(self) -> dict[str, Any]:
         """Return what is known of the rank: host, device, process id."""

@@ -68,21 +68,21 @@ def read(contents: Sequence[Content]) -> list[Trace]:
 
 def _ranks(paths: Sequence[str], names: Sequence[str], origins: Sequence[kineto.Origin]) -> list[int]:
     """Return the rank of each file; a process that nothing tells the rank of gets one that no other has."""
-    told = [
+    ranks = [
         rank_in_name(name) if origin.rank is None else origin.rank for name, origin in zip(names, origins, strict=True)
     ]
-    guessed = [place for place, rank in enumerate(told) if rank is None]
-    free = (rank for rank in count() if rank not in told)
+    guessed = [place for place, rank in enumerate(ranks) if rank is None]
+    free = (rank for rank in count() if rank not in ranks)
     given: dict[object, int] = {}
     for place in sorted(guessed, key=lambda place: (names[place], paths[place])):
         process = _process(paths[place], names[place], origins[place])
         if process not in given:
             given[process] = next(free)
-        told[place] = given[process]
-    if len(given) > 1 or (given and len(given) < len(set(told))):
+        ranks[place] = given[process]
+    if len(given) > 1 or (given and len(given) < len(set(ranks))):
         first = min(names[place] for place in guessed)
         _log.warning("%d files, such as %s, tell no rank: ranks are given in order of name", len(guessed), first)
-    return [rank for rank in told if rank is not None]
+    return [rank for rank in ranks if rank is not None]
 
 
 def _process(path: str, name: str, origin: kineto.Origin) -> object:

@@ -86,8 +86,8 @@ def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program |
 
 def memory_headroom(meta: Mapping[str, Any]) -> dict[str, int]:
     """Return peak and headroom of host memory, and of the fullest device; empty where the run recorded none. Bytes."""
-    told = meta.get("memory")
-    rows = [row for row in told.values() if isinstance(row, dict)] if isinstance(told, dict) else []
+    memory = meta.get("memory")
+    rows = [row for row in memory.values() if isinstance(row, dict)] if isinstance(memory, dict) else []
     ranks = [row for row in rows if isinstance(row.get("peak_rss_bytes"), int)]
     free = meta.get("memory_available_bytes")
     if not ranks or not isinstance(free, int):

@@ -27,7 +27,7 @@ from headway.data.runtime.cache_trial import barred, probed
 from headway.data.runtime.cached_examples import CachedExamples
 from headway.data.runtime.circumstances import listens, modes, outside
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
-from headway.data.runtime.files_read import LOOKS, files_read
+from headway.data.runtime.files_read import note_looks
 from headway.data.runtime.outcome import OfDataset, Report, reporter, speak
 from headway.data.runtime.shelf import Kept, Shelf
 from headway.data.runtime.verification import Verification, notice_change, verification_of
@@ -53,8 +53,7 @@ def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     context.patch("torch.utils.data.dataloader:DataLoader.__iter__", caches.around_iter)
     context.patch("torch.utils.data._utils.fetch:_BaseDatasetFetcher.__init__", caches.around_fetcher)
     listen(context.patch)
-    for name in LOOKS:
-        context.patch(f"os:{name}", files_read().looking)
+    note_looks(context.patch)
     return Applied("data.cache", dict(parameters))
 
 

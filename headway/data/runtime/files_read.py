@@ -151,6 +151,12 @@ def files_read() -> FilesRead:
     return FilesRead()
 
 
+def note_looks(patch: Callable[[str, Callable[[Any], Any]], Any]) -> None:
+    """Have what only looks at a file noted too, from now on; `patch(target, wrapper)` replaces a function."""
+    for name in LOOKS:
+        patch(f"os:{name}", files_read().looking)
+
+
 def _database(name: str) -> list[str]:
     """Return the paths that the name of a database may mean: it may be a URI, with options.
 

@@ -72,8 +72,8 @@ class ServedWalk(Taken):
 
         def facts() -> State:
             whole = AuditSum.of(np.asarray(items, np.int64))
-            told = {"kind": "served", "expected": [whole.count, whole.low, whole.high], "rank": rank}
-            return {**told, "tail": self.progress.tail, "global_batch": self.progress.global_batch}
+            shared = {"kind": "served", "expected": [whole.count, whole.low, whole.high], "rank": rank}
+            return {**shared, "tail": self.progress.tail, "global_batch": self.progress.global_batch}
 
         self._begin(facts, 0)
         base = self.progress.base()

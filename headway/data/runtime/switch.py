@@ -29,7 +29,7 @@ from headway.data.runtime.circumstances import LISTENS, listens, modes, modes_of
 from headway.data.runtime.contents import contents
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
-from headway.data.runtime.files_read import FILE, LOOKS, Noted, changed, files_read
+from headway.data.runtime.files_read import FILE, Noted, changed, files_read, note_looks
 from headway.data.runtime.keyed import KeyedDataset, Keys
 from headway.data.runtime.lock_wait import lock_wait_fraction
 from headway.data.runtime.outcome import OfDataset, Report, impure, reporter
@@ -77,8 +77,7 @@ def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
         "torch.utils.data.dataloader:DataLoader._get_iterator", switch.around_get_iterator, restoring=pass_restorer
     )
     listen(context.patch)
-    for name in LOOKS:
-        context.patch(f"os:{name}", files_read().looking)
+    note_looks(context.patch)
     return Applied("data.threads", dict(parameters))
 
 

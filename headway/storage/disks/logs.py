@@ -165,11 +165,11 @@ def _check_renames(before: Mapping[str, Totals], after: Mapping[str, Totals], da
         ]  # fmt: skip
         lived = total.disk_days / total.num_disks
         if lived > SLACK * days:
-            told = f", likely {older[0]!r}: pass --same '{older[0]}={total.model}'" if older else ""
+            guess = f", likely {older[0]!r}: pass --same '{older[0]}={total.model}'" if older else ""
             raise InputError(
                 f"{total.model}: {total.num_disks:g} disks that are in the newer log alone have {total.disk_days:g} "
-                f"disk-days, {lived:.0f} each, in a window of {days:.0f} days. The model had another name{told or '.'}"
-                f"{'' if told else ' Pass --same OLD=NEW, or correct that row.'}"
+                f"disk-days, {lived:.0f} each, in a window of {days:.0f} days. The model had another name{guess or '.'}"
+                f"{'' if guess else ' Pass --same OLD=NEW, or correct that row.'}"
             )
         if older:
             raise InputError(

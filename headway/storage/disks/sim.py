@@ -27,9 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.regular_file import read_regular
 from headway.core.rng import stream
-from headway.core.settings_files import parse_toml
+from headway.core.settings_files import read_toml
 from headway.storage.disks.afr import DAYS_PER_YEAR, Floats
 from headway.storage.disks.state import STEP_DAYS, STEP_GAP_DAYS
 from headway.storage.disks.transitions import Transition
@@ -269,12 +268,7 @@ def read_clusters(path: Path) -> list[Dgroup]:
     Raises `InputError` when it cannot be read, `FormatError` naming the table
     when it is not what it should be.
     """
-    try:
-        content = parse_toml(read_regular(Path(path)).decode("utf-8"), str(path))
-    except OSError as cause:
-        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a TOML file.") from cause
-    except UnicodeDecodeError as cause:
-        raise FormatError(f"{path} is not TOML: {cause}. Correct that place.") from cause
+    content = read_toml(path)
     tables = content.get("dgroup")
     if not isinstance(tables, list) or not tables or set(content) != {"dgroup"}:
         raise FormatError(f"{path} must hold tables [[dgroup]] and nothing else; write one for each model of disk.")

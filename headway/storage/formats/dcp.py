@@ -139,8 +139,8 @@ def _metadata(whole: StandIn, name: str) -> DcpMetadata:
                 tensors[_text(fqn)] = _tensor(fqn, facts, where)
         except KeyError:
             raise FormatError(f"{name} does not say where {fqn!r} is stored. Check it: headway ckpt verify") from None
-    told = {*((fqn, None) for fqn in objects), *((fqn, box.offsets) for fqn in tensors for box in tensors[fqn].chunks)}
-    astray = next((index for index in where if index not in told), None)
+    known = {*((fqn, None) for fqn in objects), *((fqn, box.offsets) for fqn in tensors for box in tensors[fqn].chunks)}
+    astray = next((index for index in where if index not in known), None)
     if astray is not None:
         raise FormatError(
             f"{name} has a record of {astray[0]!r} that no value refers to. Check it: headway ckpt verify"

@@ -83,9 +83,9 @@ def read_header(head: Buffer, num_bytes: int, name: str) -> Header:
     if not 2 <= size <= min(LARGEST_HEADER_BYTES, num_bytes - 8, len(view) - 8):
         raise FormatError(f"{name} has a header of {size} bytes in a file of {num_bytes}: cut short? Use another copy.")
     text = bytes(view[8 : 8 + size])
-    told = decode_json(text, f"{name} has a header that cannot be read; it", dict[str, Any], file_bytes=num_bytes)
-    metadata = _typed(told.pop("__metadata__", None), dict[str, str] | None, "__metadata__", name) or {}
-    found = {fqn: _tensor(fqn, _typed(facts, _Facts, fqn, name), 8 + size, name) for fqn, facts in told.items()}
+    header = decode_json(text, f"{name} has a header that cannot be read; it", dict[str, Any], file_bytes=num_bytes)
+    metadata = _typed(header.pop("__metadata__", None), dict[str, str] | None, "__metadata__", name) or {}
+    found = {fqn: _tensor(fqn, _typed(facts, _Facts, fqn, name), 8 + size, name) for fqn, facts in header.items()}
     found = dict(sorted(found.items(), key=lambda pair: (pair[1].offset, pair[1].num_bytes)))
     at = 8 + size
     for fqn, tensor in found.items():
