@@ -132,6 +132,11 @@ def many():
     fit(model, optimizer, [(torch.ones(4, 4), torch.ones(4))] * 40)
 
 
+UNENDED = []
+"""Models and groups that live until their process ends. Torch's group, let go by Python, joins its thread with the
+interpreter's lock held, and that thread may wait for the lock to let go of its last work: then neither goes on."""
+
+
 def ranks():
     """DDP on one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -139,6 +144,7 @@ def ranks():
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     fit(model, optimizer, [(torch.ones(4, 4), torch.ones(4))] * 6)
+    UNENDED.append((model, dist.group.WORLD))
     dist.destroy_process_group()
 
 
@@ -160,6 +166,7 @@ def shards():
         optimizer.step()
         optimizer.zero_grad()
         print(loss.item())
+    UNENDED.append((model, dist.group.WORLD))
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 
 import numpy as np
@@ -135,6 +136,19 @@ def test_a_generator_made_at_first_use_is_noticed():
     watch = Watch(dataset)
 
     assert [watch.around(lambda: dataset[0]).drew for _ in range(3)] == [None, True, True]
+
+
+def test_a_normal_draw_of_the_loop_leaves_the_cache_in_use():
+    """The second one of a pair, which Python's generator keeps as an attribute, is no setting of the dataset's."""
+    examples = Examples("1 %", DRAWS["random"])
+    random.seed(1)
+    cached = DataLoader(examples, batch_size=8, cache_bytes=1 << 20)
+
+    for _ in range(3):
+        [*cached]
+        random.gauss(0, 1)
+
+    assert cached.cache.hits == 2 * (SIZE - 1)
 
 
 EPOCH = [0]

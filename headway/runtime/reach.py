@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import builtins
 import logging
+import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import ItemsView, Iterator
@@ -158,7 +159,7 @@ def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name: those in slots too, and the columns of a pandas table.
 
     A logger has none: what it gets at are all others, and no data. The slots of a library's object hold what it has
-    computed, a path its own text.
+    computed, a path its own text. The second of two normal draws, which a generator of Python's keeps, is its state.
 
     >>> attributes(slice(3)), attributes(lambda: 0), attributes(logging.getLogger())
     ({}, {}, {})
@@ -166,6 +167,8 @@ def attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, (logging.Logger, logging.Handler)):
         return {}
     found: dict[str, Any] = getattr(value, "__dict__", {})
+    if isinstance(value, random.Random):
+        found = {name: part for name, part in found.items() if name != "gauss_next"}
     kind: type = type(value)
     if (names := slots_of(kind)) and not of_library(kind.__module__):
         found = {**found, **{name: getattr(value, name) for name in names if hasattr(value, name)}}
