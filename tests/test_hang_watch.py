@@ -181,6 +181,20 @@ def test_a_slow_checkpoint_is_no_hang_until_its_own_limit(tmp_path, sleepers):
     assert "0 is in checkpoint.save" in job.lines[0]
 
 
+def test_a_rank_that_waited_for_a_checkpoint_of_another_is_late_only_a_limit_after_it(tmp_path, sleepers):
+    job, now = trained(tmp_path, sleepers)
+    job.open(0, "checkpoint.save", now)
+    job.open(1, "comm.wait", now)
+    job.wait_until(now + 8 * SECOND, now)
+    job.open(0, "comm.wait", now + 8 * SECOND)  # with its own part made, the collective ends in a moment
+    job.wait_until(now + 9 * SECOND, now + 8 * SECOND)
+
+    assert not job.lines
+
+    job.wait_until(now + 12 * SECOND, now + 9 * SECOND)
+    assert "ranks 0, 1 are in comm.wait" in job.lines[0]
+
+
 def test_checkpoints_that_usually_take_long_may(tmp_path, sleepers):
     job, now = trained(tmp_path, sleepers)
     job.record(0, "checkpoint.save", now, duration_ns=8 * SECOND)

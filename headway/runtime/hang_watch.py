@@ -5,7 +5,8 @@ of the rings and their progress pages, and asks nothing of a rank before it
 suspects a hang. A rank is late when `now - last progress > max(floor,
 5 x p99 of the section's recent durations)`; sections are set-up, step and
 checkpoint, each with a floor of its own. While any rank is in set-up or in a
-checkpoint and not late there, nobody is; nor when all are suspended alike.
+checkpoint and not late there, nobody is, and that while does not count for
+those that wait; nor is anybody late when all are suspended alike.
 On suspicion each rank's state is read, its Python stacks and its Flight
 Recorder's entries are asked for with a deadline, and RUN/hang/<n>.json is
 written. Times in ns on CLOCK_MONOTONIC.
@@ -193,7 +194,7 @@ class HangWatch:
         self.failure: Exception | None = None
         """What stopped the watch."""
         self._ranks: dict[int, Followed] = {}
-        self._looked_ns = self._resumed_ns = 0
+        self._looked_ns = self._resumed_ns = self._patient_ns = 0
         self._told: tuple[int, ...] | None = None
         self._collector: threading.Thread | None = None
 
@@ -201,7 +202,8 @@ class HangWatch:
         """Forget the ranks of an earlier attempt."""
         self.finish()
         self._ranks.clear()
-        self.expired, self._told, self._looked_ns, self._resumed_ns = False, None, 0, 0
+        self.expired, self._told = False, None
+        self._looked_ns = self._resumed_ns = self._patient_ns = 0
 
     def finish(self) -> None:
         """Wait until what is being collected is written."""
@@ -253,6 +255,8 @@ class HangWatch:
         limits_s = {rank: self._limit_s(followed) for rank, followed in alive.items()}
         late = [rank for rank in alive if silent_s[rank] > limits_s[rank]]
         patient = [r for r, followed in alive.items() if followed.section != "step" and r not in late]
+        if patient:
+            self._patient_ns = now_ns
         if patient or not late:
             if not late:
                 self._relax(alive)
@@ -263,7 +267,8 @@ class HangWatch:
             self.expired = any(silent_s[rank] > max(self.timeout_s, self._floor_s(alive[rank])) for rank in late)
 
     def _silent_s(self, followed: Followed, now_ns: int) -> float:
-        return (now_ns - max(followed.progress_ns, self._resumed_ns)) / 1e9
+        waited_ns = self._patient_ns if followed.section == "step" else 0  # until then it may have waited for others
+        return (now_ns - max(followed.progress_ns, self._resumed_ns, waited_ns)) / 1e9
 
     def _floor_s(self, followed: Followed) -> float:
         return 0.0 if followed.section == "step" else self._floors_s[followed.section]
