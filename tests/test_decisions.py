@@ -101,6 +101,21 @@ def test_trials_stop_at_one_percent_of_the_time_and_go_on_later(monkeypatch):
     assert tried.budget.spent_s == 4.0
 
 
+def test_a_loader_that_was_begun_with_is_asked_each_question_once_whatever_that_takes():
+    now = [100.0]
+    tried, loader = Decisions(Budget(lambda: now[0])), DataLoader(Buffer(), 4)
+
+    def trial():
+        now[0] += 2.0
+
+    answers = [tried.result(loader, trial), tried.speed(loader, trial), tried.speed(DataLoader(Buffer(), 5), trial)]
+    loader.dataset.flip = 0.25  # other facts: the same question again
+    answers.append(tried.result(loader, trial))
+
+    assert answers == [None, None, NOT_TRIED, NOT_TRIED]
+    assert tried.budget.spent_s == 4.0
+
+
 class Hanging(Squares):
     """Waits in a forked process for what only happens in this one."""
 

@@ -3,7 +3,8 @@
 A script may make a loader anew for every epoch or update. What guards results and costs nothing is asked of every
 loader (whose sampler, which dataset class); what has to be tried in a forked child is tried once per facts: the
 classes of the dataset and of all that it holds, their settings, the collate function, the loader's own settings.
-Contents are no facts: a replay buffer grows. Trials may take `FIRST_S`, and then 1 % of the time since the first.
+Contents are no facts: a replay buffer grows. Trials may take `FIRST_S`, and then 1 % of the time since the first; a
+loader of which one question was tried is asked the others too, once: half an answer has cost time and is of no use.
 
 The job waits for the children of a trial. A dataset that hangs in a forked process, because it asks a thread or an
 event loop of the training process, costs the job one child's time (`Budget.child_s`), once for all remedies:
@@ -22,6 +23,7 @@ from pathlib import PurePath
 from time import perf_counter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -71,12 +73,21 @@ class Budget:
     began: float | None = None
     """When the first trial began."""
     spent_s: float = 0.0
+    tried: ref[Any] | None = None
+    """The loader of the last trial."""
+    asked: set[Hashable] = field(default_factory=set)
+    """The questions that were tried of it."""
     hung: dict[Hashable, str] = field(default_factory=dict)
     """Facts of loaders of which a child hung -> what the remedy said of that. No other remedy tries them."""
 
-    def allows(self) -> bool:
-        """Whether another trial may begin now."""
-        return self.began is None or self.spent_s < FIRST_S + SHARE * (self.clock() - self.began)
+    def allows(self, loader: Any, question: Hashable) -> bool:
+        """Whether a question may be tried of a loader now; notes that it is."""
+        is_same = self.tried is not None and self.tried() is loader
+        is_rest = is_same and question not in self.asked
+        if not (self.began is None or is_rest or self.spent_s < FIRST_S + SHARE * (self.clock() - self.began)):
+            return False
+        self.tried, self.asked = ref(loader), {*(self.asked if is_same else ()), question}
+        return True
 
     def child_s(self, num_workers: int) -> float:
         """Return the time that a child has to read examples of a loader, in proportion to what batches took before.
@@ -141,7 +152,7 @@ class Decisions:
         if (question, facts) not in self._known:
             if facts in budget.hung:
                 return budget.hung[facts], 0
-            if not budget.allows():
+            if not budget.allows(loader, (id(self), question)):
                 return NOT_TRIED, 0
             with budget.trial(loader.num_workers) as limit:
                 answer = self._known[question, facts] = tried()
