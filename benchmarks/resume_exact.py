@@ -8,7 +8,8 @@ StatefulDataLoader on the kinds of case that it can be asked, in an environment 
 
 And at every place (before a pass, after each batch, at its end, between two passes, after the last one) loaders of
 every kind (an order of their own, torch's samplers, a user's, batch samplers, streams with a state) go on as if nothing
-had been: without workers, `--full` also with two processes, kept or not, and with two threads.
+had been: without workers, `--full` also with two processes, kept or not, with two threads, through a fleet of two
+worker processes, and from a data server, whose order is its own: there each pass has to give each item once.
 """
 
 import json
@@ -27,11 +28,12 @@ from peers.env import python_of
 
 from headway.core.rng import stream
 from headway.data import DataLoader, generator, torch_generator
+from headway.data.runtime.fleet import Fleet
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from jobs.augmented import Augmented, rows
-from jobs.resume_kinds import SAMPLED, STREAMED, after, places, played, rest
+from jobs.resume_kinds import ITEMS, SAMPLED, STREAMED, after, once_each, places, played, rest, served
 
 
 class Keyed(Augmented):
@@ -108,6 +110,22 @@ def at_every_place(workers: str) -> tuple[int, int]:
     return cases, different
 
 
+def shared_at_every_place() -> tuple[int, int]:
+    """The same for a loader through a fleet, and one from a data server."""
+    with Fleet(ITEMS, num_workers=2) as fleet:
+
+        def make() -> DataLoader:
+            return fleet.batches(4, True)
+
+        whole = played(make, 3)
+        differs = [rest(make, place, 3) != after(whole, place) for place in places(whole)]
+        differs.append(whole != played(SAMPLED["own order"], 3))
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_RUNTIME_DIR"] = folder  # a server of this benchmark's own
+        differs += [not once_each(served, place, 3) for place in places(whole)]
+    return len(differs), sum(differs)
+
+
 def resume_seconds() -> float:
     """Return the CPU seconds from a state deep inside a billion items to its next batch's indices."""
     loader = DataLoader(range(1_000_000_000), 256, True)
@@ -140,6 +158,7 @@ def main() -> int:
     kinds = ["processes", "threads", *["none"] * 8]
     outcomes = [case(number, workers=kinds[number % 10]) for number in range(cases)]
     placed = [at_every_place(workers) for workers in (HELD_BY if "--full" in sys.argv else ["none"])]
+    placed += [shared_at_every_place()] if "--full" in sys.argv else []
     seconds = min(resume_seconds() for _ in range(3))
     table = peer_table()
     different = sum(not same for same, _ in outcomes) + sum(wrong for _, wrong in placed)

@@ -5,7 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.jobs.resume_kinds import SAMPLED, STREAMED, after, places, plain, played, rest
+from benchmarks.jobs.resume_kinds import (
+    ITEMS,
+    SAMPLED,
+    STREAMED,
+    after,
+    once_each,
+    places,
+    plain,
+    played,
+    rest,
+    served,
+)
+from headway.data.runtime.fleet import Fleet
+from tests.served_made import end, only, runtime  # noqa: F401 - servers of these tests have a folder of their own
 
 PASSES = 3
 
@@ -27,6 +40,22 @@ def test_workers_that_are_at_their_end_stay_there(kind, persistent):
 
     for place in places(whole)[2::2]:
         assert rest(STREAMED[kind], place, PASSES, **options) == after(whole, place), place
+
+
+def test_a_loader_through_a_fleet_goes_on_from_every_place():
+    whole = played(SAMPLED["own order"], PASSES)
+
+    with Fleet(ITEMS, num_workers=2) as fleet:
+        for place in places(whole):
+            assert rest(lambda: fleet.batches(4, True), place, PASSES) == after(whole, place), place
+
+
+def test_a_served_loader_gives_each_item_once_a_pass_from_every_place_with_the_same_server_or_another(runtime):  # noqa: F811 - the fixture
+    whole = played(SAMPLED["own order"], PASSES)
+    for number, place in enumerate(places(whole)):
+        another = place[1] > 0 and number % 3 == 0
+        between = (lambda: end(only(runtime))) if another else (lambda: None)
+        assert once_each(served, place, PASSES, between=between), place
 
 
 @pytest.mark.parametrize("kind", ["random, own generator", "numpy and Python"])

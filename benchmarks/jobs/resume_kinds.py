@@ -133,6 +133,12 @@ STREAMED: dict[str, Callable[..., DataLoader]] = {
 }
 """Kinds without threads."""
 
+
+def served(**more: Any) -> DataLoader:
+    """Return a loader whose batches come from the data server of this user, in the server's order."""
+    return DataLoader(ITEMS, 4, shuffle=True, server="auto", **more)
+
+
 Place = tuple[int, int]
 """(passes that are over, batches taken in the next one; -1 = it has not begun)."""
 
@@ -158,19 +164,39 @@ def played(make: Callable[..., DataLoader], num_passes: int, **options: Any) -> 
     return [[plain(batch) for batch in next(every)] for _ in range(num_passes)]
 
 
+def taken_to(loader: DataLoader, place: Place) -> list[list[Any]]:
+    """Take the batches up to a place; returns those of each pass that had begun."""
+    every = passes(loader, 0)
+    taken = [[plain(batch) for batch in next(every)] for _ in range(place[0])]
+    if place[1] >= 0:
+        batches = next(every)
+        taken.append([plain(next(batches)) for _ in range(place[1])])
+    return taken
+
+
+def once_each(
+    make: Callable[..., DataLoader], place: Place, num_passes: int, *, between: Callable[[], object] = lambda: None
+) -> bool:
+    """Tell whether each pass gives each item once, with an interruption at `place`; `between` is called at it."""
+    loader = make()
+    taken = taken_to(loader, place)
+    state = loader.state_dict()
+    del loader
+    between()
+    loader = make()
+    loader.load_state_dict(state)
+    taken += [[] for _ in range(num_passes - len(taken))]
+    for number in range(state["epoch"], num_passes):
+        taken[number] += [plain(batch) for batch in loader]
+    return all(sorted(item for batch in one for item in batch) == [*ITEMS] for one in taken)
+
+
 def rest(
     make: Callable[..., DataLoader], place: Place, num_passes: int, *, times: int = 1, **options: Any
 ) -> list[Any]:
     """Return the batches that come after `place` in a process that goes on from its state, loaded `times` times."""
     loader = make(**options)
-    every = passes(loader, 0)
-    for _ in range(place[0]):
-        for _ in next(every):
-            pass
-    if place[1] >= 0:
-        batches = next(every)
-        for _ in range(place[1]):
-            next(batches)
+    taken_to(loader, place)
     state = loader.state_dict()
     for _ in range(times):
         loader = make(**options)
