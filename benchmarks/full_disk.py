@@ -1,16 +1,18 @@
-"""The disk of a run folder fills up, or the folder is removed, at any moment: does the job go on to its own end?
+"""The disk of a run folder fills up or breaks, or the folder is removed, at any moment: does the job go on to its end?
 
 Claim: whatever the moment, a job of two ranks under `headway run --out` prints what it prints without headway, ends
 with its own exit code, and headway says what the recording lacks once for each cause. Moments are drawn from the whole
 life of the job, its start and its end included; a disk that is full before any rank was started is refused with exit
-code 2. The disk is a tmpfs of 48 MiB in a mount namespace of its own.
+code 2. The disk is a tmpfs of 48 MiB in a mount namespace of its own. Where FUSE mounts can be made, there are two ways
+more: from the moment on each call to the file system fails (EIO), or each that changes something (EROFS).
 
-Needs the right to mount in a namespace of its own (`unshare --mount`).
+Needs the right to mount in a namespace of its own (`unshare --mount`); for FUSE /dev/fuse and libfuse 2.
 """
 
 import argparse
 import contextlib
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -18,6 +20,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.passing_mount import mounted
+from benchmarks.peers.env import python_of
+from headway.core.errors import InputError
 
 SCRIPT = """
 import time, torch
@@ -39,6 +47,7 @@ RANKS = 2
 SIZE_MB = 48
 HANG_S = 300.0
 WAYS = ("fill", "remove")
+ERRORS = ("EIO", "EROFS")
 
 
 def command(script, out=None):
@@ -59,6 +68,14 @@ def can_mount():
     return tried.returncode == 0
 
 
+def can_break():
+    """Whether a FUSE mount can be made here, in a namespace of its own."""
+    try:
+        return apart("EIO", 0.0, Path(os.devnull))[0] is not None
+    except (subprocess.CalledProcessError, InputError):
+        return False
+
+
 def fill(folder):
     """Take all the room that the file system of `folder` has left."""
     with (folder / "filler").open("wb", buffering=0) as file:
@@ -71,18 +88,27 @@ def fill(folder):
 def moment(way, after_s, disk, script):
     """Run the job and spoil its disk after so long; returns (exit code or 'hang', stdout, stderr, seconds).
 
-    It mounts a tmpfs at `disk`: call it in a mount namespace of its own.
+    It mounts a file system in `disk`: call it in a mount namespace of its own.
     """
+    if way in ERRORS:
+        root = disk / "root"
+        with mounted(python_of("fusepy"), root, disk / "mount") as there:
+            if not there:
+                raise RuntimeError("no FUSE mount can be made here")
+            return _spoilt(lambda: root.with_suffix(".errno").write_text(way), after_s, disk / "mount", script)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE_MB}m", "t", disk], check=True)
+    if way == "fill":
+        return _spoilt(lambda: fill(disk), after_s, disk, script)
+    return _spoilt(lambda: shutil.rmtree(disk / "run", ignore_errors=True), after_s, disk, script)
+
+
+def _spoilt(spoil, after_s, disk, script):
     start = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         job = subprocess.Popen(command(script, disk / "run"), stdout=out, stderr=err)
         with contextlib.suppress(subprocess.TimeoutExpired):
             job.wait(after_s)
-        if way == "fill":
-            fill(disk)
-        else:
-            shutil.rmtree(disk / "run", ignore_errors=True)
+        spoil()
         try:
             code = job.wait(HANG_S)
         except subprocess.TimeoutExpired:
@@ -132,19 +158,20 @@ def main():
     if not can_mount():
         print(json.dumps({"bench": "full_disk", "met": False, "reason": "no file system can be mounted here"}))
         return 1
+    ways = WAYS + ERRORS if can_break() else WAYS
     draw, bad, count = random.Random(options.seed), [], 30 if options.full else options.moments
     with tempfile.TemporaryDirectory() as name:
         script = Path(name) / "train.py"
         script.write_text(SCRIPT)
         plain = subprocess.run(command(script), capture_output=True, text=True, check=False).stdout
         life_s = apart("remove", 2 * HANG_S, script)[3]
-        for way in WAYS:
+        for way in ways:
             for _ in range(count):
                 after_s = draw.uniform(0, life_s)
                 faults, _ = faults_of(way, after_s, script, plain)
                 bad += [{"way": way, "after_s": round(after_s, 2), "fault": fault[-2000:]} for fault in faults]
     print(json.dumps({
-        "bench": "full_disk", "ranks": RANKS, "moments": dict.fromkeys(WAYS, count), "bad": len(bad),
+        "bench": "full_disk", "ranks": RANKS, "moments": dict.fromkeys(ways, count), "bad": len(bad),
         "faults": bad[:5], "met": not bad,
     }))  # fmt: skip
     return 3 if bad else 0

@@ -6,7 +6,7 @@ have it that puts its ring into the run folder: there a store waits while its pa
 a FUSE mount that passes everything on and sleeps in each write; both processes run beside each other, and the mount is
 synchronised twice a second, as the client of a network file system does on its own.
 
-Needs /dev/fuse, the right to mount, libfuse 2 and the package fusepy: `pip install fusepy`.
+Needs /dev/fuse, the right to mount and libfuse 2.
 """
 
 import argparse
@@ -23,6 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.passing_mount import mounted
+from benchmarks.peers.env import python_of
+
+ROOT = Path(__file__).resolve().parent.parent
 BOUND_US = 50.0
 RECORD = bytes(64)
 JOB = """
@@ -60,71 +66,19 @@ def in_mapped_file(folder, seconds):
         return timed(write, seconds)
 
 
-def serve(root, mount, delay_s):
-    """Pass all calls of a mount on to `root`, and sleep in each write; does not return before it is unmounted."""
-    import fuse
-
-    class Passing(fuse.Operations):
-        def __init__(self):
-            self.getattr = lambda path, _=None: stat_of(os.lstat(root + path))
-            self.chmod, self.chown = (lambda path, mode: os.chmod(root + path, mode)), (lambda *_: 0)
-            self.mkdir, self.rmdir = (
-                (lambda path, mode: os.mkdir(root + path, mode)),
-                lambda path: os.rmdir(root + path),
-            )
-            self.unlink = lambda path: os.unlink(root + path)
-            self.rename = lambda old, new: os.rename(root + old, root + new)
-            self.symlink = lambda target, source: os.symlink(source, root + target)
-            self.readlink = lambda path: os.readlink(root + path)
-            self.readdir = lambda path, _: [".", "..", *os.listdir(root + path)]
-            self.open = lambda path, flags: os.open(root + path, (flags & ~os.O_WRONLY & ~os.O_APPEND) | os.O_RDWR)
-            self.create = lambda path, mode, _=None: os.open(root + path, os.O_RDWR | os.O_CREAT, mode)
-            self.read = lambda _, size, offset, handle: os.pread(handle, size, offset)
-            self.release = lambda _, handle: os.close(handle)
-            self.utimens = lambda path, times=None: os.utime(root + path, times)
-
-        def write(self, _, data, offset, handle):
-            time.sleep(delay_s)
-            return os.pwrite(handle, data, offset)
-
-        def truncate(self, path, length, handle=None):
-            os.truncate(root + path if handle is None else handle, length)
-
-    def stat_of(found):
-        return {name: getattr(found, name) for name in dir(found) if name.startswith("st_") and "_ns" not in name}
-
-    fuse.FUSE(Passing(), mount, foreground=True, nothreads=False)
-
-
 def main():
     """Mount, run both beside each other, print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--delay-ms", type=float, default=200.0)
-    parser.add_argument("--serve", nargs=2, metavar=("ROOT", "MOUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        serve(*options.serve, options.delay_ms / 1e3)
-        return 0
     with tempfile.TemporaryDirectory(prefix="headway-slow-") as name:
         root, mount = Path(name) / "root", Path(name) / "mount"
-        root.mkdir()
-        mount.mkdir()
-        command = [sys.executable, __file__, "--delay-ms", str(options.delay_ms), "--serve", str(root), str(mount)]
-        server = subprocess.Popen(command)
-        try:
-            for _ in range(200):
-                if os.path.ismount(mount) or server.poll() is not None:
-                    break
-                time.sleep(0.05)
-            if not os.path.ismount(mount):
+        with mounted(python_of("fusepy"), root, mount, options.delay_ms / 1e3) as there:
+            if not there:
                 print(json.dumps({"bench": "slow_folder", "met": False, "reason": "no FUSE mount can be made here"}))
                 return 1
             ours, peer = beside(mount, Path(name), options.seconds)
-        finally:
-            subprocess.run(["umount", "-l", mount], check=False)
-            server.terminate()
-            server.wait()
     print(json.dumps({
         "bench": "slow_folder", "write_ms": options.delay_ms, "records": int(options.seconds * 1000),
         "headway_us_p50_p999_max": ours, "mapped_there_us_p50_p999_max": peer,
@@ -151,13 +105,13 @@ def beside(mount, folder, seconds):
             "from pathlib import Path; from benchmarks.slow_folder import in_mapped_file as f; "
             f"print(f(Path({str(mount)!r}), {seconds}))"
         )
-        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
     job = folder / "job.py"
     job.write_text(JOB)
     for thread in threads:
         thread.start()
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(mount / "run"), "--", str(job),
          str(seconds)],

@@ -187,3 +187,12 @@ def test_two_hosts_that_do_not_see_each_others_processes_share_a_run_folder(tmp_
     assert steps_of(tmp_path / "shared") == {0: 30, 1: 30}
     assert not list((tmp_path / "shared").glob("hosts/*/rings/*"))
     assert json.loads((tmp_path / "shared" / "run.json").read_text())["exit"]["class"] == "ok"
+
+
+def test_a_folder_of_rings_that_cannot_be_looked_at_stops_no_launcher(tmp_path):
+    rings = tmp_path / ("rings" * 60)  # any error of the system serves: this name is too long
+    problems = Problems()
+    drainer = Drainer(rings, problems, attempt=0, budget_bytes=1 << 20)
+    drainer.stop()
+
+    assert len(problems.lines()) <= 1

@@ -67,6 +67,7 @@ class _Ring:
         """At how many bytes the spool is sealed."""
         self.quiet = 0
         self._waiting = bytearray()
+        self._cause = disk_full()
 
     def take(self, *, final: bool = False) -> NDArray[np.void]:
         """Return new records after spooling them."""
@@ -82,16 +83,16 @@ class _Ring:
 
         What is gone shows as missing numbers. So a disk that was full for a while costs the records of that while.
         """
-        whole, cause = 0, disk_full()
+        whole, self._cause = 0, disk_full()
         try:
             written = os.pwrite(self._spool, self._waiting, self.size)
             whole = written - written % RECORD_DTYPE.itemsize  # the next write goes over the rest
         except OSError as found:
-            cause = found
+            self._cause = found
         self.size += whole
         del self._waiting[:whole]
         if len(self._waiting) > WAITING_BYTES:
-            self._problems.add(RECORDS, cause)
+            self._problems.add(RECORDS, self._cause)
             del self._waiting[:-WAITING_BYTES]
 
     def seal(self) -> bool:
@@ -140,7 +141,7 @@ class _Ring:
     def close(self) -> None:
         self.flush()
         if self._waiting:
-            self._problems.add(RECORDS, disk_full())
+            self._problems.add(RECORDS, self._cause)
         os.close(self._spool)
         self.reader.close()
 

@@ -53,7 +53,7 @@ def ring_folders(run: Path) -> list[Path]:
 def live_folder(rings: Path) -> Path:
     """Return where the mapped files of `rings` lie: itself, or a private folder of this host."""
     live = rings / LIVE
-    return live if live.is_dir() else rings
+    return live if os.path.isdir(live) else rings  # also where the file system fails: the job goes on
 
 
 def make(run: Path, host: int | None = None) -> Path:

@@ -40,6 +40,7 @@ from headway.data.runtime.keyed import set_generators
 from headway.data.runtime.outcome import OfDataset, OfReading
 from headway.data.runtime.visible import listen_here, noting
 from headway.data.runtime.watch import Watch
+from headway.runtime.reach import of_library
 
 SMALL_BYTES = 1 << 16
 """A batch of no more bytes travels through the queue itself."""
@@ -133,6 +134,8 @@ class WorkerBegins:
     """When the workers were started: no file that they read may be newer."""
     process_name: str = field(default_factory=lambda: multiprocessing.current_process().name)
     """What multiprocessing calls the training process."""
+    depth: int = field(default_factory=lambda: _depth(of_script=True))
+    """Frames of the loop that asked for the workers, and of its callers."""
 
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is number `worker`."""
@@ -142,6 +145,8 @@ class WorkerBegins:
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its stub does not have it
         if self.states is not None:
             _drop_handlers()
+            limit = sys.getrecursionlimit()
+            sys.getrecursionlimit = lambda: limit  # what the script set: `_packing` adds the frames of this process
             set_generators(self.states)
             output = os.memfd_create("headway-output")  # what is printed ahead of the loop is for nobody to see
             os.dup2(output, 1)
@@ -162,12 +167,31 @@ def _drop_handlers() -> None:
             signal.signal(number, signal.SIG_DFL if is_default else signal.SIG_IGN)
 
 
+_FRAMES_TO_FETCH = 3
+"""From a loop to the fetcher of torch's iterator without workers: `__next__`, `_next_data`, `fetch`."""
+
+
+def _depth(*, of_script: bool = False) -> int:
+    """Return the number of frames of the caller and its callers; `of_script`: from the innermost of the script's on.
+
+    >>> _depth() - (lambda: _depth())()
+    -1
+    """
+    frame, found = sys._getframe(1), 0
+    while of_script and frame.f_back is not None and of_library(frame.f_globals.get("__name__")):
+        frame = frame.f_back
+    while frame is not None:
+        frame, found = frame.f_back, found + 1  # type: ignore[assignment]  # None ends it
+    return found
+
+
 def _packing(
     fetch: Callable[[Any, Any], Any], begins: WorkerBegins, aligned: Aligned
 ) -> Callable[[Any, Any], Packed | Unmade]:
     """Wrap the function of a worker that makes batches: it returns one packed, or why there is none."""
     watch: Watch | None = None
     data: object = None
+    has_room = False
     files = FilesRead(looks=True)
     listen_here()
 
@@ -179,7 +203,7 @@ def _packing(
         watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
         data = data or data_of((fetcher.dataset, fetcher.collate_fn))
         printed = os.fstat(1).st_size
-        reading = watch.around(lambda: fetch(fetcher, index), alone=True)
+        reading = watch.around(lambda: fetched(fetcher, index), alone=True)
         sys.stdout.flush()
         if os.fstat(1).st_size != printed:
             return Unmade(OfDataset("reading a batch prints"))
@@ -187,6 +211,15 @@ def _packing(
             data = now
             return Unmade(OfDataset(CHANGES))
         return [reading.value] if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
+
+    def fetched(fetcher: Any, index: Any) -> Any:
+        """Fetch a batch with as many frames left, up to the limit of recursion, as there are in the loop."""
+        nonlocal has_room
+        if not has_room:
+            has_room = True
+            more = _depth() + 1 - (begins.depth + _FRAMES_TO_FETCH)
+            sys.setrecursionlimit(sys.getrecursionlimit() + max(more, 0))
+        return fetch(fetcher, index)
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:
         acts: list[str] = []
