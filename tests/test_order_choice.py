@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -84,6 +86,31 @@ def test_every_epoch_of_every_job_is_simulated():
     assert count_loads("shared", readers, cache_items=50, seed=1, policy="static") == 50
 
 
+def test_what_is_made_ahead_is_shared_as_a_cache_is():
+    readers = {f"j{i}": Reader(np.random.default_rng(i).permutation(800)[:600]) for i in range(3)}
+    loads = [
+        count_loads("shared", {job: replace(reader, ahead_items=ahead) for job, reader in readers.items()},
+                    cache_items=0, seed=1)
+        for ahead in (0, 10, 80)
+    ]  # fmt: skip
+
+    assert loads[0] > loads[1] > loads[2] == union(readers)
+
+
+@pytest.mark.parametrize("used", [1, 37, 150])
+def test_jobs_that_are_under_way_are_counted_from_now_on(used):
+    """In the shared order a job that comes now is beside the first one, and shares also what that has ahead."""
+    readers = {"first": Reader(range(200), ahead_items=8, used_items=used), "late": Reader(range(200), ahead_items=8)}
+    changed = [
+        count_loads(order, readers, cache_items=0, seed=1, before=before)
+        for before, order in (("shared", "dependent"), ("dependent", "shared"), ("dependent", "dependent"))
+    ]
+
+    assert count_loads("shared", readers, cache_items=0, seed=1) == 200 - 8
+    assert min(changed) > 200 - 8
+    assert choose_order(readers, cache_items=0, seed=1, before="shared").order == "shared"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_the_choice_holds_for_other_seeds_and_arrivals(seed):
     readers, spread_s = mix(seed, of=200)
@@ -131,6 +158,12 @@ def test_equal_arguments_give_equal_choices():
         (lambda r: Reader([1], items_per_s=0), "items_per_s is 0"),
         (lambda r: Reader([1], arrives_s=-1), "arrives_s is -1"),
         (lambda r: Reader([1], epochs=0), "epochs is 0"),
+        (lambda r: Reader([1], ahead_items=-1), "ahead_items is -1"),
+        (lambda r: Reader([1], used_items=-2), "used_items -2"),
+        (
+            lambda r: count_loads("shared", {"a": Reader([1, 2], used_items=1)}, cache_items=1, seed=0, before="shard"),
+            "Did you mean 'shared'",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(make, message):

@@ -150,10 +150,11 @@ def in_step(service, clients, epochs, speeds=None, seed=0):
 
 @pytest.mark.parametrize("forms", [("decoded",), ("augmented",)])
 @pytest.mark.parametrize("num_jobs", [1, 2, 5])
-def test_jobs_in_step_prepare_each_item_once_per_pass_for_all_of_them_without_a_cache(forms, num_jobs):
+@pytest.mark.parametrize("order", ["auto", "shared"])
+def test_jobs_in_step_prepare_each_item_once_per_pass_for_all_of_them_without_a_cache(forms, num_jobs, order):
     """CoorDL's coordinated preparation: k jobs, N preparations, staging of no more than their windows."""
     num, window = 300, 2
-    service = served(num, forms, window=window)
+    service = served(num, forms, order, window=window)
     clients = [Client(f"j{k}", range(num), batch_size=4) for k in range(num_jobs)]
     for client in clients:
         client.join(service)
@@ -162,6 +163,26 @@ def test_jobs_in_step_prepare_each_item_once_per_pass_for_all_of_them_without_a_
     assert loads == [num] * 3
     assert most_held <= (window + 1) * 4 * 30
     assert all(client.taken[epoch] == Counter(range(num)) for client in clients for epoch in range(3))
+
+
+@pytest.mark.parametrize("batches", [0, 3, 30])
+@pytest.mark.parametrize("share", [0.8, 1.0])
+def test_the_default_order_counts_on_the_batches_under_way(share, batches):
+    """Jobs that come `batches` one after the other share what windows hold, whether or not their sets are equal."""
+
+    def loads(order):
+        service = served(400, ("decoded",), order, window=8)
+        clients = [Client(f"j{k}", drawn(k, 400, int(400 * share)), batch_size=4) for k in range(3)]
+        for k, client in enumerate(clients):
+            client.join(service)
+            for other in clients[: k + 1] * batches if k < 2 else []:
+                work_off(service)
+                other.take()
+        finish(service, *clients)
+        assert all(client.taken[0] == Counter(client.items.tolist()) for client in clients)
+        return service.status()["loads"]
+
+    assert loads("auto") <= 1.02 * min(loads("shared"), loads("dependent"))
 
 
 def test_a_job_that_goes_in_mid_epoch_stalls_nobody_and_takes_its_share_along():

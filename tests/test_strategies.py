@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.data.caches.cache import TieredCache
-from headway.data.orders import job_order
+from headway.data.orders import job_order, strategies
 from headway.data.orders.job_order import Buffered, DataShareError, own_order
 from headway.data.orders.opportunistic import Opportunistic
 from headway.data.orders.strategies import ORDERS, Shared
@@ -372,3 +373,93 @@ def test_a_job_that_fell_behind_catches_up_and_then_meets_the_others_items():
     rest = list(iter(lambda: order.draw("slow"), None))
 
     assert sorted(slow + together + rest) == list(range(200))
+
+
+def laws(monkeypatch, story, passes=2):
+    """What `story` has taken -> how often each rest follows, over all orders of 4 items in the first passes."""
+    found = {}
+    for places in itertools.product(itertools.permutations(range(4)), repeat=passes):
+        keys = np.array(places, np.uint64) * np.uint64(1 << 62) + np.uint64(1 << 61)
+        monkeypatch.setattr(
+            strategies, "item_seeds", lambda _, number, items, __, keys=keys: keys[number % passes][items]
+        )
+        before, rest = story(Shared(seed=0, jobs={}, size=4))
+        found.setdefault(tuple(before), Counter())[tuple(rest)] += 1
+    return found
+
+
+def drawn(order, job, count=None):
+    return list(itertools.islice(iter(lambda: order.draw(job), None), count))
+
+
+SETS = [[0, 1], [1, 2], [0, 1, 2], [0, 2, 3], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("late", SETS)
+@pytest.mark.parametrize("first", SETS)
+def test_a_late_job_with_any_set_has_an_exactly_uniform_order(monkeypatch, first, late, ahead, leaves):
+    """Also behind another job that came late, and where that one leaves."""
+
+    def story(order):
+        order.add("first", first)
+        order.draw("first")
+        order.add("second", [0, 1, 3])
+        second = drawn(order, "second", 2)
+        order.ahead = {"first": ahead, "second": ahead}
+        if leaves:
+            order.remove("second")
+        order.add("late", late)
+        assert sorted(second + drawn(order, "second")) == [0, 1, 3] if not leaves else second
+        return [], drawn(order, "late")
+
+    counts = laws(monkeypatch, story)[()]
+    assert counts == dict.fromkeys(itertools.permutations(late), counts.total() // math.factorial(len(late)))
+
+
+@pytest.mark.parametrize("other", SETS)
+@pytest.mark.parametrize("taken", [0, 1, 2])
+def test_what_is_left_is_exactly_uniform_whatever_came_before_a_job_caught_up(monkeypatch, other, taken):
+    def story(order):
+        order.add("other", other)
+        order.add("slow", [0, 1, 2, 3])
+        before = drawn(order, "slow", taken)
+        drawn(order, "other", len(other) - 1)
+        if order.catch_up("slow"):
+            assert len(other) - 1 > taken * len(other) / 4
+        return before, drawn(order, "slow")
+
+    for counts in laws(monkeypatch, story).values():
+        assert len(counts) == math.factorial(4 - taken)
+        assert len(set(counts.values())) == 1
+
+
+def test_a_job_that_has_just_come_is_not_behind():
+    order = Shared({"a": range(20)}, seed=1)
+    first = drawn(order, "a", 8)
+    order.add("b", range(20))
+    assert not order.catch_up("b")
+    order.begin("a", epoch=1, remaining=range(9))
+    assert not order.catch_up("a")
+    assert sorted(drawn(order, "b")) == list(range(20))
+    assert len(first) == 8
+    with pytest.raises(InputError, match="no job 'c' here"):
+        order.catch_up("c")
+
+
+def test_a_shared_order_goes_on_after_a_restore_in_the_middle_of_late_and_resumed_epochs():
+    order = Shared({"a": range(60)}, seed=5)
+    drawn(order, "a", 25)
+    order.add("b", range(30, 90), remaining=range(40, 80))
+    drawn(order, "b", 3)
+    drawn(order, "a", 20)
+    order.catch_up("b")
+    other = Shared({})
+    other.load_state_dict(through_a_file(order.state_dict()))
+    for each in (order, other):
+        each.add("c", range(50))
+
+    assert [drawn(other, job) for job in "abc"] == [drawn(order, job) for job in "abc"]
+    with pytest.raises(InputError, match="earlier shared order"):
+        other.load_state_dict({key: value for key, value in order.state_dict().items() if key != "walks"})

@@ -1,8 +1,8 @@
 """The order that the jobs of a data server share, and the moment at which it may become another one.
 
 A named strategy stays. "auto" takes the shared or the dependent order,
-whichever loads less in a simulation of the jobs present; it decides when a job begins an epoch, from the jobs' sets
-and speeds alone, never from what was drawn. So no job's law changes: what is
+whichever loads less in a simulation of the jobs present; it decides when a job begins an epoch, from the jobs' sets,
+speeds and numbers of items used, never from which items were drawn. So no job's law changes: what is
 left of its epoch is a uniform permutation in the new order as it was in the old one.
 
 >>> ordering = Ordering("auto", size=6, seed=1)
@@ -33,6 +33,8 @@ QUEUE = 1 << 16
 """Indices that wait for a slow job at most; beyond that it is no longer coupled to the others."""
 TRIALS, MOST_ITEMS = 4, 400
 """Size of the simulation: 0.1 s for four jobs."""
+LEAST_GAIN = 0.01
+"""Part of the loads that another order must save: with a change, what jobs have drawn together so far is lost."""
 
 
 class Ordering:
@@ -56,6 +58,8 @@ class Ordering:
         self._size, self._seed = size, seed
         self._cache, self._nearby = cache, nearby
         self._items: dict[str, NDArray[np.int64]] = {}
+        self._whole: dict[str, NDArray[np.int64]] = {}
+        """Job -> what it needed when its epoch began in the present order, ascending."""
         self._buffered = Buffered(self._made(), limit=QUEUE)
 
     def begin(
@@ -68,11 +72,13 @@ class Ordering:
         ahead: Mapping[str, int] | None = None,
         items_per_s: Mapping[str, float] | None = None,
         cache_items: int = 0,
+        made_ahead: Mapping[str, int] | None = None,
     ) -> None:
         """Let `job` begin `epoch` of its `items`, of which `remaining` is left (default: everything).
 
-        `ahead`: job -> items taken for it that it has not used yet. `items_per_s`
-        (job -> speed) and `cache_items` are what "auto" goes by. Raises `InputError`.
+        `ahead`: job -> items taken for it that it has not used yet. "auto" also
+        goes by `items_per_s` (job -> speed), `cache_items`, and `made_ahead`: job -> items that
+        are taken for it ahead of use at most, which others may share. Raises `InputError`.
         """
         if isinstance(self._buffered.order, Shared):
             self._buffered.order.ahead = dict(ahead or {})
@@ -82,7 +88,8 @@ class Ordering:
             self._buffered.order.add(job, items, epoch=epoch, remaining=remaining)
             self._items[job] = np.asarray(items, np.int64)
         if self._auto:
-            self._decide(items_per_s or {}, cache_items)
+            self._whole[job] = self._buffered.needed(job)
+            self._decide(items_per_s or {}, cache_items, ahead or {}, made_ahead or {})
 
     def catch_up(self, job: str, ahead: Mapping[str, int]) -> bool:
         """Let a job that has fallen behind the others go on with them, where the order can; return whether it did."""
@@ -98,6 +105,7 @@ class Ordering:
 
     def remove(self, job: str) -> None:
         """Let a job go, if it is here."""
+        self._whole.pop(job, None)
         if self._items.pop(job, None) is not None:
             self._buffered.remove(job)
 
@@ -122,18 +130,32 @@ class Ordering:
             raise InputError("the opportunistic order goes by a cache. Pass cache=.")
         return Opportunistic({}, seed, cache=self._cache, nearby=self._nearby, size=self._size)
 
-    def _decide(self, items_per_s: Mapping[str, float], cache_items: int) -> None:
+    def _decide(
+        self,
+        items_per_s: Mapping[str, float],
+        cache_items: int,
+        ahead: Mapping[str, int],
+        made_ahead: Mapping[str, int],
+    ) -> None:
         """Change the order if another one loads less."""
-        needs = {job: needed for job in self._items if (needed := self._buffered.needed(job)).size}
+        left = {job: num for job in self._items if (num := self._buffered.needed(job).size)}
         best = CANDIDATES[0]
-        # Jobs that need the same go side by side in the shared order: no other loads less.
-        if len({needed.tobytes() for needed in needs.values()}) > 1:
-            speed = items_per_s if needs.keys() <= items_per_s.keys() else dict.fromkeys(needs, 1.0)
-            readers = {job: Reader(needed, items_per_s=speed[job]) for job, needed in needs.items()}
-            best = choose_order(
+        # Jobs of one set are side by side in the shared order, from wherever the later one begins: no other loads less.
+        if len({self._whole[job].tobytes() for job in left}) > 1:
+            speed = items_per_s if left.keys() <= items_per_s.keys() else dict.fromkeys(left, 1.0)
+            readers = {
+                job: Reader(
+                    self._whole[job], items_per_s=speed[job], ahead_items=made_ahead.get(job, 0),
+                    used_items=max(self._whole[job].size - num - ahead.get(job, 0), 0),
+                )
+                for job, num in left.items()
+            }  # fmt: skip
+            choice = choose_order(
                 readers, cache_items=cache_items, seed=self._seed, candidates=CANDIDATES, num_trials=TRIALS,
-                most_items=MOST_ITEMS,
-            ).order  # fmt: skip
+                most_items=MOST_ITEMS, before=self.name,
+            )  # fmt: skip
+            gains = choice.loads[choice.order] < (1 - LEAST_GAIN) * choice.loads[self.name]
+            best = choice.order if gains else self.name
         if best != self.name:
             self._change(best)
 
@@ -144,3 +166,4 @@ class Ordering:
         self._buffered = Buffered(self._made(), limit=QUEUE)
         for job, items in self._items.items():
             self._buffered.order.add(job, items, epoch=old.order.epoch(job), remaining=old.needed(job))
+            self._whole[job] = old.needed(job)

@@ -399,6 +399,7 @@ class Service:
             ahead=self._ahead(),
             items_per_s={other.name: speed for other in self._jobs.values() if (speed := other.counts.examples_per_s)},
             cache_items=self._stock.room_for_items,
+            made_ahead={other.name: self.options.window * other.terms.global_batch for other in self._jobs.values()},
         )
         return partial(self._ordering.take, job.name)
 
