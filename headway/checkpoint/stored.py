@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.checkpoint.fetch import Files, LocalFiles, Room, Source, StoreFiles, too_short
+from headway.core.bounds import RoomError
 from headway.core.errors import DamageError, FormatError
 from headway.storage.digests import Digested, crc32_combine, unpack_digests
 from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
@@ -179,8 +180,14 @@ class Stored:
         self.step, self.world_size = record.step, record.world_size
 
     def open_dcp(self, data: bytes) -> None:
-        """Take everything from the bytes of a `.metadata`."""
-        metadata = read_metadata(data, f"{self.place}/{METADATA}")
+        """Take everything from the bytes of a `.metadata`; how much memory that may take, the whole checkpoint says."""
+        name = f"{self.place}/{METADATA}"
+        try:
+            metadata = read_metadata(data, name)
+        except RoomError:  # more tensors than the metadata alone has room for
+            if (store := self.store) is None:
+                raise
+            metadata = read_metadata(data, name, num_bytes=sum(store.list().values()))
         self._chunked, self.paths = metadata.tensors, metadata.paths
         self.tensors = {fqn: (tensor.shape, tensor.dtype) for fqn, tensor in metadata.tensors.items()}
         self.objects = {
