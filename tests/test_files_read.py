@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import time
 from contextlib import closing
 
 import numpy as np
 
-from headway.data.runtime.files_read import FilesRead, changed, written_since
+from headway.data.runtime.files_read import FilesRead, changed, noted, written_since
 
 
 def test_a_database_that_is_opened_by_its_uri_is_noted_by_its_path(tmp_path):
@@ -52,3 +53,18 @@ def test_what_is_noted_inside_is_noted_outside_too(tmp_path):
 
     assert [*inner] == [str(tmp_path / "one")]
     assert [*outer] == [str(tmp_path / "one"), str(tmp_path / "two")]
+
+
+def test_a_link_that_is_set_anew_is_a_change_wherever_it_leads(tmp_path):
+    link, target = tmp_path / "current", tmp_path / "1"
+    link.symlink_to("1")
+    dangling = noted(str(link))
+    target.write_text("")
+    led, file = noted(str(link)), noted(str(target))
+    link.unlink()
+    os.link(target, link)  # the file itself, under the link's name
+
+    assert len({dangling, led, file}) == 3
+    assert changed({str(link): led}) == str(link)
+    assert noted(str(link)) == noted(str(target))
+    assert written_since({str(link): dangling}, dangling[5]) == str(link)

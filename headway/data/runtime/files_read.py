@@ -39,8 +39,11 @@ from urllib.parse import unquote
 
 from headway.runtime.bootstrap import active
 
-Noted = tuple[int, int, int, int, int] | None
-"""Device, inode, size, times of the last changes in ns; None for a file that is not there."""
+Noted = tuple[int, ...] | None
+"""Device, inode, size, times of the last two kinds of change in ns; of a link that of its own change and its inode too.
+
+None for a file that is not there; of a link that leads nowhere the first five are 0.
+"""
 
 LISTINGS = ("os.listdir", "os.scandir")
 """Audit events of looks into folders."""
@@ -69,10 +72,10 @@ TICK_NS = 20_000_000
 FILE = "the script writes {} while examples are read from it"
 """Why a batch that was read ahead is not the one that the loop would get."""
 
-NEVER: Noted = (0, 0, 0, 0, 0)
+NEVER = (0, 0, 0, 0, 0)
 """What no file is like: one that was noted so has always changed."""
 
-_stat = os.stat
+_stat, _lstat = os.stat, os.lstat
 
 
 class _OfThread(threading.local):
@@ -200,13 +203,18 @@ def mapped_for_writing() -> set[tuple[int, int]]:
 
 
 def noted(path: str) -> Noted:
-    """Return what the file system says of a file."""
+    """Return what the file system says of a file, and of the link to it that `path` may be."""
     try:
-        facts = _stat(path)
+        itself = _lstat(path)
     except (OSError, ValueError):
         return None
+    link = (itself.st_ctime_ns, itself.st_ino) if stat.S_ISLNK(itself.st_mode) else ()
+    try:
+        facts = _stat(path) if link else itself
+    except OSError:
+        return *NEVER, *link
     size = facts.st_size if stat.S_ISREG(facts.st_mode) else 0
-    return facts.st_dev, facts.st_ino, size, facts.st_mtime_ns, facts.st_ctime_ns
+    return facts.st_dev, facts.st_ino, size, facts.st_mtime_ns, facts.st_ctime_ns, *link
 
 
 def changed(files: Mapping[str, Noted]) -> str | None:
@@ -223,6 +231,6 @@ def written_since(files: Mapping[str, Noted], moment_ns: int) -> str | None:
     """Return the first file that was written after `moment_ns` of the wall clock, or may have been; None: none was."""
     mapped = mapped_for_writing()
     for path, facts in files.items():
-        if facts is not None and (max(facts[3:]) > moment_ns - TICK_NS or facts[:2] in mapped):
+        if facts is not None and (max(facts[3:6]) > moment_ns - TICK_NS or facts[:2] in mapped):
             return path
     return None
