@@ -45,7 +45,10 @@ class Made(NamedTuple):
 
     @property
     def per_s(self) -> float:
-        """Batches per second of one busy worker; half done at the end counts for it, at the start against."""
+        """Batches per second of one busy worker.
+
+        Batches that are half done count as half a batch: at the end for it, at the start against it.
+        """
         return max(self.batches + (self.ended - self.begun) / 2, 0.0) / self.busy_s
 
     def chance(self, spread: float) -> tuple[float, float]:
