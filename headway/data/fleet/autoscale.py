@@ -2,12 +2,14 @@
 
 Once per period the fleet says what its workers made and how long they were
 busy, what its readers took and how long they waited. Both sides are then
-known as rates: a worker makes `prepared / busy_s` batches per second, readers
-would take `taken / (time that they did not wait)`. Their ratio is the number
-of workers that demand needs; DPP's signs (buffered batches, utilisation of
-workers) decide when to believe it. Growing is urgent and is done at once;
-shrinking saves, and waits for several periods that agree. Between the two
-lies a band of one worker, so that noise changes nothing.
+known as rates: a worker makes `prepared / busy_s` batches per second (averaged
+for as long as it stays the same, see `rate`), readers would take `taken /
+(time that they did not wait)`. Their ratio is the number of workers that
+demand needs; DPP's signs (buffered batches, utilisation of workers) decide
+when to believe it. Growing is urgent and is done at once; shrinking saves,
+and waits for several periods that agree. Between the two lies a band of more
+than one worker, so that noise changes nothing. When nobody reads, the fleet
+shrinks to its least.
 
 Batches per second, seconds, counts per fleet and period.
 
@@ -24,6 +26,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from headway.core.errors import InputError
+from headway.data.fleet.rate import WorkerRate
 
 MOST_GROWTH = 4.0
 """Factor of one step up: readers that wait nearly all the time say little about their demand."""
@@ -35,8 +38,6 @@ SLACK = 0.25
 """Workers above measured demand that shrinking leaves: a fleet that is busy to the last second has empty buffers."""
 AGREEING = 3
 """Periods in a row that must agree before workers are drained."""
-REMEMBERED = 20
-"""Periods from which the rate of a worker is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +92,13 @@ class Autoscaler:
 
     least: int = 1
     most: int = 64
-    _made: deque[Load] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Periods from which the rate of a worker is known: it changes slowly."""
+    _rate: WorkerRate = field(default_factory=WorkerRate)
+    _needed: deque[float] = field(default_factory=lambda: deque(maxlen=AGREEING))
+    """Workers that each of the last periods asked for; 0 where nobody read."""
     _demands: deque[float] = field(default_factory=lambda: deque(maxlen=AGREEING))
-    """Batches per second that readers asked for in the last periods: they may change at any time."""
-    _num_busy_before: float = 0.0
-    """Workers that were busy when the first of those periods began."""
+    """Batches per second that readers asked for in the last periods."""
+    _starved_at: int = -1
+    """Workers that there were in the last period, if readers waited for them to do more."""
 
     def __post_init__(self) -> None:
         """Raise `InputError` on bounds that leave no choice."""
@@ -105,32 +107,28 @@ class Autoscaler:
 
     def decide(self, load: Load) -> int:
         """Return how many workers there should be from now on."""
-        if len(self._made) == REMEMBERED:
-            self._num_busy_before = self._made[0].num_busy
-        self._made.append(load)
-        self._demands.append(load.demand_per_s)
-        now, rate = load.num_workers, self.rate_per_s()
-        if not rate or not load.demand_per_s:  # nothing was made, or nothing is read
+        self._rate.add(load.prepared, busy_s=load.busy_s, period_s=load.period_s)
+        now, rate = load.num_workers, self._rate.per_s
+        again, self._starved_at = self._starved_at == now, now if load.starved else -1
+        idle = not load.demand_per_s and load.waited_fraction <= STARVED
+        if not idle and not (load.demand_per_s and rate):
+            # Readers wait for a batch that takes longer than a period: neither rate is known.
+            self._needed.clear()
+            self._demands.clear()
             return self._bounded(now)
-        needed = load.demand_per_s / rate
+        needed = 0.0 if idle else load.demand_per_s / rate
+        self._needed.append(needed)
+        self._demands.append(load.demand_per_s)
         if load.starved:
             # Rounded, not up: what one period shows is a percent or two off. If that leaves readers waiting still, or
             # demand equals what workers make, which leaves no buffer, one more is the right number.
-            again = len(self._made) > 1 and self._made[-2].starved and self._made[-2].num_workers == now
             return self._bounded(max(round(needed), now + 1 if again and needed > now - 0.5 else now))
-        most = max(self._demands) / rate
-        if len(self._demands) == AGREEING and math.ceil(most) <= now - 2:
-            return self._bounded(math.ceil(most + SLACK))
+        if len(self._needed) == AGREEING and max(self._needed) <= now - 1:
+            # The newest rate is averaged over the most periods.
+            most = max(self._demands) / rate if any(self._demands) else -SLACK
+            if most <= now - 2 + SLACK:
+                return self._bounded(math.ceil(most + SLACK))
         return self._bounded(now)
-
-    def rate_per_s(self) -> float:
-        """Return the batches per second that one busy worker makes, over the periods remembered; 0 when unknown."""
-        busy_s = sum(load.busy_s for load in self._made)
-        if busy_s <= 0:
-            return 0.0
-        # A batch in the making is half done on average: those at the end count for it, those at the begin against.
-        halves = (self._made[-1].num_busy - self._num_busy_before) / 2
-        return max(sum(load.prepared for load in self._made) + halves, 0.0) / busy_s
 
     def _bounded(self, workers: int) -> int:
         return min(max(workers, self.least), self.most)

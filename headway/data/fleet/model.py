@@ -47,13 +47,31 @@ class _Worker:
 class _Fleet:
     """The process: workers, one reader that stands for all, and the autoscaler's clock."""
 
-    def __init__(self, process: Process, rate_per_s: float, noise: float, buffer: int, boot_s: float) -> None:
-        self.process, self.rate_per_s, self.noise, self.buffer, self.boot_s = process, rate_per_s, noise, buffer, boot_s
+    def __init__(self, process: Process, noise: float, buffer: int, boot_s: float) -> None:
+        self.process, self.noise, self.buffer, self.boot_s = process, noise, buffer, boot_s
+        self.rate_per_s = math.nan
         self.workers: list[_Worker] = []
         self.booting: list[Event] = []
-        self.step_s = 0.0
+        self.step_s = math.inf
+        """Time of a training step; infinite while nobody reads."""
+        self.next_take: Event | None = None
         self.waits_since_s: float | None = None
         self.taken, self.prepared, self.busy_s, self.waited_s = 0, 0, 0.0, 0.0
+
+    def set_demand(self, per_s: float) -> None:
+        """Let readers take `per_s` batches per second from now on; at 0 they leave."""
+        idle = math.isinf(self.step_s)
+        self.step_s = 1 / per_s if per_s else math.inf
+        if idle and per_s:
+            self.take()
+        if not per_s:
+            self._end_wait()
+            if self.next_take is not None:
+                self.next_take.cancel()
+
+    def set_rate(self, per_s: float) -> None:
+        """Let a worker make `per_s` batches per second, from the batch on that it begins next."""
+        self.rate_per_s = per_s
 
     def serving(self) -> list[_Worker]:
         return [worker for worker in self.workers if not worker.draining]
@@ -89,10 +107,16 @@ class _Fleet:
         self.prepared += 1
         worker.buffered += 1
         self._begin(worker)
-        if self.waits_since_s is not None:
-            self.waited_s += self.process.now_s - self.waits_since_s
-            self.waits_since_s = None
+        if self._end_wait():
             self.take()
+
+    def _end_wait(self) -> bool:
+        """Count a wait that ends now; returns whether there was one."""
+        if self.waits_since_s is None:
+            return False
+        self.waited_s += self.process.now_s - self.waits_since_s
+        self.waits_since_s = None
+        return True
 
     def _count_busy(self, worker: _Worker) -> None:
         """Count its time up to now, also on a batch that is not done: else long ones would count too little."""
@@ -111,7 +135,7 @@ class _Fleet:
         if fullest.begun_s is None:
             self._begin(fullest)
         self._remove_drained()
-        self.process.after(self.step_s, self.take)
+        self.next_take = self.process.after(self.step_s, self.take)
 
     def _remove_drained(self) -> None:
         self.workers = [w for w in self.workers if not (w.draining and not w.buffered and w.begun_s is None)]
@@ -140,7 +164,7 @@ class _Fleet:
 def simulate(
     demand: Sequence[tuple[float, float]],
     *,
-    rate_per_s: float,
+    rate_per_s: float | Sequence[tuple[float, float]],
     scaler: Autoscaler,
     seed: int,
     noise: float = 0.2,
@@ -149,12 +173,13 @@ def simulate(
     boot_s: float = 2.0,
     first_workers: int = 1,
 ) -> History:
-    """Play `demand`, steps of (batches/s, seconds), against workers of `rate_per_s`.
+    """Play `demand`, steps of (batches/s, seconds), against workers of `rate_per_s`, a number or such steps too.
 
-    `noise` is the deviation of the logarithm of a batch's time; a new worker takes `boot_s` to start.
+    A demand of 0 means that nobody reads; rates stay as they are after their last step. `noise` is the deviation of the
+    logarithm of a batch's time; a new worker takes `boot_s` to start.
     """
     process = Process(seed)
-    fleet = _Fleet(process, rate_per_s, noise, buffer, boot_s)
+    fleet = _Fleet(process, noise, buffer, boot_s)
     history = History(total_s=sum(seconds for _, seconds in demand))
 
     def look() -> None:
@@ -165,15 +190,13 @@ def simulate(
         history.waited_per_period_s.append(load.waited_fraction * period_s)
         process.after(period_s, look)
 
-    def change(per_s: float) -> None:
-        fleet.step_s = 1 / per_s
-
-    begun_s = 0.0
-    for per_s, seconds in demand:
-        process.after(begun_s, change, per_s)
-        begun_s += seconds
+    rates = rate_per_s if isinstance(rate_per_s, Sequence) else [(rate_per_s, history.total_s)]
+    for steps, change in ((rates, fleet.set_rate), (demand, fleet.set_demand)):
+        begun_s = 0.0
+        for per_s, seconds in steps:
+            process.after(begun_s, change, per_s)
+            begun_s += seconds
     fleet.resize(first_workers)
-    process.after(0.0, fleet.take)
     process.after(period_s, look)
-    process.run(until_s=begun_s)
+    process.run(until_s=history.total_s)
     return history
