@@ -70,7 +70,7 @@ def main() -> int:
         best = {"seneca": speeds.max(), "bottleneck": paced(rates, full, counts).max()}
         for model, found in (("seneca", published), ("bottleneck", split)):
             worst[model] = max(worst[model], best[model] / found.examples_per_s - 1)
-            assert abs(sum(found.fractions) - 1) < 1e-9, "a split does not sum to 1"
+            assert sum(found.fractions) < 1 + 1e-9, "a split sums to more than 1"
         of_published = paced(rates, full, np.array(published.counts)[:, None])[0]
         losses.append(1 - of_published / split.examples_per_s)
     met = max(worst.values()) <= 1e-9

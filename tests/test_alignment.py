@@ -23,7 +23,7 @@ from headway.trace.synthetic import Job, generate
 from headway.trace.trace import Trace, concat
 from headway.trace.vocabulary import KIND
 from headway.verbs.trace_align import align as verb
-from tests.clocks_made import MS, US, Maker, S, Wrong, one_group, pipeline, three_axes
+from tests.clocks_made import MS, US, Maker, S, Unsteady, Wrong, one_group, pipeline, three_axes
 from tests.traces_made import profile, span
 
 seeds = st.integers(0, 30)
@@ -128,6 +128,77 @@ def test_a_drift_that_changes_is_followed_window_by_window():
     assert found.violations == 0
 
 
+def two_ranks(seed: int) -> tuple[Trace, list[int]]:
+    return one_group(seed, ranks=2)
+
+
+def eight_ranks(seed: int) -> tuple[Trace, list[int]]:
+    return one_group(seed, ranks=8)
+
+
+UNSTEADY = {
+    "10 ppm": {"change": 10e-6}, "30 ppm": {"change": 30e-6}, "500 us": {"step_ns": 500 * US},
+    "500 us and 10 ppm": {"change": 10e-6, "step_ns": 500 * US},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("unsteady", UNSTEADY)
+@pytest.mark.parametrize("make", [two_ranks, eight_ranks, pipeline])
+def test_drifts_that_change_and_steps_are_followed_at_the_default_window(make, unsteady, seed):
+    """D3's bar, the larger of 50 us and twice the median collective, in all but the pause in which a clock steps."""
+    trace, length_ns = make(seed)
+    wrong = Unsteady.drawn(500 + seed, len(trace.ranks), **UNSTEADY[unsteady])
+    spoiled = wrong.spoil(trace)
+    found = align(spoiled)
+    error_ns = wrong.error_ns(found.apply(spoiled), wrong.steady_ns(pause_ns=300 * MS))
+
+    assert found.violations_before > 0 == found.violations == still_violated(found.apply(spoiled))
+    assert error_ns.max() <= max(50 * US, 2 * np.median(length_ns))
+    assert np.sqrt((error_ns.astype(np.float64) ** 2).mean()) <= 50 * US
+    assert {step.rank for step in found.steps} == set(np.flatnonzero(wrong.step_ns).tolist())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_large_steps_are_taken_out_where_the_calls_leave_pauses_for_them(seed):
+    trace, _ = eight_ranks(seed)
+    wrong = Unsteady.drawn(seed, 8, step_ns=100 * MS)
+    spoiled = wrong.spoil(trace)
+
+    assert wrong.error_ns(align(spoiled).apply(spoiled), wrong.steady_ns(pause_ns=300 * MS)).max() <= 50 * US
+
+
+def test_steps_are_found_in_sparse_groups_too():
+    trace, _ = three_axes(1)
+    wrong = Unsteady.drawn(501, 64, step_ns=500 * US)
+    spoiled = wrong.spoil(trace)
+    found = align(spoiled)
+
+    assert found.violations == 0
+    assert wrong.error_ns(found.apply(spoiled), wrong.steady_ns(pause_ns=S)).max() <= 50 * US
+    assert sorted(step.rank for step in found.steps) == np.flatnonzero(wrong.step_ns).tolist()
+    assert found.drift_ppm - found.drift_ppm[0] == pytest.approx(1e6 * (wrong.drift[0] - wrong.drift), abs=2)
+
+
+@pytest.mark.parametrize("make", [one_group, three_axes, pipeline])
+def test_clocks_without_steps_and_bends_keep_their_window(make):
+    trace, _ = make(7)
+    found = align(Wrong.draw(np.random.default_rng(7), len(trace.ranks)).spoil(trace))
+
+    assert found.steps == ()
+    assert found.knot_ns.shape[1] == 2
+
+
+def test_ends_that_are_late_together_are_no_step_where_that_would_break_the_order():
+    """A rank that leaves 20 calls 400 us late, and comes in time: no clock is to blame, none is set."""
+    trace, _ = one_group(2, ranks=4)
+    late = (trace.events["rank"] == 2) & (trace.events["seq"] >= 100) & (trace.events["seq"] < 120)
+    found = align(replace(trace, events={**trace.events, "duration_ns": trace.events["duration_ns"] + 400 * US * late}))
+
+    assert found.violations == 0
+    assert np.abs(found.theta_ns[:, 0]).max() < 50 * US
+
+
 def test_the_raw_times_stay_and_a_file_keeps_them_apart(tmp_path):
     trace = Wrong.draw(np.random.default_rng(1), 5).spoil(small(1))
     aligned = align(trace).apply(trace)
@@ -210,7 +281,8 @@ def contradiction() -> Trace:
 
 def test_an_order_that_no_clocks_fulfil_is_told_with_its_circle():
     with pytest.raises(
-        CycleError, match=r"40\.000 us short.*rank [01] ends comm.collective \(group 0 seq [01]\) before"
+        CycleError,
+        match=r"40\.000 us short.*rank [01] ends comm.collective \(group 0 seq [01]\) before.*-s 15.*--tolerate",
     ):
         align(contradiction())
 
@@ -306,7 +378,7 @@ def test_the_screen_of_the_verb_names_offset_drift_residual_and_violations(tmp_p
 def test_clocks_that_drift_cannot_be_aligned_by_offsets_alone():
     trace = Wrong(np.array([0, 5 * MS, 0]), np.array([0, 0, 20e-6])).spoil(one_group(1, ranks=3, meetings=60)[0])
 
-    with pytest.raises(CycleError, match=r"no offsets of the clocks fulfil .* Give a window length"):
+    with pytest.raises(CycleError, match=r"no offsets of the clocks fulfil .* Pass a window length.*--window-s 60"):
         align(trace, None)
     assert align(trace, None, tolerate=True).violations > 0 == align(trace).violations
 
@@ -324,6 +396,13 @@ def test_a_dag_of_aligned_profiler_rows_lets_ranks_meet():
     meets = [observe(each).edges["collective"] for each in (moved, align(moved).apply(moved))]
 
     assert meets == [0, len(meeting)]
+
+
+def test_the_screen_names_steps(tmp_path, capsys):
+    Unsteady.drawn(500, 2, step_ns=500 * US).spoil(two_ranks(0)[0]).save(tmp_path / "raw.parquet")
+    verb(tmp_path / "raw.parquet", tmp_path / "out.parquet")
+
+    assert re.search(r"rank 1 was set (forward|back) by (49\d|50\d|5\.\d+e2|500) us", capsys.readouterr().out)
 
 
 def test_the_screen_says_when_the_clocks_as_recorded_were_good_enough(tmp_path, capsys):

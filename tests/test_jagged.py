@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -198,6 +199,39 @@ def noisy(rows):
 def test_a_transform_that_is_not_row_pure_is_refused(function, message):
     with pytest.raises(InputError, match=message):
         dedup(Jagged.from_rows([[1, 9], [2, 4], [1, 9]])).transform(function)
+
+
+def test_a_transform_that_shows_only_later_that_it_is_impure_ends_there_and_is_said_once():
+    """Rows beyond the 16 of the first probe, and values that the first batches lack, are looked at too."""
+
+    def by_mean_of_large_ones(rows):
+        large = rows.values > 1000
+        return Jagged(rows.values - (rows.values[large].mean().astype(np.int64) if large.any() else 0), rows.offsets)
+
+    plain = [dedup(Jagged.from_rows([[k], [k + 7], [k]])) for k in range(20)]
+    large = Jagged.from_rows([[2000 + k // 2, 5] for k in range(64)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in plain:
+            assert batch.transform(by_mean_of_large_ones).expand() == batch.expand()
+    with pytest.warns(RuntimeWarning, match=r"by_mean_of_large_ones is not row-pure.*Call it on expand"):
+        first = dedup(large).transform(by_mean_of_large_ones)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = dedup(large).transform(by_mean_of_large_ones)
+
+    assert first.expand() == second.expand() == by_mean_of_large_ones(large)
+
+
+def test_the_first_probe_looks_at_rows_all_over_the_batch():
+    """An impurity in the second half of a batch: found by sample, not missed behind the first 16 rows."""
+
+    def by_mean_of_late_ones(rows):
+        late = rows.values >= 32
+        return Jagged(rows.values - (rows.values[late].mean().astype(np.int64) if late.any() else 0), rows.offsets)
+
+    with pytest.raises(InputError, match="looks at other rows"):
+        dedup(Jagged.from_rows([[k] for k in range(64)])).transform(by_mean_of_late_ones)
 
 
 def clustered(repeats: float, sessions: int = 2500, rows_per_session: int = 16) -> Jagged:

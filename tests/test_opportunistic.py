@@ -88,8 +88,38 @@ def test_one_job_has_the_hits_of_a_static_cache(form, num, capacity, seed):
         order.restart("only")
 
 
+@pytest.mark.parametrize("num_jobs", [1, 3])
+@pytest.mark.parametrize("form", ["encoded", "decoded"])
+def test_what_is_cached_for_good_comes_at_its_own_turn(form, num_jobs):
+    """Substitution would win no load over a static form, and open every epoch with the same items."""
+    cache = TieredCache(20, (1, 0, 0) if form == "encoded" else (0, 1, 0))
+    order = Opportunistic({f"j{i}": range(100) for i in range(num_jobs)}, 1, cache=cache)
+    opened = []
+    for _ in range(4):
+        held = cache.items()
+        loads, received = epoch(order, cache, form, lambda: b"x")
+        opened.append(len(held & {item for item, _ in received["j0"][:20]}))
+        # Once the cache is full, each job reads from storage what it does not hold, and no more.
+        assert loads <= num_jobs * (100 - len(held))
+        for job in received:
+            assert order.substituted_fraction(job) == 0
+            order.restart(job)
+
+    assert max(opened) <= 12
+
+
+def test_an_item_that_is_kept_for_good_after_it_was_offered_is_offered_no_more():
+    cache = TieredCache(10, (0, 0.5, 0.5))
+    order = Opportunistic({"a": range(50), "b": range(50)}, 1, cache=cache)
+    cache.put(3, "augmented", b"x")
+    cache.put(3, "decoded", b"x")
+    order.step()
+
+    assert order.num_substituted.get("a", 0) == order.num_substituted.get("b", 0) == 0
+
+
 def test_what_is_cached_goes_first_and_the_bias_is_counted():
-    cache = TieredCache(10, (0, 1, 0))
+    cache = TieredCache(10, (0, 1, 0), policies="lru")
     order = Opportunistic({"a": range(100)}, 1, cache=cache)
     for item in range(20, 30):
         cache.put(item, "decoded", b"x")
@@ -100,7 +130,7 @@ def test_what_is_cached_goes_first_and_the_bias_is_counted():
 
 
 def test_an_item_that_leaves_the_cache_is_not_offered_any_more():
-    cache = TieredCache(2, (0, 1, 0))
+    cache = TieredCache(2, (0, 1, 0), policies="lru")
     order = Opportunistic({"a": range(50)}, 1, cache=cache)
     order.step()
     cache.put(3, "decoded", b"x")

@@ -422,3 +422,15 @@ class Plain:
 def test_bad_input_is_one_clear_error(make, message):
     with pytest.raises(InputError, match=message):
         make()
+
+
+@pytest.mark.parametrize("number", [2**63, 2**64 - 1])
+def test_ids_that_int64_cannot_hold_are_refused_and_unsigned_ones_below_are_themselves(number):
+    selector = LossSelector()
+    with pytest.raises(InputError, match=rf"ids hold {number}; pass whole numbers below 2\^63.*ids >> 1"):
+        selector.due(np.array([1, number], np.uint64))
+    with pytest.raises(InputError, match=rf"ids hold {number}"):
+        selector.select([1.0, 2.0], np.array([1, number], np.uint64))
+
+    assert len(selector.select([1.0, 2.0], np.array([1, 2**63 - 1], np.uint64))) == 2
+    assert selector.state_dict()["known"]["ids"] == [1, 2**63 - 1]

@@ -1,16 +1,20 @@
 """Model FLOPs of a transformer, and what share of the hardware they use.
 
-A GPT does 72 L h^2 (1 + s/(6h) + V/(16 L h)) operations per trained token,
-forward and backward: the count of Narayanan et al. (arXiv 2104.04473, eq. 3)
-without its recomputed forward pass, as MegaScale (arXiv 2402.15627) uses it.
-(Its term for the output layer is 4.5 V h; counting that layer's forward and
-backward alone would give 6 V h, 0.1 % more for a model of 175 G parameters.)
-Attention is counted in full, not halved for the causal mask.
+A GPT does 72 L h^2 (1 + s/(6h) + V/(12 L h)) operations per trained token,
+forward and backward: six per weight of every matrix, the output layer
+included (6 V h), and 12 L s h for the two products of attention, which is
+counted in full, not halved for the causal mask. With every layer recomputed
+the hardware does the 96 L h^2 (1 + s/(6h) + V/(16 L h)) of Narayanan et al.
+(arXiv 2104.04473, eq. 3).
+
+Papers that take 3/4 of that equation for the model FLOPs count the output
+layer as 4.5 V h (`OUTPUT_LAYER["megatron"]`), for example MegaScale (arXiv
+2402.15627): 0.1 % less for a model of 175 G parameters, 6.8 % less for GPT-2.
 
 >>> model = Transformer(96, 12288, 96, sequence=2048, vocabulary=64000)
 >>> round(flops_per_token(model) / 1e12, 3)
-1.076
->>> round(mfu(6144 / 8.57 * 2048 / 12288 * flops_per_token(model), 312e12), 3)
+1.077
+>>> round(mfu(6144 / 8.57 * 2048 / 12288 * flops_per_token(model, "megatron"), 312e12), 3)
 0.412
 """
 
@@ -27,22 +31,36 @@ RECOMPUTE: tuple[str, ...] = ("none", "selective", "full")
 """What the backward pass computes again: nothing, the attention core (Korthikanti et al.), every layer."""
 
 
-def flops_per_token(model: Transformer) -> float:
-    """Return the model FLOPs of one trained token, forward and backward, nothing computed twice."""
-    layers = 6 * model.layers * model.matrix_parameters + 12 * model.layers * model.sequence * model.hidden
-    return layers + 4.5 * model.vocabulary * model.hidden
+OUTPUT_LAYER: dict[str, float] = {"exact": 6.0, "megatron": 4.5}
+"""Convention -> FLOPs per weight of the output layer: those it executes, or 3/4 of those in Megatron-LM's equation."""
+
+
+def flops_per_token(model: Transformer, convention: str = "exact") -> float:
+    """Return the model FLOPs of one trained token, forward and backward, nothing computed twice.
+
+    `convention` is one of `OUTPUT_LAYER`; pass "megatron" to compare with
+    published rows that count so. Raises `UnknownNameError`.
+    """
+    output_layer = pick(OUTPUT_LAYER, convention, "FLOP convention") * model.vocabulary * model.hidden
+    return _layer_flops(model) + output_layer
+
+
+def _layer_flops(model: Transformer) -> float:
+    """Return the model FLOPs of one trained token in the layers, the output layer left out."""
+    return 6.0 * model.layers * model.matrix_parameters + 12.0 * model.layers * model.sequence * model.hidden
 
 
 def hardware_flops_per_token(model: Transformer, recompute: str = "none") -> float:
     """Return the FLOPs that the hardware executes per trained token; `recompute` is one of `RECOMPUTE`.
 
     `selective` runs the two products of the attention core once more, 4 L s h
-    (arXiv 2205.05198 books three times that). Raises `UnknownNameError`.
+    (arXiv 2205.05198 books three times that); `full` runs the forward pass of
+    every layer once more, but not the output layer. Raises `UnknownNameError`.
     """
     again = {
         "none": 0.0,
         "selective": 4.0 * model.layers * model.sequence * model.hidden,
-        "full": flops_per_token(model) / 3,
+        "full": _layer_flops(model) / 3,
     }
     return flops_per_token(model) + pick(again, recompute, "recompute")
 
@@ -63,14 +81,21 @@ def mfu(flops_per_s: float, peak_flops_per_s: float | None) -> float | None:
 
 
 def job_mfu(
-    model: Transformer, *, tokens_per_s: float, num_devices: int, device: Device | None, dtype: str | None
+    model: Transformer,
+    *,
+    tokens_per_s: float,
+    num_devices: int,
+    device: Device | None,
+    dtype: str | None,
+    convention: str = "exact",
 ) -> float | None:
     """Return the MFU of a job that trains `tokens_per_s` on `num_devices` equal devices.
 
     None when `dtype` is None (mixed precisions) or the device is not listed.
-    Raises `InputError` on fewer than one device or a bad rate.
+    `convention` as in `flops_per_token`. Raises `InputError` on fewer than one
+    device or a bad rate, `UnknownNameError` on an unknown convention.
     """
     if num_devices < 1:
         raise InputError(f"num_devices is {num_devices}; give at least 1.")
     peak = None if device is None or dtype is None else device.peak(dtype)
-    return mfu(tokens_per_s * flops_per_token(model) / num_devices, peak)
+    return mfu(tokens_per_s * flops_per_token(model, convention) / num_devices, peak)

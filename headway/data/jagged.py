@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +38,8 @@ from headway.runtime.draws import drawn, fingerprints, own_generators
 Ints = NDArray[np.int64]
 Values = NDArray[Any]
 
-PROBE_ROWS = 16
-"""Rows on which a transform has to show that it is row-pure."""
+PROBE_ROWS, LATER_ROWS = 16, 4
+"""Rows of the first batch on which a transform has to show that it is row-pure; rows of each later batch, by sample."""
 
 TORCH_PART = "headway.data.runtime.jagged"
 """Where `lookup` and `to_kjt` are: only they need torch."""
@@ -179,14 +181,33 @@ class DedupJagged:
         """Return the batch after a row-pure `function`, which is applied to the unique rows only.
 
         Row-pure: the result of a row depends on that row alone. It has to show
-        that on a few rows first; one that draws random numbers (negative
-        sampling) or looks at other rows raises `InputError`, since it would
-        give equal rows of a batch different results.
+        that on a sample of rows of its first batch; one that draws random
+        numbers (negative sampling) or looks at other rows raises `InputError`,
+        since it would give equal rows of a batch different results. Later
+        batches compare a few sampled rows; a function found impure there is
+        applied to all rows from that batch on, with one warning.
         """
-        _check_row_pure(function, self.unique.take(np.arange(min(PROBE_ROWS, self.num_unique))))
+        known = _purity_of(function)
+        if known.get(_name(function)) is False:
+            return _dedup_group({"": _of_all(function, self)})[""]
+        sampled = _sampled(self.unique, LATER_ROWS if known else PROBE_ROWS)
+        if not known:
+            _check_row_pure(function, self.unique.take(sampled))
         after = function(self.unique)
         if len(after) != self.num_unique:
             raise InputError(f"{_name(function)} made {len(after)} rows of {self.num_unique}. Return one per row.")
+        if any(function(self.unique.take([row])) != after.take([row]) for row in sampled.tolist()):
+            if not known:
+                raise InputError(f"{_name(function)} looks at other rows of the batch. Call it on expand() instead.")
+            known[_name(function)] = False
+            warnings.warn(
+                f"{_name(function)} is not row-pure: a row alone and in its batch differ. It is applied to all rows "
+                "from here on; repeated rows of earlier batches got one result each. Call it on expand() instead.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return _dedup_group({"": _of_all(function, self)})[""]
+        known[_name(function)] = True
         return DedupJagged(after.values, after.offsets, self.inverse, after.weights)
 
     def lookup(self, weight: Any, mode: str = "sum") -> Any:
@@ -393,6 +414,32 @@ def _check_rows(rows: Jagged | DedupJagged) -> None:
         if weights.shape != (len(values),):
             raise InputError(f"weights have shape {weights.shape} for {len(values)} values. Pass one per value.")
         object.__setattr__(rows, "weights", weights)
+
+
+_PURITY: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
+"""Function, or the object whose method it is -> name -> whether it is row-pure as far as was seen."""
+
+
+def _purity_of(function: Any) -> dict[str, bool]:
+    """Return what is known of a function, to be added to; nothing is remembered of one that cannot be referred to."""
+    try:
+        return _PURITY.setdefault(getattr(function, "__self__", function), {})
+    except TypeError:
+        return {}
+
+
+def _of_all(function: Callable[[Jagged], Jagged], batch: DedupJagged) -> Jagged:
+    """Return the result of `function` on all rows of the batch."""
+    after = function(batch.expand())
+    if len(after) != len(batch):
+        raise InputError(f"{_name(function)} made {len(after)} rows of {len(batch)}. Return one per row.")
+    return after
+
+
+def _sampled(rows: Jagged, count: int) -> Ints:
+    """Return up to `count` indices of rows, drawn from a seed that every batch has of its own: its values."""
+    seed = xxhash.xxh3_64_intdigest(np.ascontiguousarray(rows.values).tobytes())
+    return np.sort(np.random.default_rng(seed).permutation(len(rows))[:count]).astype(np.int64)
 
 
 def _check_row_pure(function: Callable[[Jagged], Jagged], rows: Jagged) -> None:

@@ -356,6 +356,11 @@ def _ids(ids: Any) -> Ints:
     number = np.asarray(ids.detach().cpu().numpy() if hasattr(ids, "detach") else ids)
     if number.ndim != 1 or (number.size and number.dtype.kind not in "iu"):
         raise InputError(f"ids have shape {number.shape} and type {number.dtype}; pass [B] whole numbers.")
+    if number.dtype.kind == "u" and number.size and int(number.max()) > np.iinfo(np.int64).max:
+        raise InputError(
+            f"ids hold {int(number.max())}; pass whole numbers below 2^63. A 64-bit hash fits once its top bit is "
+            "dropped: ids >> 1, or ids & (2**63 - 1)."
+        )
     return number.astype(np.int64)
 
 

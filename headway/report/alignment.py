@@ -34,8 +34,8 @@ SHOWN = 32
 def render_alignment(answer: Json, *, source: str = "", target: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.trace-align/1` object.
 
-    Reads `ranks` (rank, host, offset_ns, drift_ppm, residual_us, moved_us), `meetings`, `skipped`, `violations_before`,
-    `violations` and `shortfall_us`.
+    Reads `ranks` (rank, host, offset_ns, drift_ppm, residual_us, moved_us), `meetings`, `skipped`, `steps`,
+    `violations_before`, `violations` and `shortfall_us`.
     """
     parts: list[RenderableType] = [title("headway trace align", source, width=screen.get("width", 88)), ""]
     before, after = answer.get("violations_before"), answer.get("violations")
@@ -49,6 +49,10 @@ def render_alignment(answer: Json, *, source: str = "", target: str = "", **scre
         parts.append(
             paragraph("The clocks as recorded keep every order: these offsets are estimates, not needs.", style="dim")
         )
+    for step in list(answer.get("steps") or ())[:SHOWN]:
+        size = format_seconds(abs(float(step["by_us"])) / 1e6)
+        way = "forward" if step["by_us"] > 0 else "back"
+        parts.append(paragraph(f"The clock of rank {int(step['rank'])} was set {way} by {size} while it recorded."))
     if after:
         worst = format_seconds(float(answer.get("shortfall_us") or 0.0) / 1e6)
         aside = count(answer.get("set_aside") or 0)

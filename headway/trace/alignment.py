@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,30 @@ from numpy.typing import NDArray
 from headway.core.errors import CycleError, InputError
 from headway.core.units import NS_PER_US
 from headway.trace.causality import Link, Projection, middle_end, project, violations
+from headway.trace.clock_steps import find_steps, with_steps, without_step
 from headway.trace.clocks import MAPPED, Clocks, aligned_ns
-from headway.trace.end_differences import estimate
+from headway.trace.end_differences import edges_of, estimate
 from headway.trace.meetings import Ints, Meetings, match
 from headway.trace.trace import Trace
 
 Floats = NDArray[np.float64]
 
 WINDOW_S = 60.0
-"""Length of a window, over which a clock's drift counts as constant."""
+"""Longest window over which a clock's drift counts as constant; windows in which it changes are divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockStep:
+    """A clock that was set forward or back."""
+
+    rank: int
+    """First rank that reads it."""
+
+    before_ns: int
+    """Last raw time that is known to lie before the step."""
+
+    by_ns: int
+    """How far forward; negative = back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +73,13 @@ class Alignment:
     """[Q] Borders of the windows on the reference clock."""
 
     knot_ns: Ints
-    """[R, Q] The same borders on each rank's raw clock."""
+    """[R, K] Where each rank's map bends, on its raw clock: the same borders, and with steps also the steps' sides."""
 
     theta_ns: Ints
-    """[R, Q] What to add to a rank's raw time there; linear between the borders and beyond them."""
+    """[R, K] What to add to a rank's raw time there; linear between the knots and beyond them."""
 
     slope: Floats
-    """[R, Q - 1] Rise of `theta_ns` in each window, ns per ns."""
+    """[R, K - 1] Rise of `theta_ns` between knots, ns per ns."""
 
     residual_us: Floats
     """[R] Median distance of the rank's aligned ends from the middle end of their meetings, NaN without any."""
@@ -89,15 +105,22 @@ class Alignment:
     skipped: int
     """Calls without a partner, at the edges of windows."""
 
+    steps: tuple[ClockStep, ...] = ()
+    """Clocks that were set forward or back while they recorded."""
+
     set_aside: int = 0
     """Starts and ends that contradicted the clocks by far more than their scatter, where that was tolerated."""
 
     @property
     def drift_ppm(self) -> Floats:
-        """[R] Mean drift over all windows, parts per million; 0 without windows."""
+        """[R] Mean drift over all windows without the steps, parts per million; 0 without windows."""
         if len(self.windows_ns) == 1:
             return np.zeros(len(self.ranks))
         rise = (self.theta_ns[:, -1] - self.theta_ns[:, 0]).astype(np.float64)
+        for step in self.steps:
+            same = self.hosts[int(np.searchsorted(self.ranks, step.rank))]
+            own = [rank == step.rank or (host == same != "") for rank, host in zip(self.ranks, self.hosts, strict=True)]
+            rise[own] += step.by_ns
         return np.asarray(1e6 * rise / (self.knot_ns[:, -1] - self.knot_ns[:, 0]))
 
     def apply(self, trace: Trace) -> Trace:
@@ -120,6 +143,9 @@ class Alignment:
             "meetings": self.num_meetings,
             "skipped": self.skipped,
             "set_aside": self.set_aside,
+            "steps": [
+                {"rank": step.rank, "before_ns": step.before_ns, "by_us": step.by_ns / NS_PER_US} for step in self.steps
+            ],
             "violations_before": self.violations_before,
             "estimate_violations": self.estimate_violations,
             "violations": self.violations,
@@ -143,8 +169,9 @@ def align(
 ) -> Alignment:
     """Estimate the clocks of the ranks of `trace` from its raw times.
 
-    `window_s` is about the length over which a drift is constant, None for
-    offsets alone. `meetings` are those of `headway.trace.meetings.match`
+    `window_s` is about the longest window over which a drift counts as
+    constant (`headway.trace.drift_windows` divides those in which it changes),
+    None for offsets alone, without steps. `meetings` are those of `headway.trace.meetings.match`
     unless given. Raises `InputError` on a rank without events or without
     anything in common with the others, on unmatched messages and on mixed
     clock units; `CycleError`, with the offending cycle, when no clocks fulfil
@@ -159,14 +186,24 @@ def align(
     clock_of_rank = _clocks_of(hosts)
     clock = clock_of_rank[np.searchsorted(ranks, met.rank)]
     num_clocks = int(clock_of_rank.max(initial=0)) + 1
-    first = estimate(met, clock, num_clocks, window_s=window_s)
-    _check_reached(first.reached[clock_of_rank], ranks, met)
-    found = project(met, clock, first.clocks, tolerate=tolerate)
+    steps = () if window_s is None else find_steps(edges_of(met, clock, num_clocks), met, clock)
+    # Ends that are late together may look like a step; then no clocks fulfil the order with it, and it is left out.
+    for taken_out in (steps, ()) if steps else ((),):
+        even = reduce(lambda rest, step: without_step(rest, clock, step), taken_out, met)
+        first = estimate(even, clock, num_clocks, window_s=window_s)
+        _check_reached(first.reached[clock_of_rank], ranks, met)
+        estimated = with_steps(first.clocks, taken_out)
+        found = project(met, clock, estimated, tolerate=tolerate and not taken_out)
+        if not found.cycle:
+            break
     if found.cycle and not tolerate:
         raise CycleError(
-            _contradiction(trace, met, found), tuple(int(met.row[call]) for link in found.cycle for call in link)
+            _contradiction(trace, met, found, window_s),
+            tuple(int(met.row[call]) for link in found.cycle for call in link),
         )
-    return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, (first.clocks, first.window_ns), found)
+    first_rank = {which: int(ranks[clock_of_rank == which][0]) for which in range(num_clocks)}
+    shown = tuple(ClockStep(first_rank[step.clock], step.before_ns, step.by_ns) for step in taken_out)
+    return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, (estimated, first.window_ns), found, shown)
 
 
 def _check_events(trace: Trace) -> None:
@@ -198,16 +235,21 @@ def _check_reached(reached: NDArray[np.bool_], ranks: Ints, met: Meetings) -> No
         )
 
 
-def _contradiction(trace: Trace, met: Meetings, found: Projection) -> str:
+def _contradiction(trace: Trace, met: Meetings, found: Projection, window_s: float | None) -> str:
     """Say which calls contradict each other."""
     parts = [_words(trace, met, link) for link in found.cycle[:6]]
     more = f"; and {len(found.cycle) - 6} more" if len(found.cycle) > 6 else ""
-    fixed = found.clocks.theta_ns.shape[1] == 1
-    remedy = "Give a window length, so that clocks may drift" if fixed else "Correct the matching or the host names"
+    fixed = window_s is None
+    remedy = (
+        f"Pass a window length, so that clocks may drift (window_s={WINDOW_S:g}, --window-s {WINDOW_S:g})"
+        if window_s is None
+        else f"Pass shorter windows (window_s={window_s / 4:g}, --window-s {window_s / 4:g}), correct the matching or "
+        "the host names"
+    )
     return (
         f"no offsets{'' if fixed else ' and drifts'} of the clocks fulfil the order of these calls; they are "
         f"{found.cycle_ns / NS_PER_US:.3f} us short, whatever the clocks: {'; '.join(parts)}{more}. {remedy}, drop "
-        "these steps, or go on with the least violation (tolerate=True, --tolerate)."
+        "these steps, or take the least violation (tolerate=True, --tolerate)."
     )
 
 
@@ -229,6 +271,7 @@ def _alignment(
     clock: Ints,
     first: tuple[Clocks, Ints],
     found: Projection,
+    steps: tuple[ClockStep, ...],
 ) -> Alignment:
     """Gather the figures."""
     estimated, windows_ns = first
@@ -251,6 +294,7 @@ def _alignment(
         num_meetings=met.num_meetings,
         skipped=met.skipped,
         set_aside=found.set_aside,
+        steps=steps,
     )
 
 

@@ -8,10 +8,11 @@ Clocks are joined by the spanning tree of the least scattered pairs, then all
 pairs are settled together, each with the weight of its scatter. What sends
 messages one way only weighs least, because a sender may be done early.
 
-The fit is held by what oscillators do: a drift of `DRIFT` and a change of
-drift of `DRIFT_CHANGE` from window to window are one standard deviation. It
-outweighs nothing that was measured; it fills windows without a meeting and
-keeps a short trace from fitting a slope to noise. Raw times in int64 ns.
+The fit is held by what oscillators do (`headway.trace.drift_windows`): a
+drift of `DRIFT` and a change of drift of `DRIFT_CHANGE` from window to window
+are one standard deviation. It outweighs nothing that was measured; it fills
+windows without a meeting and keeps a short trace from fitting a slope to
+noise. Windows in which a drift changes are halved. Raw times in int64 ns.
 
 >>> import numpy as np
 >>> from headway.trace.meetings import Meetings
@@ -34,21 +35,16 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
 from headway.trace.clocks import Clocks
+from headway.trace.drift_windows import Differences, fit_windows
 from headway.trace.meetings import Bools, Ints, Meetings
 
 Floats = NDArray[np.float64]
-
-DRIFT, DRIFT_CHANGE = 50e-6, 10e-6
-"""Standard deviation of a clock's drift, and of its change between windows, ns per ns: crystals and their warmth."""
 
 ALL_PAIRS = 8
 """Up to so many members every pair of a group is looked at; of larger groups the pairs with their calmest member."""
 
 MOST = 512
 """Meetings of a channel that are looked at per window, evenly spread: more would make no visible difference."""
-
-ROUNDS = 20
-"""Rounds of reweighting: from least squares to least absolute deviations."""
 
 STRAY, SETTLINGS = 6.0, 3
 """Standard errors beyond which a pair of clocks loses weight, and rounds of settling all pairs."""
@@ -114,6 +110,18 @@ class Edge:
     """What it follows from: one channel of collectives, or messages one way or both."""
 
 
+def origins(meetings: Meetings, clock: Ints, num_clocks: int) -> Ints:
+    """[C] First raw start of each clock, from which its times are counted; the largest int64 without any call."""
+    origin = np.full(num_clocks, np.iinfo(np.int64).max)
+    np.minimum.at(origin, clock, meetings.start_ns)
+    return origin
+
+
+def edges_of(meetings: Meetings, clock: Ints, num_clocks: int, *, most: int = MOST) -> list[Edge]:
+    """Return the pairs of clocks that have meetings in common; `most` meetings of each channel are looked at."""
+    return _edges(_pairs(meetings, clock, origins(meetings, clock, num_clocks), most=most))
+
+
 def estimate(
     meetings: Meetings, clock: Ints, num_clocks: int, *, window_s: float | None, reference: int = 0
 ) -> Estimate:
@@ -123,8 +131,7 @@ def estimate(
     whatever the ranks are called. Raises `InputError` on clocks that do not
     count in one unit.
     """
-    origin = np.full(num_clocks, np.iinfo(np.int64).max)
-    np.minimum.at(origin, clock, meetings.start_ns)
+    origin = origins(meetings, clock, num_clocks)
     windows = 1 if window_s is None else _num_windows(meetings, clock, origin, window_s)
     edges = _edges(_pairs(meetings, clock, origin, most=MOST * windows))
     tree, coarse = _tree(edges, num_clocks, reference)
@@ -134,7 +141,7 @@ def estimate(
         _same_unit(edges[index], meetings, clock)
     edges_used = [edge for edge in edges if reached[edge.a]]
     border = _borders(meetings, clock, origin, coarse, reached, windows if window_s is not None else 0)
-    apart = _fit(edges_used, coarse, border)
+    border, apart = _fit(edges_used, coarse, border)
     place = {(edge.a, edge.b): at for at, edge in enumerate(edges_used)}
     theta = np.zeros((num_clocks, len(border)))
     for known, new, _ in tree:
@@ -282,61 +289,18 @@ def _borders(meetings: Meetings, clock: Ints, origin: Ints, offset: Floats, reac
     return np.rint(np.linspace(low, max(high, low + windows), windows + 1))
 
 
-def _fit(edges: list[Edge], offset: Floats, border: Floats) -> Floats:
-    """Return [E, Q] what to add to the second clock of each edge to put it on the first, at the borders."""
+def _fit(edges: list[Edge], offset: Floats, border: Floats) -> tuple[Floats, Floats]:
+    """Return the borders [Q] of windows that fit, and [E, Q] what puts the second clock of each edge on the first."""
     if len(border) == 1 or not edges:
-        return np.array([[_middle(edge)] for edge in edges]).reshape(len(edges), 1)
+        return border, np.array([[_middle(edge)] * len(border) for edge in edges]).reshape(len(edges), len(border))
     flat = [(edge, s) for edge in edges for s in edge.series]
     owner = np.repeat(np.arange(len(flat)), [len(s.end_a) for _, s in flat])
     apart = np.concatenate([s.end_a - s.end_b for _, s in flat])
     when = np.concatenate([(s.end_a + offset[edge.a] + s.end_b + offset[edge.b]) / 2 for edge, s in flat])
     noise = np.sqrt(np.array([s.variance * len(s.end_a) for _, s in flat]))
-    values = least_absolute(owner, when, apart, noise, border)
+    border, values = fit_windows(Differences(owner, when, apart, noise), border)
     size = np.array([len(edge.series) for edge in edges])
-    return np.asarray(np.add.reduceat(values, np.cumsum(size) - size, axis=0) / size[:, None])
-
-
-def least_absolute(owner: Ints, when: Floats, value: Floats, noise: Floats, border: Floats) -> Floats:
-    """Fit lines that join at `border` [Q] to the values [n] at times `when` [n] of each owner; returns [S, Q].
-
-    Least absolute deviations by reweighting, with `noise` [S] as the scale of
-    a deviation, held by the priors `DRIFT` and `DRIFT_CHANGE`.
-    """
-    width, count = len(border), len(noise)
-    stretch = float(border[1] - border[0])
-    at = np.clip(((when - border[0]) / stretch).astype(np.int64), 0, width - 2)
-    after = (when - border[at]) / stretch
-    before = 1.0 - after
-    middle = np.array([np.median(part) for part in np.split(value, np.searchsorted(owner, np.arange(1, count)))])
-    value = value - middle[owner]
-    prior = _prior(width, stretch)
-    cell = owner * width + at
-    fitted: Floats = np.zeros((count, width))
-    weight = 1.0 / noise[owner] ** 2
-    floor = 0.05 * noise[owner]
-    for _ in range(ROUNDS):
-        matrix = np.tile(prior, (count, 1, 1))
-        right = np.zeros((count, width))
-        sums = [np.bincount(cell, weights=weight * part, minlength=count * width).reshape(count, width) for part in (
-            before * before, before * after, after * after, before * value, after * value)]  # fmt: skip
-        index = np.arange(width)
-        matrix[:, index, index] += sums[0]
-        matrix[:, index[1:], index[1:]] += sums[2][:, :-1]
-        matrix[:, index[:-1], index[1:]] += sums[1][:, :-1]
-        matrix[:, index[1:], index[:-1]] += sums[1][:, :-1]
-        right += sums[3]
-        right[:, 1:] += sums[4][:, :-1]
-        fitted = np.asarray(np.linalg.solve(matrix, right[:, :, None])[:, :, 0])
-        away = np.abs(value - before * fitted[owner, at] - after * fitted[owner, at + 1])
-        weight = 1.0 / (noise[owner] * np.maximum(away, floor))
-    return np.asarray(fitted + middle[:, None])
-
-
-def _prior(width: int, stretch: float) -> Floats:
-    """Return the precision [Q, Q] of the priors on first and second differences."""
-    first = np.diff(np.eye(width), axis=0) / (DRIFT * stretch)
-    second = np.diff(np.eye(width), n=2, axis=0) / (DRIFT_CHANGE * stretch)
-    return np.asarray(first.T @ first / (width - 1) + second.T @ second)
+    return border, np.asarray(np.add.reduceat(values, np.cumsum(size) - size, axis=0) / size[:, None])
 
 
 def settled(theta: Floats, edges: list[Edge], apart: Floats, reference: int) -> Floats:

@@ -21,8 +21,8 @@ from headway.cost.flops import RECOMPUTE, flops_per_token, hardware_flops_per_to
 from headway.cost.specs import shipped
 from headway.cost.transformer import Transformer
 
-FORMULA = "6 L M + 12 L s h + 4.5 V h per token, forward and backward, nothing computed twice"
-"""L layers of M matrix weights, sequence s, hidden size h, vocabulary V; a GPT's 72 L h^2 (1 + s/6h + V/16Lh)."""
+FORMULA = "6 L M + 12 L s h + 6 V h per token, forward and backward, nothing computed twice"
+"""L layers of M matrix weights, sequence s, hidden size h, vocabulary V; a GPT's 72 L h^2 (1 + s/6h + V/12Lh)."""
 
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads")
 """Whole numbers of `Transformer`; the first five are needed."""

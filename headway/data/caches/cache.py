@@ -240,6 +240,11 @@ class TieredCache:
         entries = ((tier, tier.entries.get(item)) for tier in self._prepared_first)
         return any(entry is not None and not (tier.counts_uses and job in entry.served) for tier, entry in entries)
 
+    def may_leave(self, item: int, job: str) -> bool:
+        """Return whether `get(item, job)` would hit now, and may miss later: no form of it is kept for ever."""
+        held = [tier for tier in self._prepared_first if item in tier.entries]
+        return bool(held) and not any(tier.policy is static for tier in held) and self.usable(item, job)
+
     def put(
         self,
         item: int,

@@ -60,7 +60,8 @@ class Split:
     """A divided cache."""
 
     fractions: tuple[float, float, float]
-    """Share of the bytes for (encoded, decoded, augmented); sums to 1. Bytes that nothing needs go to `encoded`."""
+    """Share of the bytes for (encoded, decoded, augmented). The sum is below 1 where more examples in the cache would
+    lower the rate, because reading the cache sets the pace; bytes left when all examples are held go to `encoded`."""
     counts: tuple[float, float, float, float]
     """Items held as (encoded, decoded, augmented), and those left in storage; sums to n."""
     examples_per_s: float
@@ -144,7 +145,7 @@ def _seneca(rate: dict[str, float], size: dict[str, float], n: int, bytes: float
     used = np.zeros(3)
     if gains.max() > 0:
         used = minimise(-gains / gains.max(), rows=rows, row_high=[1, 1], high=[1.0] * 3).x
-    held = _clean(most * used, size, n, bytes)
+    held = _filled(_clean(most * used, size, n, bytes), {"mean": -speeds}, size, n, bytes)
     slowest = int(min(np.flatnonzero(held), key=lambda form: float(speeds[form])))
     return _split(held, size, n, bytes, float(held @ speeds), (*FORMS, "stored")[slowest], "seneca")
 
@@ -193,23 +194,46 @@ def _bottleneck(rate: dict[str, float], size: dict[str, float], n: int, bytes: f
         if float((seconds @ found).max()) >= pace:
             break
         held = found
+    held = _filled(held, costs, size, n, bytes)
     return _split(held, size, n, bytes, *_pace(held, costs), "bottleneck")
+
+
+def _filled(
+    held: NDArray[np.float64],
+    costs: Mapping[str, NDArray[np.float64]],
+    size: Mapping[str, float],
+    n: int,
+    bytes: float,
+) -> NDArray[np.float64]:
+    """Return `held` [4] with as many more encoded examples as fit and leave the largest cost as it is."""
+    used = n * sum(float(held[i]) * size[form] for i, form in enumerate(FORMS))
+    more = min(float(held[3]), max(bytes - used, 0.0) / (n * size["encoded"]))
+    worst = max(float(seconds @ held) for seconds in costs.values())
+    for seconds in costs.values():
+        rise = float(seconds[0] - seconds[3])
+        if rise > 0:
+            more = min(more, max(worst - float(seconds @ held), 0.0) / rise)
+    return np.asarray(held + np.array([more, 0.0, 0.0, -more]))
 
 
 def _whole(
     split: Split, costs: Mapping[str, NDArray[np.float64]], size: Mapping[str, float], n: int, bytes: float
 ) -> Split:
-    """Return the better of the two splits next to `split` that hold whole examples; encoded ones take what is left.
+    """Return the best of the splits next to `split` that hold whole examples; encoded ones take what is left.
 
-    No other number of decoded examples is better: the time of the busiest resource is convex in it.
+    No other number of decoded examples is better in a full cache: the time of the busiest resource is convex in it.
     """
     augmented, found = math.floor(split.counts[2] + NEARLY), []
     for decoded in (math.floor(split.counts[1] + NEARLY), math.ceil(split.counts[1] - NEARLY)):
         left = bytes - decoded * size["decoded"] - augmented * size["augmented"]
         if left >= -NEARLY * bytes:
-            encoded = min(math.floor(max(left, 0.0) / size["encoded"] + NEARLY), n - decoded - augmented)
-            held = np.array([encoded, decoded, augmented, n - encoded - decoded - augmented]) / n
-            found.append(_split(held, size, n, bytes, *_pace(held, costs), "bottleneck"))
+            most = min(math.floor(max(left, 0.0) / size["encoded"] + NEARLY), n - decoded - augmented)
+            # All that fit, or about as many as the optimum holds where reading the cache sets the pace.
+            fewer = [min(math.floor(split.counts[0]), most), min(math.ceil(split.counts[0]), most)]
+            for encoded in (most, *fewer):
+                held = np.array([encoded, decoded, augmented, n - encoded - decoded - augmented]) / n
+                full = left - encoded * size["encoded"] < size["encoded"]
+                found.append(_split(held, size, n, bytes, *_pace(held, costs), "bottleneck", full=full))
     return max(found, key=lambda split: split.examples_per_s)
 
 
@@ -339,10 +363,19 @@ def _clean(cached: NDArray[np.float64], size: Mapping[str, float], n: int, bytes
 
 
 def _split(
-    held: NDArray[np.float64], size: Mapping[str, float], n: int, bytes: float, rate: float, limit: str, model: str
+    held: NDArray[np.float64],
+    size: Mapping[str, float],
+    n: int,
+    bytes: float,
+    rate: float,
+    limit: str,
+    model: str,
+    *,
+    full: bool = False,
 ) -> Split:
-    """Return the answer in bytes and items."""
+    """Return the answer in bytes and items; `full`: what is left holds no further example, so `encoded` may have it."""
     shares = [n * float(held[i]) * size[form] / bytes if bytes else 0.0 for i, form in enumerate(FORMS)]
-    shares[0] = max(1.0 - shares[1] - shares[2], 0.0)
+    if full or held[3] < NEARLY or not bytes:
+        shares[0] = max(1.0 - shares[1] - shares[2], 0.0)
     encoded, decoded, augmented, stored = (float(x) * n for x in held)
     return Split((shares[0], shares[1], shares[2]), (encoded, decoded, augmented, stored), rate, limit, model)

@@ -8,11 +8,13 @@ the originals). J jobs then read each item from storage once together: a miss
 rate of 1/J at any size of cache. The price is an order that leans
 towards what is cached: `substituted_fraction` says how much. What is on its
 way for another job counts as cached, where the caller knows of such (`Nearby`).
+What a form keeps for ever (policy "static") stands for nothing: it is as cheap
+at its own turn, and would open every epoch with the same items.
 
 >>> from headway.data.caches.cache import TieredCache
->>> order = Opportunistic({"a": range(4)}, seed=0, cache=TieredCache(2, (0, 1, 0)))
+>>> order = Opportunistic({"a": range(4)}, seed=0, cache=TieredCache(2, (0, 0, 1)))
 >>> for item in (1, 3):
-...     stored = order.cache.put(item, "decoded", b"x")
+...     stored = order.cache.put(item, "augmented", b"x")
 >>> [item in (1, 3) for _ in range(4) for item in order.step()], order.num_substituted["a"] > 0
 ([True, True, False, False], True)
 """
@@ -125,7 +127,7 @@ class Opportunistic(JobOrder):
             place += 1
         self._place[job] = place
         item, pool = own[place], self._pools[job]
-        if len(pool) and item not in pool:
+        if len(pool) and item not in pool and not self.cache.usable(item, job):
             item = pool.at(int(self._rng.random() * len(pool)))
             self.num_substituted[job] = self.num_substituted.get(job, 0) + 1
         self.num_given[job] = self.num_given.get(job, 0) + 1
@@ -138,6 +140,8 @@ class Opportunistic(JobOrder):
         for job, needed in self._open.items():
             if item < len(needed) and needed[item] and self._usable(item, job):
                 self._pools[job].add(item)
+            elif item in self._pools[job]:
+                self._pools[job].discard(item)
 
     def _went(self, item: int) -> None:
         """Note that `item` has left the cache, or is nearby no more."""
@@ -146,7 +150,8 @@ class Opportunistic(JobOrder):
                 pool.discard(item)
 
     def _usable(self, item: int, job: str) -> bool:
-        return self.cache.usable(item, job) or (self._nearby is not None and self._nearby.usable(item, job))
+        """Return whether `job` had better take `item` now: what is cached for good is as cheap later."""
+        return self.cache.may_leave(item, job) or (self._nearby is not None and self._nearby.usable(item, job))
 
     def _more_state(self) -> dict[str, Any]:
         return {"num_given": dict(self.num_given), "num_substituted": dict(self.num_substituted)}
