@@ -72,6 +72,38 @@ def test_lifetimes_that_cannot_be_true_are_refused(tmp_path, rows, says):
         read_lifetimes(written(tmp_path / "d.csv", DRIVES + rows))
 
 
+SERIALS = "serial_number," + DRIVES
+
+
+def test_drives_that_go_on_under_another_name_by_their_serial_numbers_are_of_one_model(tmp_path):
+    rows = "s1,Hitachi X,4e12,2013-04-10,2013-06-01,\ns2,Hitachi X,4e12,2013-04-11,2013-05-01,2013-05-01\n"
+    rows += "s1,HGST X,4e12,2013-06-02,2013-12-31,\ns1,Other,8e12,2013-04-10,2013-12-31,\n"
+    log = read_lifetimes(written(tmp_path / "d.csv", SERIALS + rows))
+
+    assert (log.models, log.model.tolist()) == (("HGST X", "Other"), [0, 0, 1])
+    assert (log.first.tolist(), log.last.tolist()) == ([0, 1, 0], [265, 21, 265])
+    assert log.failed.tolist() == [False, True, False]
+
+
+def test_one_drive_in_two_rows_at_once_is_refused(tmp_path):
+    rows = "s1,A,4e12,2013-04-10,2013-06-01,\ns1,A,4e12,2013-06-01,2013-12-31,\n"
+
+    with pytest.raises(FormatError, match="line 3: drive s1 is in line 2 at that time"):
+        read_lifetimes(written(tmp_path / "d.csv", SERIALS + rows))
+
+
+def test_a_model_that_ends_as_another_begins_is_asked_for(tmp_path):
+    old, new = "Hitachi X,4e12,2013-04-10,2013-06-01,\n" * 200, "HGST X,4e12,2013-06-02,2013-12-31,\n" * 200
+    path = written(tmp_path / "d.csv", DRIVES + old + new)
+
+    with pytest.raises(InputError, match=r"200 drives of Hitachi X .*as 200 of HGST X.*--same 'Hitachi X=HGST X'"):
+        read_lifetimes(path)
+    assert read_lifetimes(path, {"Hitachi X": "HGST X"}).models == ("HGST X",)
+    assert read_lifetimes(path, {"HGST X": "HGST X"}).models == ("Hitachi X", "HGST X")
+    later = written(tmp_path / "e.csv", DRIVES + old + new.replace("2013-06-02", "2013-06-12"))
+    assert read_lifetimes(later).models == ("Hitachi X", "HGST X")
+
+
 def test_totals_only_rise_and_a_missing_file_is_said_so(tmp_path):
     after = {"a": Totals("a", 4e12, 2000, 50_000, 10)}
     before = {"a": Totals("a", 4e12, 2000, 60_000, 10)}

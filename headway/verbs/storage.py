@@ -109,9 +109,9 @@ def fit(
 
     Give two or more logs of totals (columns model, size, n_unique,
     drive_days, failed; the oldest first), or one log with a row per drive
-    (model, capacity_bytes, min_date, max_date, first_fail), through which a
-    fleet then lives day by day. A model with too few disks stays under the
-    default scheme.
+    (model, capacity_bytes, min_date, max_date, first_fail, and serial_number,
+    by which renamed models are recognised), through which a fleet then lives
+    day by day. A model with too few disks stays under the default scheme.
 
     Example: `headway storage fit 2021-10.csv 2021-11.csv 2022-09.csv`
 
@@ -124,17 +124,17 @@ def fit(
     ahead_days
         Days for which the schemes should hold.
     same
-        OLD=NEW: a model that was renamed between the logs; may be given several times.
+        OLD=NEW: a model that was renamed between the logs, or in a log of drives; may be given several times.
     json
         Print one JSON object instead of text.
     """
     chosen = pick(POLICIES, policy, "policy")
     if not logs:
         raise InputError("no log was given; give CSV files of totals, the oldest first, or one with a row per drive.")
+    names = dict(_pair(text) for text in same)
     if len(logs) == 1:
-        answer = _lived(read_lifetimes(logs[0]), policy)
+        answer = _lived(read_lifetimes(logs[0], names), policy)
     else:
-        names = dict(_pair(text) for text in same)
         totals = [renamed(read_totals(path), names) for path in logs]
         spans = [windows(older, newer) for older, newer in itertools.pairwise(totals)]
         found = place(spans, chosen, ahead_days=ahead_days)

@@ -3,8 +3,9 @@
 `read_totals` reads a CSV with a row per model and columns model, size,
 n_unique (disks ever seen), drive_days, failed, all cumulative; two dates give
 a window of failures (`windows`). `read_lifetimes` reads a CSV with a row per
-drive and columns model, capacity_bytes, min_date, max_date, first_fail. Both
-are forms in which Backblaze's public records are passed on.
+drive and columns model, capacity_bytes, min_date, max_date, first_fail, and
+maybe serial_number. Both are forms in which Backblaze's public records are
+passed on.
 
 >>> before = {"st4": Totals("st4", 4e12, 3e3, 1e5, 10.0)}
 >>> after = {"st4": Totals("st4", 4e12, 3e3, 3.7e5, 25.0)}
@@ -15,7 +16,7 @@ are forms in which Backblaze's public records are passed on.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -28,6 +29,9 @@ from headway.core.units import parse_bytes
 
 LEAST_COUNTED = 100
 """Disks from which on a model's counts are held to what can be; fewer are never judged, and are noise in real logs."""
+
+RENAMING_DAYS = 3
+"""Days within which a renaming is complete: drives are listed once a day, and a list may be missing."""
 
 SLACK = 1.05
 """Days that a disk may have lived per day of a window: logs are cut at different hours."""
@@ -209,32 +213,107 @@ def windows(before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_
     ]
 
 
-def read_lifetimes(path: str | Path) -> Lifetimes:
-    """Read a log of single drives.
+@dataclass(frozen=True, slots=True)
+class _Drive:
+    """One row of a log of drives; days are ordinals of dates."""
 
-    Raises `InputError` when the file cannot be read, `FormatError` naming the
-    line when dates are not dates, or a drive was last seen before it was first seen.
+    line: int
+    model: str
+    capacity_bytes: float
+    first: int
+    last: int
+    failed: bool
+
+
+def read_lifetimes(path: str | Path, same: Mapping[str, str] | None = None) -> Lifetimes:
+    """Read a log of single drives; `same` maps old names of models to new ones.
+
+    Where there are serial numbers, rows of one number and capacity are one drive; under two names its model was
+    renamed, and so all drives of the old name are of the new one.
+
+    Raises `InputError` when the file cannot be read, and when a model ends as another one of its capacity begins,
+    which must be told apart from a renaming; `FormatError` naming the line when dates are not dates, a drive was last
+    seen before it was first seen, or had two rows at once.
     """
-    rows = []
-    names: dict[str, float] = {}
+    drives: list[_Drive] = []
+    by_serial: dict[tuple[str, float], int] = {}
+    names = dict(same or {})
     for line, row in _rows(path, ("model", "capacity_bytes", "min_date", "max_date", "first_fail")):
-        try:
-            first, last = (date.fromisoformat(row[key]).toordinal() for key in ("min_date", "max_date"))
-        except ValueError as cause:
-            raise FormatError(f"{path}, line {line}: {cause}. Write dates as 2013-12-31.") from cause
-        if last < first:
-            raise FormatError(f"{path}, line {line}: last seen {row['max_date']}, first seen later. Correct that row.")
-        if row["first_fail"].strip() > row["max_date"].strip():
+        drive = _drive(path, line, row)
+        serial = (row.get("serial_number") or "").strip()
+        place = by_serial.setdefault((serial, drive.capacity_bytes), len(drives)) if serial else len(drives)
+        if place == len(drives):
+            drives.append(drive)
+            continue
+        older, newer = sorted((drives[place], drive), key=lambda one: one.first)
+        if newer.first <= older.last:
             raise FormatError(
-                f"{path}, line {line}: it failed {row['first_fail']}, last seen before. Correct that row."
+                f"{path}, line {line}: drive {serial} is in line {drives[place].line} at that time. Correct the row."
             )
-        names.setdefault(row["model"], _number(path, line, row, "capacity_bytes"))
-        rows.append((list(names).index(row["model"]), first, last, bool(row["first_fail"].strip())))
-    if not rows:
+        if newer.model != older.model:
+            names[older.model] = newer.model
+        drives[place] = replace(newer, first=older.first)
+    if not drives:
         raise FormatError(f"{path} holds no drive. Give a log with a row per drive.")
-    model, first_day, last_day, failed = (np.array(column) for column in zip(*rows, strict=True))
+    drives = [replace(drive, model=_newest(drive.model, names)) for drive in drives]
+    _check_successors(drives, distinct={new for old, new in names.items() if old == new})
+    models: dict[str, float] = {}
+    for drive in drives:
+        models.setdefault(drive.model, drive.capacity_bytes)
+    number = {model: index for index, model in enumerate(models)}
+    first_day, last_day = (np.array([getattr(drive, key) for drive in drives]) for key in ("first", "last"))
     begin = int(first_day.min())
-    return Lifetimes(tuple(names), tuple(names.values()), model, first_day - begin, last_day - begin, failed)
+    return Lifetimes(
+        tuple(models), tuple(models.values()), np.array([number[drive.model] for drive in drives]),
+        first_day - begin, last_day - begin, np.array([drive.failed for drive in drives]),
+    )  # fmt: skip
+
+
+def _drive(path: str | Path, line: int, row: Mapping[str, str]) -> _Drive:
+    """Return what a row says."""
+    try:
+        first, last = (date.fromisoformat(row[key]).toordinal() for key in ("min_date", "max_date"))
+    except ValueError as cause:
+        raise FormatError(f"{path}, line {line}: {cause}. Write dates as 2013-12-31.") from cause
+    if last < first:
+        raise FormatError(f"{path}, line {line}: last seen {row['max_date']}, first seen later. Correct that row.")
+    if row["first_fail"].strip() > row["max_date"].strip():
+        raise FormatError(f"{path}, line {line}: it failed {row['first_fail']}, last seen before. Correct that row.")
+    capacity = _number(path, line, row, "capacity_bytes")
+    return _Drive(line, row["model"], capacity, first, last, bool(row["first_fail"].strip()))
+
+
+def _newest(name: str, names: Mapping[str, str]) -> str:
+    """Return the name that a model has in the end; each name is followed once."""
+    seen = {name}
+    while (name := names.get(name, name)) not in seen:
+        seen.add(name)
+    return name
+
+
+def _check_successors(drives: Sequence[_Drive], distinct: Set[str]) -> None:
+    """Raise `InputError` where a model ends, all at once and without failures, as another of its capacity begins.
+
+    Of the models `distinct` it is known that they are others.
+    """
+    by_model: dict[tuple[str, float], list[_Drive]] = {}
+    for drive in drives:
+        by_model.setdefault((drive.model, drive.capacity_bytes), []).append(drive)
+    large = {key: own for key, own in by_model.items() if len(own) >= LEAST_COUNTED}
+    for (old, capacity), gone in large.items():
+        end = max(drive.last for drive in gone)
+        for (new, other), come in large.items():
+            begin = min(drive.first for drive in come)
+            if other != capacity or new in distinct or not 0 < begin - end <= RENAMING_DAYS:
+                continue
+            ended = sum(drive.last > end - RENAMING_DAYS and not drive.failed for drive in gone)
+            begun = sum(drive.first < begin + RENAMING_DAYS for drive in come)
+            if min(ended, begun) >= LEAST_COUNTED and ended <= SLACK * begun:
+                raise InputError(
+                    f"{ended} drives of {old} are seen for the last time, unfailed, as {begun} of {new}, of the same "
+                    f"capacity, are seen for the first. If it was renamed, pass --same '{old}={new}'; if not, "
+                    f"--same '{new}={new}'."
+                )
 
 
 def _rows(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
