@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from headway.core.planfile import Remedy
+from headway.data.runtime.workers import workers
 from headway.runtime.guard import guarded
 from headway.runtime.remedy import Refused, apply_one
+from tests.loaders_made import Squares
 from tests.paths import ROOT
 from tests.recorded import environment
+from tests.remedy_context import applied
 from tests.test_remedy import context  # noqa: F401  # a fixture
 
 
@@ -111,3 +118,36 @@ def test_steps_of_each_remedy_that_fail_leave_the_script_its_results():
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+IN_WORKERS = [
+    "hand_over:account.loads_as", "hand_over:_drop_handlers", "hand_over:set_generators", "hand_over:Aligned",
+    "hand_over:FilesRead", "hand_over:listen_here", "hand_over:Watch", "hand_over:data_of", "hand_over:_depth",
+    "hand_over:noting", "hand_over:written_since", "hand_over:lacking", "hand_over:packed", "hand_over:replace",
+]  # fmt: skip
+"""Functions that worker processes of a script without workers of its own call: module:name."""
+
+
+@pytest.mark.parametrize("name", IN_WORKERS)
+def test_a_step_that_fails_in_worker_processes_leaves_the_loop_its_batches(name, monkeypatch):
+    failed = os.memfd_create("failed")
+    module, _, path = name.partition(":")
+    target = f"headway.data.runtime.{module}.{path}"
+    original = pkgutil.resolve_name(target)
+
+    def fails_in_workers(*arguments, **named):
+        if "_worker_loop" in [row.name for row in traceback.extract_stack()]:
+            os.write(failed, b".")
+            raise OSError("made to fail")
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(target, fails_in_workers)
+    torch.manual_seed(3)
+    with applied(workers, {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}) as said:
+        batches = [batch.tolist() for _ in range(2) for batch in DataLoader(Squares(24), 4, shuffle=True)]
+    torch.manual_seed(3)
+    expected = [batch.tolist() for _ in range(2) for batch in DataLoader(Squares(24), 4, shuffle=True)]
+
+    assert os.fstat(failed).st_size, said.outcomes
+    assert batches == expected
+    os.close(failed)
