@@ -42,7 +42,8 @@ from headway.runtime.remedy import Context, apply_one
 ROOMS = tuple(f"/headway/{room}/" for room in ("data", "comm", "checkpoint", "host"))
 GUARDS = (
     "ScriptWorkers._next_data", "ScriptThreads.__next__", "ScriptThreads._next_data", "Served.__next__",
-    "Served._next_data", "CachedExamples.__getitem__", "CachedExamples.__getitems__", "async_save.<locals>.write",
+    "Served._next_data", "Verification._around_next_data.<locals>._next_data", "Verification._tried",
+    "CachedExamples.__getitem__", "CachedExamples.__getitems__", "async_save.<locals>.write",
 )  # fmt: skip
 """Functions that only answer the failures of others: an iterator's and a dataset's methods, and a thread's function."""
 
@@ -175,6 +176,9 @@ JOBS = {
     "data.threads": (reads, {"num_workers": 2, "blocked_datasets": ["Squares"]}),
     "data.threads, own workers": (lambda: reads(1), {"num_workers": 2, "blocked_datasets": ["Squares"]}),
     "data.cache": (reads, {"bytes": 1 << 24}),
+    "data.workers, verified": (reads, {"num_workers": 1}),
+    "data.threads, verified": (reads, {"num_workers": 1, "blocked_datasets": ["Squares"]}),
+    "data.cache, verified": (reads, {"bytes": 1 << 24}),
     "data.server": (orders, {}),
     "comm.bucket": (ranks, {"bucket_mb": 1}),
     "comm.gradient_view": (ranks, {}),
@@ -235,7 +239,8 @@ def play(job, faults):
             recorder=SimpleNamespace(rank=0), run=run, leads=False, listeners=[], due=[0], steps=[0],
             failed=lambda *_: None, emit=lambda *_, **__: None,
         )  # fmt: skip
-        context = Context(probes, step_s=None, shared={"data.trials": Budget(clock=lambda: 0.0)})
+        shared = {"data.trials": Budget(clock=lambda: 0.0)}
+        context = Context(probes, step_s=None, verify=job.endswith("verified"), shared=shared)
         with contextlib.redirect_stdout(text), faults.followed() if faults else contextlib.nullcontext():
             try:
                 if faults:

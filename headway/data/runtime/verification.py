@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -47,6 +47,8 @@ from headway.runtime.probe_input import name_of
 from headway.runtime.remedy import Context
 from headway.runtime.rereading import collated
 from headway.trace.ring import warn
+
+T = TypeVar("T")
 
 EVERY = 100
 """One batch in this many is compared."""
@@ -294,7 +296,7 @@ class Verification:
                 return _own_batch(iterator, followed)
             if followed.pid != os.getpid():
                 return original(iterator)
-            followed.moment = Moment(followed.source) if self._due(followed, iterator._num_yielded) else None
+            followed.moment = self._tried(lambda: self._moment(followed, iterator._num_yielded))
             token = _UNDER_WAY.set(followed)
             try:
                 batch = original(iterator)
@@ -311,10 +313,27 @@ class Verification:
                 return batch  # the remedy has left the loader to itself
             index = followed.asked.popleft()
             followed.counts.batches += 1
-            _first(followed).made()
-            return batch if moment is None else self._checked(iterator, followed, index, batch, moment)
+            self._tried(lambda: _first(followed).made())
+            if moment is None or not self._tried(lambda: self._is_other(iterator, followed, index, batch, moment)):
+                return batch
+            if not self._tried(lambda: self._taken_away(iterator, followed, moment)):
+                return batch  # made by workers that hold an earlier dataset, or in another order: until the pass ends
+            return _pinned(iterator, followed.source.batch(index))
 
         return _next_data
+
+    def _tried(self, step: Callable[[], T]) -> T | None:
+        """Do a step of comparing; None where it fails: the loop gets its batch all the same."""
+        try:
+            return step()
+        except Exception as failure:
+            self._failed("--verify", failure)
+            return None
+
+    def _moment(self, followed: Followed, in_pass: int) -> Moment | None:
+        """Return where the generators are, if the next batch is to be compared."""
+        assert followed.source is not None
+        return Moment(followed.source) if self._due(followed, in_pass) else None
 
     def _due(self, followed: Followed, in_pass: int) -> bool:
         """Whether the next batch is to be compared; where it cannot be, the reason is counted."""
@@ -331,9 +350,8 @@ class Verification:
         followed.changed = False
         return due and not reason
 
-    def _checked(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> Any:
-        """Compare a batch; return it, or the script's own where it differs and that one can still be made."""
-        assert followed.source is not None
+    def _is_other(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> bool:
+        """Compare a batch with the script's own; tell whether it was found to be another one."""
         followed.counts.compared_at = followed.counts.batches - 1
         try:
             # What was pinned for a device cannot be read in a forked process.
@@ -357,12 +375,12 @@ class Verification:
         if reason is not None:
             followed.counts.stopped = reason if "hung" in reason else ""
             _count(followed, "not compared", reason)
-            return batch
-        _count(followed, found[0])
-        return batch if found[0] == "equal" else self._replaced(iterator, followed, index, batch, moment)
+            return False
+        self._tried(lambda: _count(followed, found[0]))
+        return bool(found[0] == "unequal")
 
-    def _replaced(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> Any:
-        """Take the remedies away, and return the batch that the script's own loader gives, where that is possible."""
+    def _taken_away(self, iterator: Any, followed: Followed, moment: Moment) -> bool:
+        """Take the remedies away; tell whether the own batch can be made still: all generators are put back for it."""
         number, loader = followed.counts.batches - 1, followed.loader()
         assert followed.source is not None
         name = type(followed.source.dataset).__name__
@@ -377,11 +395,11 @@ class Verification:
             except Exception as failure:
                 self._failed("taking a remedy away", failure)
         if followed.own_workers or hasattr(iterator, "_link"):
-            return batch  # made by workers that hold an earlier dataset, or in another order: until the pass ends
+            return False
         followed.takes, followed.alone = takes, True
         getattr(iterator, "_shutdown_workers", getattr(iterator, "_close", lambda: None))()
         moment.again()
-        return _pinned(iterator, followed.source.batch(index))
+        return True
 
 
 def verification_of(context: Context) -> Verification | None:
