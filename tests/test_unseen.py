@@ -25,6 +25,13 @@ class Meta(type):
 class Config(metaclass=Meta):
     pass
 
+class Base: pass
+
+class Deep(Base): pass
+
+class Deeper(Deep):
+    level = 1.0
+
 class Record:
     level = 1.0
     def value(self):
@@ -56,6 +63,8 @@ def script(reading):
     [
         ("augment(index)", "augment = lambda row: 2 * row"),
         ("type(Config).level", "Meta.level = 2.0"),
+        ("Base.__subclasses__()[0].__subclasses__()[0].level", "Deeper.level = 2.0"),
+        ('getattr(Base, "__subclasses__")()[0].__subclasses__()[0].level', "Deeper.level = 2.0"),
         ("next(iter(KEYS))(index)", "LEVEL = 2.0"),
         ("next(iter(FEW))(index)", "LEVEL = 2.0"),
         ("MANY[index](index)", "LEVEL = 2.0"),

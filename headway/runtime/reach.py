@@ -241,7 +241,24 @@ def named_by(function: FunctionType) -> list[Any]:
         named += [value for name, value in scope.items() if not name.startswith("__") and _is_setting(value)]
     parts += [found for found in named if not isinstance(found, ModuleType)]
     modules = [found for found in named if isinstance(found, ModuleType)]
-    return parts + _of_modules(modules + _imported(names.imports, scope), names.attributes)
+    parts += _of_modules(modules + _imported(names.imports, scope), names.attributes)
+    return parts + (_subclasses([*parts, *scope.values()]) if SUBCLASSES in names.attributes else [])
+
+
+SUBCLASSES = "__subclasses__"
+"""The name by which code finds classes that nothing else leads to."""
+
+
+def _subclasses(values: list[Any]) -> list[Any]:
+    """Return the subclasses of the script's classes among `values`, and theirs."""
+    found: dict[int, Any] = {}
+    left = [value for value in values if isinstance(value, type) and not of_library(value.__module__)]
+    while left and len(found) < MOST_OBJECTS:
+        below: list[type] = type.__subclasses__(left.pop())
+        kinds = [kind for kind in below if id(kind) not in found]
+        found |= {id(kind): kind for kind in kinds}
+        left += kinds
+    return list(found.values())
 
 
 _BUILTINS = vars(builtins)
