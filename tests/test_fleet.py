@@ -18,8 +18,10 @@ import torch
 
 from benchmarks.silent_callers import one_pass
 from benchmarks.worker_kills import free_port, play
+from headway.core.channel import ChannelClosed, TcpListener
 from headway.core.errors import BackgroundError, InputError
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
+from headway.data.fleet.messages import Ask, FromMaster, dial
 from headway.data.fleet.reader import PrepareError, Reader
 from headway.data.fleet.splits import Pass
 from headway.data.fleet.supervisor import MAX_ENDS, Settings, start
@@ -293,23 +295,80 @@ def test_a_killed_supervisor_is_started_again_and_no_batch_is_lost_or_comes_twic
     assert len({process.pid for process in kills}) == 3
 
 
-def test_a_supervisor_that_is_killed_as_soon_as_it_runs_is_given_up_in_the_end():
-    with Fleet(Drawn(8000), num_workers=1, patience_s=1.0) as fleet:
-        batches, keeper = iter(fleet.batches(4)), fleet._keeper
-        next(batches)
-        killer = threading.Thread(target=lambda: kill_while(keeper._thread.is_alive, lambda: keeper.supervisor))
-        killer.start()
-        with pytest.raises(BackgroundError, match="has had no master"):
-            list(batches)
-        killer.join()
-
-
-def kill_while(goes_on, pid):
-    """Kill the process of that id again and again."""
-    while goes_on():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid(), signal.SIGKILL)
+def kill_until_given_up(keeper, victims):
+    """Kill each master or supervisor as soon as it runs, until the fleet has ended."""
+    while True:
+        supervisor = keeper.supervisor
+        if keeper.failure:
+            return  # looked at last: so what was read before is not the process that says why
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(supervisor)
+            if victims == "supervisors":
+                process.kill()
+                until(lambda killed=supervisor: keeper.supervisor != killed)  # its id may be another process's then
+            for child in process.children():
+                if child.name() == "headway-master":
+                    child.kill()
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("address", ["unix", "tcp"])
+@pytest.mark.parametrize("victims", ["masters", "supervisors"])
+def test_a_fleet_whose_processes_are_killed_as_soon_as_they_run_says_so_to_all_and_leaves_nothing(victims, address):
+    tcp = {"host": "127.0.0.1", "port": free_port(), "token": "a secret"} if address == "tcp" else {}
+    before = set(psutil.Process().children(recursive=True))
+    with Fleet(Drawn(20_000), num_workers=1, patience_s=60.0, **tcp) as fleet:
+        settings, work = fleet.settings, Pass(20_000, 4, world_size=2)
+        batches, elsewhere = iter(fleet.batches(4)), Reader(fleet.address, work, 1, token=fleet.settings.token)
+        next(batches), next(elsewhere)
+        kill_until_given_up(fleet._keeper, victims)
+        why = rf"5 {victims} of the fleet in a row ended .*last with signal 9 \(SIGKILL\).*start the fleet again"
+        for loop in (batches, batches, elsewhere, fleet.batches(4)):
+            with pytest.raises(BackgroundError, match=why):
+                list(loop)
+        with pytest.raises(BackgroundError, match=why):
+            fleet.statistics()
+        with pytest.raises(BackgroundError, match=why):
+            work_for(fleet.address, Drawn(20_000), token=settings.token, patience_s=60.0, host=settings.host)
+        with contextlib.closing(dial(fleet.address, settings.token, 5.0, FromMaster)) as caller:
+            caller.send(Ask())
+            refused, _ = caller.receive(timeout_s=5.0)
+            assert refused.fatal
+
+    assert set(psutil.Process().children(recursive=True)) <= before
+    with pytest.raises(ChannelClosed, match="nobody listens"):
+        dial(fleet.address, settings.token, 0.0, FromMaster)
+
+
+def test_a_master_that_cannot_start_is_one_error_that_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.data.fleet.supervisor.TAKEN_S", 0.1)
+    (tmp_path / "master.json").write_text("not a checkpoint")
+    with Fleet(Drawn(40), num_workers=1, folder=tmp_path) as fleet, pytest.raises(BackgroundError) as raised:
+        list(fleet.batches(4))
+    assert "last with exit code 1 (FormatError: " in str(raised.value)
+
+    with contextlib.closing(TcpListener("127.0.0.1", 0, "of another", types=Ask)) as taken:
+        tcp = {"host": "127.0.0.1", "port": taken.port, "token": "a secret"}
+        with Fleet(Drawn(40), num_workers=1, **tcp) as fleet, pytest.raises(BackgroundError, match="already in use"):
+            list(fleet.batches(4))
+
+
+def test_a_supervisor_that_fails_or_cannot_be_started_again_is_one_error_that_says_why(monkeypatch):
+    def refused(*_, **__):
+        raise OSError(24, "Too many open files")
+
+    tcp = {"host": "127.0.0.1", "port": free_port(), "token": "a secret"}
+    with monkeypatch.context() as patches:
+        patches.setattr(os, "pidfd_open", refused)
+        with Fleet(Drawn(40), num_workers=1, **tcp) as fleet, pytest.raises(BackgroundError, match="supervisor failed"):
+            list(fleet.batches(4))
+    with Fleet(Drawn(8000), num_workers=1) as fleet:
+        batches = iter(fleet.batches(4))
+        next(batches)
+        monkeypatch.setattr("headway.data.fleet.keeper.start", refused)
+        psutil.Process(fleet._keeper.supervisor).kill()
+        with pytest.raises(BackgroundError, match=r"SIGKILL.*another one cannot be started .*Too many open files"):
+            list(batches)
 
 
 def test_a_fleet_lives_as_long_as_its_process_and_not_the_thread_that_made_it():

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from headway.core.channel import Channel, Listener, TcpListener, connect, connect_tcp
-from headway.core.errors import InputError
+from headway.core.errors import BackgroundError, InputError
 from headway.data.fleet.master import Placement, Report
 from headway.data.fleet.splits import Pass, Split
 from headway.data.runtime.account import Spent
@@ -111,9 +111,15 @@ class Placed(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """What the reader asked for cannot be; why, for its user."""
+    """The master does not do what a reader or worker asked for; why, for its user."""
 
     why: str
+    fatal: bool = False
+    """The fleet has ended: nobody gets anything from it any more."""
+
+    def error(self) -> InputError | BackgroundError:
+        """Return what the peer that was refused raises: `BackgroundError` when the fleet has ended."""
+        return BackgroundError(self.why) if self.fatal else InputError(self.why)
 
 
 class Fetch(msgspec.Struct, tag=True):
@@ -168,7 +174,7 @@ class Target(msgspec.Struct, tag=True):
 
 
 class GaveUp(msgspec.Struct, tag=True):
-    """Processes keep ending, so no more are started; why, for the readers."""
+    """The sender ends, or starts no more processes; why, for those who use the fleet."""
 
     why: str
 

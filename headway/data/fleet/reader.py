@@ -4,7 +4,8 @@ Batches are fetched ahead by a thread of the reader's. What counts is how many
 the loop took (`taken`): batches that were fetched and not taken are fetched
 again by whoever reads on, and a batch that comes twice is used once. Workers
 and masters may die meanwhile; the reader waits for their successors up to
-`patience_s`, and then ends with one clear error.
+`patience_s`, and then ends with one clear error. A fleet that has ended says
+why, and the reader raises that at once.
 
 >>> inbox = Inbox(taken=3, num_batches=9)
 >>> inbox.put(4, b"later"), inbox.put(3, b"now"), inbox.put(3, b"again")
@@ -21,11 +22,11 @@ import selectors
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from headway.core.channel import Channel, ChannelClosed
-from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.core.errors import BackgroundError, HeadwayError
 from headway.core.wake import Wake
 from headway.data.fleet.master import Placement
 from headway.data.fleet.messages import (
@@ -128,9 +129,19 @@ class Fetcher:
     """The sockets of a reader, run by its thread: the master's, and one per worker that has something for it."""
 
     def __init__(
-        self, address: str, work: Pass, rank: int, *, data: str | None, token: str, patience_s: float, ahead: int
+        self,
+        address: str,
+        work: Pass,
+        rank: int,
+        *,
+        data: str | None,
+        token: str,
+        patience_s: float,
+        ahead: int,
+        failure: Callable[[], str],
     ) -> None:
         self._address, self._token, self._patience_s, self._ahead = address, token, patience_s, ahead
+        self._failure = failure
         client = f"{this_process()}/{time.monotonic_ns()}"
         self._join = Join(client, work, rank, None, data)
         self._master: Channel | None = None
@@ -148,7 +159,10 @@ class Fetcher:
         self.inbox = Inbox(0, 0)
 
     def join(self, taken: int | None) -> Inbox:
-        """Join the pass, in the caller's thread. Raises `InputError` when refused, `BackgroundError` when alone."""
+        """Join the pass, in the caller's thread.
+
+        Raises `InputError` when refused, `BackgroundError` when the fleet has ended or there is no master.
+        """
         self._join.taken = taken
         answer = None
         while answer is None:
@@ -161,7 +175,7 @@ class Fetcher:
             except TimeoutError as error:
                 raise self._left_alone(error) from error
         if isinstance(answer, Refused):
-            raise InputError(answer.why)
+            raise answer.error()
         self.inbox = Inbox(answer.taken, self._join.work.num_batches(self._join.rank))
         return self.inbox
 
@@ -205,11 +219,13 @@ class Fetcher:
                 self._hear_worker(key.data)
 
     def _dial(self) -> None:
-        """Try to reach the master and join. Raises `BackgroundError` after `patience_s` without one."""
+        """Try to reach the master and join. Raises `BackgroundError` after `patience_s` without one, or a `failure`."""
         try:
             channel = dial(self._address, self._token, DIAL_S, FromMaster)
             channel.send(self._join, timeout_s=SEND_S)
         except (ChannelClosed, TimeoutError) as error:
+            if why := self._failure():
+                raise BackgroundError(why) from error
             if time.monotonic() - self._alone_s > self._patience_s:
                 raise self._left_alone(error) from error
             return
@@ -237,7 +253,7 @@ class Fetcher:
                 self._bad &= here
                 self._asked = {key: at for key, at in self._asked.items() if key[:2] in here}
             elif isinstance(message, Refused):
-                raise InputError(message.why)
+                raise message.error()
             else:
                 assert isinstance(message, Joined)
 
@@ -331,13 +347,18 @@ class Reader:
         token: str = "",
         patience_s: float = 30.0,
         ahead: int = AHEAD,
+        failure: Callable[[], str] = lambda: "",
     ) -> None:
         """Join a pass after `taken` batches (None: where the master last saw this rank).
 
-        `data` is the fingerprint of the data that is expected. Raises
-        `InputError` when the master refuses, `BackgroundError` when there is none for `patience_s`.
+        `data` is the fingerprint of the data that is expected. `failure` tells
+        why there will be no other master; empty: there may be one. Raises
+        `InputError` when the master refuses, `BackgroundError` when the fleet
+        has ended or there was no master for `patience_s`.
         """
-        fetcher = Fetcher(address, work, rank, data=data, token=token, patience_s=patience_s, ahead=ahead)
+        fetcher = Fetcher(
+            address, work, rank, data=data, token=token, patience_s=patience_s, ahead=ahead, failure=failure
+        )
         self._inbox, self._fetcher = fetcher.join(taken), fetcher
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=fetcher.run, name="headway-reader", daemon=True)

@@ -4,7 +4,8 @@ It is forked from the user's process once, before anything else happens there,
 and stays single-threaded: so workers may be forked at any time, and inherit
 what prepares the data without a pickle. It holds nothing that could be lost:
 when it is killed, the user's process starts another (`keeper`), and the master
-goes on from its checkpoint. When the user's process goes, all of them go.
+goes on from its checkpoint. When the user's process goes, all of them go. When
+masters keep ending it gives up, and says why (`refusal`).
 
 A `Settings` says what a fleet is; `start` brings it up.
 """
@@ -33,6 +34,7 @@ from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import Hub, Scaling
 from headway.data.fleet.master import Master
 from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, hang_up, listen
+from headway.data.fleet.refusal import START_AGAIN, ended_with, refuse_all
 from headway.data.fleet.worker import Make, serve
 from headway.runtime.agent import die_with
 
@@ -43,6 +45,8 @@ LOOK_S = 1.0
 QUICK_S = 2.0
 TAKEN_S = 1.0
 """How long a master waits for its address: one whose supervisor was killed a moment ago may not be gone yet."""
+SEND_S = 1.0
+"""Longest that the other end may leave a message unread."""
 MAX_QUICK = 5
 """So many masters may end within `QUICK_S` of their start before the fleet ends."""
 
@@ -95,26 +99,31 @@ class Settings:
         return f"{SCHEME}{self.host}:0" if self.host else str(self.folder / f"w{number}")
 
 
-def start(make: Make, settings: Settings, *, sweeps: bool = False) -> tuple[int, Channel]:
+def start(make: Make, settings: Settings, *, sweeps: bool = False, refuses: str = "") -> tuple[int, Channel]:
     """Fork a supervisor; returns its process id, and the channel that keeps the fleet up as long as it is open.
 
-    With `sweeps` the fleet's folder goes with it, however the user's process ends.
+    With `sweeps` the fleet's folder goes with it, however the user's process ends. One that gives up sends a
+    `GaveUp` and ends. With `refuses`, the reason why the fleet has ended, the process runs no fleet: it tells
+    all who come to the master's address.
     """
     ours, theirs = _sockets()
 
     def supervise() -> None:
         ours.close()
         _call_it("headway-fleet")
-        try:
-            Supervisor(make, settings, theirs).run()
-        finally:
-            if sweeps:
-                shutil.rmtree(settings.folder, ignore_errors=True)
+        if refuses:
+            refuse_all(settings.address, settings.token, refuses, theirs)
+        elif why := Supervisor(make, settings, theirs).run():
+            with contextlib.suppress(ChannelClosed, TimeoutError):
+                Channel(Packets(theirs), Target).send(GaveUp(why), timeout_s=SEND_S)
+                return  # the process that refuses is next, and needs the folder
+        if sweeps:
+            shutil.rmtree(settings.folder, ignore_errors=True)
 
     # The kernel's word for it would come with the end of this thread: the supervisor looks for its parent itself.
     pid = forked(supervise, die_too=False)
     theirs.close()
-    return pid, Channel(Packets(ours), Target)
+    return pid, Channel(Packets(ours), GaveUp)
 
 
 def forked(function: Callable[[], object], *, die_too: bool = True) -> int:
@@ -161,21 +170,25 @@ class Supervisor:
         self._leaving: set[int] = set()
         self._wanted, self._next = settings.num_workers, 0
         self._ends: collections.deque[float] = collections.deque(maxlen=MAX_ENDS)
-        self._gave_up = ""
+        self._gave_up, self._master_error = "", ""
 
-    def run(self) -> None:
-        """Run until the user's process goes, or masters keep ending."""
+    def run(self) -> str:
+        """Run until the user's process goes; returns why it ends earlier, as when masters keep ending, else nothing."""
         try:
             self._start_master()
             while os.getppid() == self._parent:
                 self._start_workers()
                 for key, _ in self._selector.select(LOOK_S):
                     if key.fileobj is self._user:
-                        return
+                        return ""
                     if key.data is None:
                         self._hear()
-                    elif not self._ended(key.data):
-                        return
+                    elif why := self._ended(key.data):
+                        return why
+            return ""
+        except Exception as error:  # as when the system lets it start no more processes
+            traceback.print_exc()
+            return f"the fleet's supervisor failed with {type(error).__name__}: {error}. {START_AGAIN}"
         finally:
             for pid in [*self._pidfds]:
                 with contextlib.suppress(ProcessLookupError):
@@ -188,11 +201,18 @@ class Supervisor:
 
         def run() -> None:
             ours.close()
-            run_master(settings, Channel(Packets(theirs), ToMaster))
+            channel = Channel(Packets(theirs), ToMaster)
+            try:
+                run_master(settings, channel)
+            except Exception as error:
+                with contextlib.suppress(ChannelClosed, TimeoutError):
+                    channel.send(GaveUp(f"{type(error).__name__}: {error}"), timeout_s=SEND_S)
+                raise
 
+        self._master_error = ""
         self._master_pid, self._begun_s = self._fork(run), time.monotonic()
         theirs.close()
-        self._hub, self._hub_socket = Channel(Packets(ours), Target), ours
+        self._hub, self._hub_socket = Channel(Packets(ours), Target | GaveUp), ours
         self._selector.register(self._hub, selectors.EVENT_READ)
         if self._gave_up:
             self._tell_why()
@@ -219,11 +239,14 @@ class Supervisor:
         return pid
 
     def _hear(self) -> None:
-        """Do what the master says about the number of workers."""
+        """Do what the master says about the number of workers; note why it ends."""
         try:
             while self._hub is not None:
-                target, _ = self._hub.receive(timeout_s=0.0)
-                self._wanted, self._leaving = target.workers, set(target.leaving) & self._workers
+                message, _ = self._hub.receive(timeout_s=0.0)
+                if isinstance(message, GaveUp):
+                    self._master_error = message.why
+                else:
+                    self._wanted, self._leaving = message.workers, set(message.leaving) & self._workers
         except TimeoutError:
             pass
         except ChannelClosed:
@@ -234,34 +257,38 @@ class Supervisor:
             hang_up(self._selector, self._hub)
             self._hub, self._hub_socket = None, None
 
-    def _ended(self, pid: int) -> bool:
-        """Reap a process and see to its successor; False when there is to be none of anything."""
+    def _ended(self, pid: int) -> str:
+        """Reap a process and see to its successor; returns why there is to be none of anything, else nothing."""
         self._selector.unregister(self._pidfds[pid])
         os.close(self._pidfds.pop(pid))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if pid == self._master_pid:
+            self._hear()
             self._drop_hub()
             self._quick = self._quick + 1 if time.monotonic() - self._begun_s < QUICK_S else 0
             if self._quick >= MAX_QUICK:
-                return False
+                error = f" ({self._master_error})" if self._master_error else ""
+                return (
+                    f"{MAX_QUICK} masters of the fleet in a row ended within {QUICK_S:g} s of their start, the last "
+                    f"with {ended_with(code)}{error}, so no more are started. {START_AGAIN}"
+                )
             self._start_master()
-            return True
+            return ""
         self._workers.discard(pid)
         if code:
             self._ends.append(time.monotonic())
             if len(self._ends) == MAX_ENDS and self._ends[-1] - self._ends[0] < ENDS_S:
-                how = f"signal {-code}" if code < 0 else f"exit code {code}"
                 self._gave_up = (
-                    f"{MAX_ENDS} workers of the fleet ended within {ENDS_S:g} s, the last with {how}. "
+                    f"{MAX_ENDS} workers of the fleet ended within {ENDS_S:g} s, the last with {ended_with(code)}. "
                     "Look for the cause in their output, remove it, and start the fleet again."
                 )
                 self._tell_why()
-        return True
+        return ""
 
     def _tell_why(self) -> None:
         if self._hub is not None:
             with contextlib.suppress(ChannelClosed, TimeoutError):
-                self._hub.send(GaveUp(self._gave_up), timeout_s=1.0)
+                self._hub.send(GaveUp(self._gave_up), timeout_s=SEND_S)
 
 
 def run_master(settings: Settings, supervisor: Channel | None) -> None:

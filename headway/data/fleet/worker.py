@@ -255,7 +255,10 @@ class Serving:
         self._waiting: list[tuple[Channel, Fetch]] = []
 
     def run(self, patience_s: float) -> None:
-        """Serve until the master says stop. Raises `BackgroundError` when there was no master for `patience_s`."""
+        """Serve until the master says stop.
+
+        Raises `BackgroundError` when the fleet has ended, or there was no master for `patience_s`.
+        """
         while True:
             if self._master is None:
                 self._dial(patience_s)
@@ -319,7 +322,9 @@ class Serving:
                     self._preparer.keep(message.kept)
                 for split, generation in message.leases:
                     self._preparer.revoke(split, generation)
-            elif isinstance(message, (Stop, Refused)):
+            elif isinstance(message, Refused):
+                raise message.error()
+            elif isinstance(message, Stop):
                 return False
         return True
 
@@ -396,6 +401,8 @@ def serve(
 
     `address` is where readers are to come (`tcp://host:0`: any port), `token`
     the fleet's secret over TCP. A `guest` is one that the fleet did not start.
+    Raises `BackgroundError` with the reason when the fleet has ended, or there
+    was no master for `patience_s`.
     """
     serving = Serving(name, master, address, make, token=token, lease_s=lease_s, guest=guest)
     try:

@@ -19,7 +19,9 @@ workers from any host that has the data.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import tempfile
@@ -35,12 +37,12 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headway.core.errors import InputError
+from headway.core.errors import BackgroundError, InputError
 from headway.core.host import host_cores
 from headway.core.private import runtime_directory
 from headway.data.child import said
 from headway.data.fleet.keeper import Keeper
-from headway.data.fleet.messages import Ask, FromMaster, dial
+from headway.data.fleet.messages import Ask, FromMaster, Refused, dial
 from headway.data.fleet.reader import Delivered, Reader
 from headway.data.fleet.splits import BatchKeys, Pass
 from headway.data.fleet.supervisor import Settings
@@ -135,17 +137,26 @@ class Fleet:
         """Return an iterator over the batches of one rank of a pass, from its beginning."""
         settings = self.settings
         batches = Reader(
-            settings.address, work, rank, data=settings.data, token=settings.token, patience_s=settings.patience_s
-        )
+            settings.address, work, rank, data=settings.data, token=settings.token, patience_s=settings.patience_s,
+            failure=functools.partial(_failure, self._keeper),
+        )  # fmt: skip
         # Not a generator: that would end with the first exception, and so end an epoch early.
         return map(_loaded, batches)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the master counts: workers, leases, batches taken, waiting. Raises `ChannelClosed`."""
-        channel = dial(self.address, self.settings.token, 5.0, FromMaster)
-        channel.send(Ask())
-        told: dict[str, Any] = channel.receive(timeout_s=5.0)[0].statistics
-        channel.close()
+        """Return what the master counts: workers, leases, batches taken, waiting.
+
+        Raises `BackgroundError` with the reason when the fleet has ended, `ChannelClosed` and `TimeoutError` when
+        no master answers.
+        """
+        if why := _failure(self._keeper):
+            raise BackgroundError(why)
+        with contextlib.closing(dial(self.address, self.settings.token, 5.0, FromMaster)) as channel:
+            channel.send(Ask())
+            answer, _ = channel.receive(timeout_s=5.0)
+        if isinstance(answer, Refused):
+            raise answer.error()
+        told: dict[str, Any] = answer.statistics
         return told
 
     def close(self, timeout_s: float = 0.0) -> None:
@@ -316,6 +327,7 @@ def work_for(address: str, data: Any, *, token: str = "", host: str = "", name: 
     """Be a worker of the fleet at `address` until it says stop: for processes of other hosts that have the data.
 
     `host` is this host's address as readers see it; `options` are those of `headway.data.fleet.worker.serve`.
+    Raises `BackgroundError` with the reason when the fleet has ended.
     """
     torch.set_num_threads(1)
     name = name or f"{os.uname().nodename}-{os.getpid()}"
@@ -360,6 +372,11 @@ def _job_name() -> str:
     """Return what all ranks of this job, and its next attempt, know it by; empty where there is no launcher."""
     keys = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return "-".join(filter(None, (os.environ.get(key) for key in keys)))
+
+
+def _failure(keeper: Keeper | None) -> str:
+    """Return why a fleet that was started here has ended, else nothing."""
+    return "" if keeper is None else keeper.failure
 
 
 def _lock(path: Path, kind: int) -> int:
