@@ -48,11 +48,11 @@ Limit = Literal["profile", "persist", "budget", "goodput"]
 WARM_UP_STEPS = 5
 """First steps of a process, which compile, allocate and fill caches: not measured (as in CheckFreq)."""
 FIRST_STEPS = 10
-"""Steps before the first save at least."""
+"""Steps before the first save, whose cost nobody knows yet."""
 PROFILE_STEPS = 100
-"""Steps before the first save at most, as in CheckFreq: fewer where they give a precise mean."""
+"""Steps added to the first window at most, as long as CheckFreq's profile: fewer where they give a precise mean."""
 PRECISE = 0.01
-"""Relative standard error of the mean step at which the first save begins."""
+"""Relative standard error of the mean step that the first window is to reach."""
 PROBE_STEPS = 10
 """Steps that may always be added to a window to measure steps without a save."""
 UNDECIDED = 0.075
@@ -338,6 +338,9 @@ class CheckpointPolicy:
         longer, some windows last longer, most of them do not.
         """
         slowdown = self._slowdown
+        if self._num_windows == 1:
+            precise = math.ceil((slowdown.noise_s / (PRECISE * slowdown.base_s)) ** 2)
+            return min(precise, PROFILE_STEPS) if precise > FIRST_STEPS else 0
         if slowdown.num_clean >= slowdown.num_beside:
             return 0  # More steps without a save would hardly help.
         if self._num_windows > PROBED_WINDOWS and self._num_windows % PROBED_WINDOWS:
@@ -359,8 +362,7 @@ class CheckpointPolicy:
         if not base_s:
             return FIRST_STEPS, "profile"
         if not self._finished():
-            precise = WARM_UP_STEPS + math.ceil((self._slowdown.noise_s / (PRECISE * base_s)) ** 2)
-            return max(FIRST_STEPS, min(precise, PROFILE_STEPS), math.ceil(self._under_way_s / base_s)), "profile"
+            return max(FIRST_STEPS, math.ceil(self._under_way_s / base_s)), "profile"
         mtbf_s = self._mtbf_s()
         if self.mode == "goodput" and mtbf_s is not None:
             cost_s = self._stall_s() + self._slowed_s()
