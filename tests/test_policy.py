@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -74,6 +75,62 @@ def test_no_interval_below_the_oracles_keeps_the_budget_without_saves_that_meet(
     assert played[best].overhead_fraction <= budget * (1 + 1e-6)
     met = conditions.write_s > (best - 1) * conditions.step_s * (1 + conditions.slowdown) * (1 - 1e-9)
     assert met or played[best - 1].overhead_fraction > budget * (1 - 1e-6)
+
+
+def near_best(seeds, jitter):
+    """Return the share of phases (calm, interference, calm) whose usual interval is within 20 % of the best one."""
+    near = []
+    for seed in seeds:
+        rng = random.Random(seed)
+        calm, budget = random_conditions(rng), rng.uniform(0.01, 0.1)
+        job = Job(CheckpointPolicy(budget=budget), jitter=jitter, seed=seed)
+        job.window(calm)
+        for conditions in (calm, disturbed(calm, rng), calm):
+            phase(job, conditions, 3)
+            usual = statistics.median(job.window(conditions).steps for _ in range(9))
+            best = conditions.oracle(budget)
+            near.append(abs(usual - best) <= max(0.2 * best, 1 if best < 5 else 0))
+    return statistics.mean(near)
+
+
+@pytest.mark.parametrize(("jitter", "least"), [(0.05, 0.98), (0.1, 0.92)])
+def test_the_interval_is_near_the_best_one_however_much_steps_vary(jitter, least):
+    assert near_best(range(40), jitter) >= least
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.1])
+def test_where_hardly_a_step_is_without_a_save_noise_is_not_taken_for_a_slowdown(noise):
+    """Few steps of the profile were all that the steps beside saves were compared with."""
+    long = Conditions(step_s=0.1, stall_s=0.01, write_s=20.0)
+    far_off = 0
+    for seed in range(20):
+        job = Job(CheckpointPolicy(budget=0.03), jitter=noise, seed=seed)
+        job.window(long)
+        phase(job, long, 4)
+        usual = statistics.median(job.window(long).steps for _ in range(7))
+        far_off += usual > 1.2 * long.oracle(0.03)
+
+    assert far_off <= 1
+
+
+@pytest.mark.parametrize("slowdown", [0.1, 0.3])
+def test_a_slowdown_within_the_noise_of_one_step_is_found_by_averaging_windows(slowdown):
+    slow = replace(CALM, slowdown=slowdown)
+    policy = CheckpointPolicy()
+    job = Job(policy, jitter=0.1, seed=1)
+    job.window(slow)
+    phase(job, slow, 30)
+
+    assert policy.explain().slowed_s == pytest.approx(slow.cost_s() - slow.stall_s, rel=0.2)
+
+
+def test_hiccups_of_single_steps_are_no_slowdown():
+    policy = CheckpointPolicy(budget=0.05)
+    job = Job(policy, jitter=0.02, hiccups=0.005, seed=2)
+    job.window(CALM)
+    seen = [job.window(CALM).steps for _ in range(40)]
+
+    assert statistics.median(seen[4:]) <= 1.2 * CALM.oracle(0.05)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -7,7 +7,9 @@ work slows down) and how long it takes to be durable. In mode "budget"
 (CheckFreq) saves are as frequent as a share of the training time allows; in
 mode "goodput" as frequent as loses least to saves and failures together.
 
-Both directions: what the last three windows (one save and the steps up to the
+Steps vary by themselves, so the slowdown is averaged over as many windows as
+agree (`slowdown.Slowdown`), and counts where it is significant. Both
+directions: what the last three windows (one save and the steps up to the
 next) needed decides. One dear window at most doubles the interval, two raise
 it as far as they need, and three cheap ones bring it back. Seconds and steps.
 
@@ -34,6 +36,7 @@ from typing import Literal, get_args
 
 from headway.checkpoint.costs import best_steps, budget_steps, overlap_steps, positive, wall_factor
 from headway.checkpoint.costs import young_daly as young_daly
+from headway.checkpoint.slowdown import Slowdown
 from headway.core.errors import InputError
 from headway.core.tables import pick
 
@@ -46,16 +49,20 @@ WARM_UP_STEPS = 5
 """First steps of a process, which compile, allocate and fill caches: not measured (as in CheckFreq)."""
 FIRST_STEPS = 10
 """Steps before the first save, whose cost nobody knows yet."""
+PROFILE_STEPS = 100
+"""Steps added to the first window at most, as long as CheckFreq's profile: fewer where they give a precise mean."""
+PRECISE = 0.01
+"""Relative standard error of the mean step that the first window is to reach."""
+PROBE_STEPS = 10
+"""Steps that may always be added to a window to measure steps without a save."""
+UNDECIDED = 0.075
+"""Share by which a slowdown that is not ruled out must lengthen the interval to be worth measuring."""
+PROBED_WINDOWS = 3
+"""First windows that are all longer where the slowdown by saves is not known well; later every third one is."""
 REMEMBERED = 3
 """Windows that decide together."""
 MOST_GROWTH = 2
 """Factor by which a single dear window may raise the interval: a hiccup of the storage is no trend."""
-FAR_OFF = 4.0
-"""Mean deviations beyond which a step is a hiccup."""
-LEAST_JITTER = 0.01
-"""Share of a step that is never a hiccup."""
-SLOWEST_WEIGHT = 1 / 32
-"""Weight of a new step in the average, once that many have been seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,41 +142,13 @@ class _Window:
     """One save and the steps up to the next."""
 
     stall_s: float = 0.0
-    excess_s: float = 0.0
-    """Sum over the steps beside the save of what they took above the average."""
     own_s: float = 0.0
-    """Sum of their own times."""
-    num_beside: int = 0
-    """Those steps."""
+    """Own times of the steps beside the save, summed."""
     num_steps: int = 0
     done: bool = False
     """Whether its save and every earlier one are over."""
-
-    def slowed_s(self, jitter_s: float) -> float:
-        """Return what the save cost the steps beside it, beyond `jitter_s` x sqrt(steps) by which they vary anyway."""
-        return max(0.0, self.excess_s - jitter_s * math.sqrt(self.num_beside))
-
-
-@dataclass(slots=True)
-class _Average:
-    """A running mean that turns into an exponentially weighted one, and the mean deviation from it.
-
-    Once settled, a value far off moves both only a little: one hiccup is no news, values that stay off soon are.
-    """
-
-    value: float = 0.0
-    deviation: float = 0.0
-    num_seen: int = 0
-
-    def add(self, value: float) -> None:
-        off = value - self.value
-        if self.num_seen >= FIRST_STEPS:
-            most = max(FAR_OFF * self.deviation, LEAST_JITTER * self.value)
-            off = min(max(off, -most), most)
-        self.num_seen += 1
-        if self.num_seen > 1:
-            self.deviation += max(1 / (self.num_seen - 1), SLOWEST_WEIGHT) * (abs(off) - self.deviation)
-        self.value += max(1 / self.num_seen, SLOWEST_WEIGHT) * off
+    met: bool = False
+    """Whether an earlier save was under way when this one began."""
 
 
 @dataclass(slots=True)
@@ -183,7 +162,7 @@ class CheckpointPolicy:
     """Mean time between failures, as far as it is known beforehand; what the job lives through is added to it."""
     inflight: int = 1
     """Saves that may be under way at once."""
-    _base: _Average = field(default_factory=_Average, init=False)
+    _slowdown: Slowdown = field(default_factory=Slowdown, init=False)
     _windows: deque[_Window] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
     _open: _Window | None = field(default=None, init=False)
     _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
@@ -192,6 +171,7 @@ class CheckpointPolicy:
     _num_steps: int = field(default=0, init=False)
     _ran_s: float = field(default=0.0, init=False)
     _num_failures: int = field(default=0, init=False)
+    _num_windows: int = field(default=0, init=False)
     _decided: tuple[int, Limit] | None = field(default=None, init=False)
     """The last decision, until something happens that may change it."""
 
@@ -205,20 +185,23 @@ class CheckpointPolicy:
             raise InputError(f"inflight is {self.inflight}; pass the number of saves under way at once, at least 1.")
 
     def observe(self, timing: StepTiming) -> None:
-        """Take note of one step. Costs microseconds; call it at the end of every step."""
+        """Take note of one step; call it at the end of each. Costs microseconds, one with a save about 0.1 ms."""
         self._num_steps += 1
         self._ran_s += timing.step_s
         if timing.saved:
-            self._close()
-            self._open, self._under_way_s = _Window(), 0.0
+            met = self._close()
+            self._open, self._under_way_s = _Window(met=met), 0.0
+            self._slowdown.begin_window()
+            self._num_windows += 1
         if self._open is None:
             self._decided = None
             if self._num_steps > WARM_UP_STEPS and not timing.in_flight:
-                self._base.add(timing.own_s)
+                self._slowdown.add(timing.own_s, beside=False)
         else:
             self._beside(self._open, timing)
         if timing.durable_s is not None:
             self._durations_s.append(timing.durable_s)
+            self._slowdown.committed(timing.durable_s)
             self._under_way_s, self._decided = 0.0, None
 
     def observe_failure(self) -> None:
@@ -235,7 +218,7 @@ class CheckpointPolicy:
     def explain(self) -> PolicyReport:
         """Return the interval with all that it follows from."""
         steps, limit = self._decided = self._decide()
-        base_s, mtbf_s = self._base.value, self._mtbf_s()
+        base_s, mtbf_s = self._slowdown.base_s, self._mtbf_s()
         stall_s, slowed_s, duration_s = self._stall_s(), self._slowed_s(), self._duration_s()
         known = base_s > 0 and bool(self._finished())
         interval_s, cost_s = steps * base_s, stall_s + slowed_s
@@ -277,29 +260,27 @@ class CheckpointPolicy:
         window.stall_s += timing.stall_s
         if timing.in_flight:
             self._under_way_s += timing.step_s
-            if self._under_way_s + self._base.value > self._agreed_duration_s():
+            if self._under_way_s + self._slowdown.base_s > self._agreed_duration_s():
                 self._decided = None
-            window.num_beside += 1
             window.own_s += timing.own_s
-            if self._base.num_seen:
-                window.excess_s += timing.own_s - self._base.value
+            self._slowdown.add(timing.own_s, beside=True)
             return
         if not window.done:
             window.done, self._decided = True, None
+            self._slowdown.update()
         # The last third only: what a save leaves behind (write-back, cold caches) is not the step's own.
-        if not self._base.num_seen or 3 * window.num_steps > 2 * self.interval():
-            self._base.add(timing.own_s)
+        if not self._slowdown.num_clean or 3 * window.num_steps > 2 * self.interval():
+            self._slowdown.add(timing.own_s, beside=False)
 
-    def _close(self) -> None:
-        """End the open window: the next save begins."""
+    def _close(self) -> bool:
+        """End the open window, as the next save begins; returns whether its save was still under way."""
         window = self._open
         if window is None:
-            return
-        if window.num_beside == window.num_steps:
-            # No step was undisturbed. The average may be old, but a step beside a save is never faster than without.
-            self._base.value = min(self._base.value, window.own_s / window.num_beside) or self._base.value
+            return False
+        self._slowdown.update()
         self._windows.append(window)
         self._open = self._decided = None
+        return not window.done
 
     def _finished(self) -> list[_Window]:
         """Return the last windows whose costs are known, oldest first."""
@@ -309,14 +290,18 @@ class CheckpointPolicy:
     # ---- what follows
 
     def _stall_s(self) -> float:
-        return _agreed([window.stall_s for window in self._finished()])
+        return _agreed([window.stall_s for window in self._alone()])
 
     def _slowed_s(self) -> float:
-        return _agreed([window.slowed_s(self._jitter_s()) for window in self._finished()])
+        return _agreed([self._slowdown.fraction * window.own_s for window in self._alone()])
 
-    def _jitter_s(self) -> float:
-        """Return the deviation of a step that no save explains: the more windows agree, the less of it is left."""
-        return self._base.deviation / math.sqrt(max(1, len(self._finished())))
+    def _alone(self) -> list[_Window]:
+        """Return those of the last windows whose save did not meet the one before it; all of them if each did.
+
+        Where saves meet, the stall has a wait in it: `_overlap_steps` keeps them apart, no rarer saves are needed.
+        """
+        finished = self._finished()
+        return [window for window in finished if not window.met] or finished
 
     def _duration_s(self) -> float:
         """Return start to commit of a save; one that is under way already takes one step more at the least."""
@@ -328,19 +313,42 @@ class CheckpointPolicy:
 
     def _beside_s(self) -> float:
         """Return what a step takes while a save is under way."""
-        num_beside = sum(window.num_beside for window in self._finished())
-        return self._base.value + (self._slowed_s() * len(self._finished()) / num_beside if num_beside else 0.0)
+        return self._slowdown.beside_s or self._slowdown.base_s
 
     def _overlap_steps(self) -> int:
         return overlap_steps(
             stall_s=self._stall_s(), duration_s=self._duration_s(), step_s=self._beside_s(), inflight=self.inflight
         )
 
-    def _budget_steps(self) -> int:
-        """Return k2 of what the last windows cost: their median, and up to twice that if one of them needs it."""
-        costs_s = [window.stall_s + window.slowed_s(self._jitter_s()) for window in self._finished()]
-        needed = [budget_steps(cost_s=cost_s, step_s=self._base.value, budget=self.budget) for cost_s in costs_s]
+    def _budget_steps(self, fraction: float | None = None) -> int:
+        """Return k2 of what the last windows cost: their median, and up to twice that if one of them needs it.
+
+        `fraction` of the time beside a save is lost to it; None: what was measured.
+        """
+        fraction = self._slowdown.fraction if fraction is None else fraction
+        costs_s = [window.stall_s + fraction * window.own_s for window in self._alone()]
+        needed = [budget_steps(cost_s=cost_s, step_s=self._slowdown.base_s, budget=self.budget) for cost_s in costs_s]
         return min(max(needed), MOST_GROWTH * statistics.median_low(needed))
+
+    def _probe_steps(self, steps: int) -> int:
+        """Return steps to add to an interval of `steps`, to learn what the saves slow down.
+
+        Where saves follow each other closely hardly a step is without one, and a few noisy steps of the profile would
+        decide for good. So while a slowdown that they do not rule out would make the interval more than `UNDECIDED`
+        longer, some windows last longer, most of them do not.
+        """
+        slowdown = self._slowdown
+        if self._num_windows == 1:
+            precise = math.ceil((slowdown.noise_s / (PRECISE * slowdown.base_s)) ** 2)
+            return min(precise, PROFILE_STEPS) if precise > FIRST_STEPS else 0
+        if slowdown.num_clean >= slowdown.num_beside:
+            return 0  # More steps without a save would hardly help.
+        if self._num_windows > PROBED_WINDOWS and self._num_windows % PROBED_WINDOWS:
+            return 0
+        most = self._budget_steps(slowdown.most_fraction)
+        if most <= steps * (1 + UNDECIDED):
+            return 0
+        return min(most - steps, max(PROBE_STEPS, (MOST_GROWTH - 1) * steps))
 
     def _mtbf_s(self) -> float | None:
         """Return the mean time between failures: what was given counts as one failure seen in that time."""
@@ -350,17 +358,20 @@ class CheckpointPolicy:
 
     def _decide(self) -> tuple[int, Limit]:
         """Return the steps between saves, and what decides them."""
-        if not self._base.value or not self._finished():
-            least = self._under_way_s / self._base.value if self._base.value else 0.0
-            return max(FIRST_STEPS, math.ceil(least)), "profile"
+        base_s = self._slowdown.base_s
+        if not base_s:
+            return FIRST_STEPS, "profile"
+        if not self._finished():
+            return max(FIRST_STEPS, math.ceil(self._under_way_s / base_s)), "profile"
         mtbf_s = self._mtbf_s()
         if self.mode == "goodput" and mtbf_s is not None:
             cost_s = self._stall_s() + self._slowed_s()
-            steps = best_steps(cost_s, step_s=self._base.value, budget=self.budget, mtbf_s=mtbf_s)
+            steps = best_steps(cost_s, step_s=base_s, budget=self.budget, mtbf_s=mtbf_s)
             wanted: tuple[int, Limit] = (steps, "goodput")
         else:  # Without a failure there is no rate to weigh stalls against yet: the budget holds until then.
             wanted = (self._budget_steps(), "budget")
-        return max(wanted, (self._overlap_steps(), "persist"), key=lambda choice: choice[0])
+        steps, limit = max(wanted, (self._overlap_steps(), "persist"), key=lambda choice: choice[0])
+        return steps + (self._probe_steps(steps) if wanted[1] == "budget" else 0), limit
 
 
 def _agreed(values: list[float]) -> float:
