@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.passing_mount import mounted
+from benchmarks._passing_mount import mounted
 from benchmarks.peers.env import python_of
 from headway.core.errors import InputError
 

@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.passing_mount import mounted
+from benchmarks._passing_mount import mounted
 from benchmarks.peers.env import python_of
 
 ROOT = Path(__file__).resolve().parent.parent
