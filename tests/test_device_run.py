@@ -43,7 +43,12 @@ def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix)
     assert ledger.basis["useful"] == "device events"
     if mix[3] < 1000:  # nothing is won by a faster loader where the device is never idle
         assert loading <= 1.03
-        assert program.predict(["accelerator=2x"], interval=False, max_discrepancy=0.2).speedup >= 1.3
+        twice, most = (
+            program.predict([f"accelerator={factor}x"], interval=False, max_discrepancy=0.2).speedup
+            for factor in (2, 1000)
+        )
+        assert most > 1.03
+        assert twice >= 0.85 * min(2, most)  # as far as the work of the host itself, which a busy one slows, lets it
     elif mix[-1] == "input":
         assert loading >= 1.5
     elif mix[2]:  # the host waits in the copy until the device is done, and that is no time of the copy
