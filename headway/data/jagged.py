@@ -191,12 +191,12 @@ class DedupJagged:
         if known.get(_name(function)) is False:
             return _dedup_group({"": _of_all(function, self)})[""]
         sampled = _sampled(self.unique, LATER_ROWS if known else PROBE_ROWS)
-        if not known:
-            _check_row_pure(function, self.unique.take(sampled))
+        rows = self.unique.take(sampled)
+        alone = _each_alone(function, rows) if known else _check_row_pure(function, rows)
         after = function(self.unique)
         if len(after) != self.num_unique:
             raise InputError(f"{_name(function)} made {len(after)} rows of {self.num_unique}. Return one per row.")
-        if any(function(self.unique.take([row])) != after.take([row]) for row in sampled.tolist()):
+        if len(rows) and alone != after.take(sampled):
             if not known:
                 raise InputError(f"{_name(function)} looks at other rows of the batch. Call it on expand() instead.")
             known[_name(function)] = False
@@ -442,20 +442,29 @@ def _sampled(rows: Jagged, count: int) -> Ints:
     return np.sort(np.random.default_rng(seed).permutation(len(rows))[:count]).astype(np.int64)
 
 
-def _check_row_pure(function: Callable[[Jagged], Jagged], rows: Jagged) -> None:
-    """Raise `InputError` unless `function` gives rows the same alone, together and again, and draws nothing."""
+def _each_alone(function: Callable[[Jagged], Jagged], rows: Jagged) -> Jagged:
+    """Return the results of a function that is given one row at a time."""
+    return Jagged.concat([function(rows.take([index])) for index in range(len(rows))]) if len(rows) else rows
+
+
+def _check_row_pure(function: Callable[[Jagged], Jagged], rows: Jagged) -> Jagged:
+    """Raise `InputError` unless `function` gives rows the same alone, together and again, and draws nothing.
+
+    Returns what it gives them alone.
+    """
     own = own_generators(function)
     before = fingerprints(own)
     together, again = function(rows), function(rows)
-    alone = [function(rows.take([index])) for index in range(len(rows))]
+    alone = _each_alone(function, rows)
     found = drawn(before, fingerprints(own))
     if found or together != again:
         raise InputError(
             f"{_name(function)} is random{f' (draws from {found[0]})' if found else ''}: repeated rows would all get "
             "the same draw. Call it on expand() instead."
         )
-    if alone and Jagged.concat(alone) != together:
+    if len(rows) and alone != together:
         raise InputError(f"{_name(function)} looks at other rows of the batch. Call it on expand() instead.")
+    return alone
 
 
 def _name(function: Any) -> str:

@@ -156,8 +156,8 @@ class Fleet:
             answer, _ = channel.receive(timeout_s=5.0)
         if isinstance(answer, Refused):
             raise answer.error()
-        told: dict[str, Any] = answer.statistics
-        return told
+        statistics: dict[str, Any] = answer.statistics
+        return statistics
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the fleet if it was started here, after those who joined have closed it or `timeout_s` is over.
