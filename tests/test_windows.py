@@ -19,6 +19,7 @@ from headway.runtime.window_schedule import MOST_RANKS, Schedule, opening_step, 
 from headway.runtime.windows import (
     BUDGET,
     HOLD_NS,
+    HOST_ROWS,
     MOST_MORE_STEPS,
     STEPS,
     Shape,
@@ -105,9 +106,9 @@ def test_ranks_of_a_large_job_take_turns():
     assert all(takes_part(rank, MOST_RANKS, 64) for rank in range(MOST_RANKS))
 
 
-@given(st.integers(1, STEPS), st.booleans(), st.integers(1, 10**10))
-def test_a_window_is_made_to_hold_the_training_thread_no_longer_than_it_may(steps, host, held_ns):
-    after = shape_after(Shape(steps, host), held_ns=held_ns)
+@given(st.integers(1, STEPS), st.booleans(), st.integers(1, 10**10), st.booleans())
+def test_a_window_is_made_to_hold_the_training_thread_no_longer_than_it_may(steps, host, held_ns, may_add_host):
+    after = shape_after(Shape(steps, host), held_ns=held_ns, may_add_host=may_add_host)
 
     if after is None:  # one step of launches alone is too much already
         assert (steps, host) == (1, False)
@@ -115,9 +116,37 @@ def test_a_window_is_made_to_hold_the_training_thread_no_longer_than_it_may(step
     elif after.host == host:
         assert after.steps == 1 or held_ns * after.steps <= HOLD_NS * steps
         assert after.steps < steps or held_ns <= HOLD_NS
-    else:
+    elif host:
         assert steps == 1
         assert held_ns > HOLD_NS
+    else:
+        assert may_add_host
+        assert HOST_ROWS * held_ns <= HOLD_NS * steps
+
+
+@pytest.mark.parametrize(
+    ("host_rows", "light_ns", "shapes"),
+    [
+        (2, 5_000_000, [(1, False), (1, True), (3, True), (3, True), (3, True)]),
+        (12, 10_000_000, [(1, False), (1, True), (1, False), (3, False), (3, False)]),
+        (4, 30_000_000, [(1, False), (1, False), (1, False), (1, False), (1, False)]),
+    ],
+)
+def test_windows_of_a_device_begin_light_and_take_the_host_in_where_it_fits(
+    host_rows, light_ns, shapes, tmp_path, monkeypatch
+):
+    """A window with the host's operations that held the thread for too long is not tried again."""
+    monkeypatch.setattr(device, "activities", lambda: ("CUDA",))
+    monkeypatch.setattr("headway.runtime.windows.low_level_start", lambda **_: None)
+    with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
+        windows, found = session.windows, []
+        windows._cycle, windows._first_ns = 1, 1
+        for _ in shapes:
+            windows._begin()
+            windows._open, windows._last_cost_ns = None, 1
+            windows._held_ns = windows.shape.steps * light_ns * (host_rows if windows.shape.host else 1)
+            found.append((windows.shape.steps, windows.shape.host))
+        assert found == shapes
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
@@ -363,7 +392,6 @@ def test_a_leader_that_takes_no_part_in_the_first_windows_does_not_take_them_for
 def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monkeypatch):
     """The host is ahead: what it launched in the window runs when it has launched two more steps."""
     accelerator, stopped = Accelerator(), []
-    monkeypatch.setattr(device, "capturing", lambda: False)  # torch for a CPU cannot be asked
     monkeypatch.setattr("headway.runtime.windows.low_level_start", lambda **_: None)
     monkeypatch.setattr("headway.runtime.windows.low_level_stop", lambda: stopped.append(now()) or SimpleNamespace())
     undo = device.emulate(lambda _: accelerator, {("cuda", 0): accelerator})

@@ -184,14 +184,21 @@ def module_of(kind: str) -> Any:
 
 
 def kinds_in_use() -> list[str]:
-    """Return the kinds of device that this process has initialised; asking does not initialise any."""
-    found = [kind for kind, _ in _SEEN]
-    for kind, name in _MODULES.items():
+    """Return the kinds of device that this process computes on; asking does not initialise any."""
+    return list(dict.fromkeys([*(kind for kind, _ in _SEEN), *_initialised()]))
+
+
+def _initialised() -> list[str]:
+    """Return the kinds that torch has initialised in this process; an emulated device is none of torch's."""
+    found, names = [], _MODULES
+    if unlisted := {kind: f"torch.{kind}" for kind, _ in _SEEN if kind not in names}:
+        names = names | unlisted
+    for kind, name in names.items():
         # Asked around every load that is looked at: kinds whose module nobody has imported cost one look-up.
         initialised = getattr(sys.modules.get(name), "is_initialized", None)
         if initialised is not None and initialised():
             found.append(kind)
-    return list(dict.fromkeys(found))
+    return found
 
 
 def in_use() -> bool:
@@ -203,7 +210,7 @@ def capturing() -> bool:
     """Whether a graph is being captured on one of the devices in use: then nothing of ours may be asked of them."""
     if any(device.is_capturing for device in _SEEN.values()):
         return True
-    asked = (getattr(module_of(kind), "is_current_stream_capturing", None) for kind in kinds_in_use())
+    asked = (getattr(module_of(kind), "is_current_stream_capturing", None) for kind in _initialised())
     return any(is_capturing() for is_capturing in asked if is_capturing is not None)
 
 
@@ -233,7 +240,7 @@ def generators() -> list[Any]:
     if capturing():
         return []
     found = []
-    for kind in kinds_in_use():
+    for kind in _initialised():
         every = getattr(module_of(kind), "default_generators", ())
         indices = {device.index for device in _SEEN.values() if device.kind == kind}
         current = getattr(module_of(kind), "current_device", None)

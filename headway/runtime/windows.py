@@ -8,13 +8,15 @@ waits until all of it together stays below `budget` x the time trained. Which
 steps those are, `window_schedule` says: the same for all ranks.
 
 On a device a step may be many thousand launches, and the first window starts
-the profiler's library, which takes seconds. There the first window is one step,
-and those behind it hold the training thread, by what the first one took, no
-longer than `HOLD_NS`: fewer steps, then none of the host's operations, then no
-windows. It closes once the device has got to its end. A job that uses a profiler itself gets no windows from then on.
+the profiler's library, which takes seconds. There the first window is one step
+of launches, kernels and copies alone. Those behind it hold the training thread,
+by what the one before took, no longer than `HOLD_NS`: the host's operations
+join where there is room for them, then more steps; else there are fewer steps,
+then no windows. A window closes once the device has got to its end. A job that
+uses a profiler itself gets no windows from then on.
 
->>> shape_after(Shape(3, True), held_ns=60_000_000), shape_after(Shape(1, True), held_ns=60_000_000)
-(Shape(steps=2, host=True), Shape(steps=1, host=False))
+>>> shape_after(LIGHT, held_ns=5_000_000), shape_after(Shape(1, host=True), held_ns=60_000_000)
+(Shape(steps=1, host=True), Shape(steps=1, host=False))
 """
 
 from __future__ import annotations
@@ -92,13 +94,25 @@ class Shape:
     """Whether the host's operations too, beside launches, kernels and copies."""
 
 
-def shape_after(shape: Shape, *, held_ns: int) -> Shape | None:
-    """Return the shape of a window after one of `shape` that held the training thread; None for no window at all."""
+LIGHT = Shape(1, host=False)
+"""The first window of a device."""
+
+HOST_ROWS = 4
+"""Rows of a window with the host's operations, per row of one without: a launch has a few levels of them around it."""
+
+
+def shape_after(shape: Shape, *, held_ns: int, may_add_host: bool = True) -> Shape | None:
+    """Return the shape of a window after one of `shape` that held the training thread; None for no window at all.
+
+    `may_add_host` is False where a window with the host's operations held it for too long before.
+    """
     if held_ns <= HOLD_NS:
+        if may_add_host and not shape.host and HOST_ROWS * held_ns <= HOLD_NS * shape.steps:
+            return Shape(1, host=True)
         return Shape(max(1, min(STEPS, shape.steps * HOLD_NS // max(held_ns, 1))), shape.host)
     if shape.steps > 1:
         return Shape(max(1, shape.steps * HOLD_NS // held_ns), shape.host)
-    return Shape(1, host=False) if shape.host else None
+    return LIGHT if shape.host else None
 
 
 class Windows:
@@ -112,6 +126,7 @@ class Windows:
         """What they cost so far, also those in which this rank took no part."""
         self.shape = Shape(STEPS, host=True)
         """Of the next window."""
+        self._may_add_host = True
         outside = next((name for name in OUTSIDE_PROFILERS if os.environ.get(name)), "")
         self.stopped = f"a profiler from outside: {outside} is set" if outside else ""
         self.stopped = self.stopped if budget > 0 else "HEADWAY_WINDOWS=0"
@@ -193,10 +208,11 @@ class Windows:
         if not device.activities():
             return
         if not self._last_cost_ns:  # the first that this rank records
-            self.shape = Shape(1, host=True)
+            self.shape = LIGHT
         elif self._held_ns:
             held_ns, self._held_ns = self._held_ns, 0
-            shape = shape_after(self.shape, held_ns=held_ns)
+            shape = shape_after(self.shape, held_ns=held_ns, may_add_host=self._may_add_host)
+            self._may_add_host = self._may_add_host and not (self.shape.host and shape == LIGHT)
             if shape is None:
                 self.stopped = f"a window of one step holds the training thread for {held_ns // 10**6} ms"
             else:

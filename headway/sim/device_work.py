@@ -91,7 +91,7 @@ class DeviceWork:
         compute = np.flatnonzero(COMPUTE[lane.label])
         behind = np.searchsorted(compute, np.concatenate([[-1], launched_segment[:-1]]), side="right")
         queued = np.append(compute, lane.label.size)[behind] - 1
-        waits, after_wait = _waits(lane, end, launched)
+        waits, after_wait = _waits(lane, start, end, launched)
         ahead, own = _held_up(lane, step, end - start, end - launched, paused, busy, waits)
         return cls(
             duration_ns=end - start,
@@ -105,7 +105,7 @@ class DeviceWork:
 
 
 def _waits(
-    lane: Lane, end_ns: NDArray[np.int64], launched_ns: NDArray[np.int64]
+    lane: Lane, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64], launched_ns: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return [s] the segments in which the training thread waited for its device, and what it did after each wait.
 
@@ -120,7 +120,8 @@ def _waits(
     holder = np.searchsorted(lane.start_ns, end_ns, side="right") - 1
     began, ended = lane.start_ns[holder], lane.start_ns[holder] + lane.duration_ns[holder]
     left, waited = ended - end_ns, end_ns - np.maximum(began, launched_ns)
-    last = np.append(launched_ns[1:] > end_ns[:-1], True)  # nothing more was launched meanwhile
+    # Nothing more was launched meanwhile: else the device would have gone on with it at once.
+    last = np.append((launched_ns[1:] > end_ns[:-1]) & (start_ns[1:] > end_ns[:-1]), True)
     quiet = np.isin(lane.label[holder], [LABEL["host.script"], LABEL["compute"]]) & (left <= AFTER_WAIT * waited)
     copies = lane.label[holder] == LABEL["input.transfer"]
     found = last & (quiet | copies) & (left >= 0) & (waited > LEAST_WAIT_NS)
