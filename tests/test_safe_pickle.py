@@ -99,6 +99,32 @@ def test_a_pickle_that_calls_anything_else_is_refused_by_name(call, protocol):
         loads(pickle.dumps(Evil(*call), protocol), "a.pkl")
 
 
+MEMORY_FORMAT = Global("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
+
+
+def test_a_member_of_an_enumeration_as_python_3_11_2_writes_it_is_the_one_that_others_write():
+    by_name = dumps(Call(Global("builtins", "getattr"), (MEMORY_FORMAT, "TORCH_PRESERVE_FORMAT")))
+    by_value = dumps(Call(MEMORY_FORMAT, (2,)))
+
+    members = [loads(data, "a.pkl") for data in (by_name, by_value)]
+    assert [(path_of(member), member.args) for member in members] == [(".".join(MEMORY_FORMAT), (2,))] * 2
+    assert pickle.loads(by_name) is pickle.loads(by_value)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (MEMORY_FORMAT, "__class__"), (MEMORY_FORMAT, "mro"), (MEMORY_FORMAT, "TORCH_CHANNELS_LAST.value"),
+        (MEMORY_FORMAT, "TORCH_CHANNELS_LAST", 1), (MEMORY_FORMAT,), (Global("torch", "Size"), "count"),
+        (Call(MEMORY_FORMAT, (1,)), "TORCH_CHANNELS_LAST"), ("torch", "load"), (MEMORY_FORMAT, 1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_getattr_of_anything_else_is_refused(args):
+    with pytest.raises(FormatError, match=r"a.pkl calls builtins.getattr.*it may be an attack"):
+        loads(dumps(Call(Global("builtins", "getattr"), args)), "a.pkl")
+
+
 def test_even_a_lenient_reader_runs_nothing(tmp_path):
     trace = tmp_path / "ran"
     data = pickle.dumps(Evil(exec, f"open({str(trace)!r}, 'w')"))

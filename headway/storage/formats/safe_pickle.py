@@ -90,31 +90,64 @@ ALLOWED: dict[str, frozenset[str]] = {
 """Module -> names that a checkpoint may use; each becomes a `StandIn` of its own, nothing is imported."""
 
 
+MEMORY_FORMATS = {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2}
+ENUMS: dict[str, dict[str, int]] = {
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": MEMORY_FORMATS,
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING": MEMORY_FORMATS,
+}
+"""Enumeration -> its members and their values. Python 3.11.0 to 3.11.3 pickle a member as `getattr(enumeration, name)`,
+the others as `enumeration(value)`."""
+
+
 class _RefusedError(FormatError):
-    """A pickle asks for what it may not have: the message is whole."""
+    """A pickle asks for what it may not have: the message is whole but for the file's name before it."""
+
+
+def _refused(path: str) -> _RefusedError:
+    """Return the error for a global that no checkpoint needs."""
+    return _RefusedError(
+        f"calls {path}, which no checkpoint needs: it may be an attack. Load it only with torch, and only if you trust "
+        "its writer."
+    )
+
+
+class _EnumMember(StandIn):
+    """Stands for `getattr`: its only legal call names a member of an enumeration, and makes that member's stand-in."""
+
+    __slots__ = ()
+    path = "builtins.getattr"
+
+    def __new__(cls, *args: Any) -> Any:
+        """Return the stand-in that `enumeration(value)` makes; raise `_RefusedError` for any other attribute."""
+        if len(args) == 2 and isinstance(args[0], type) and isinstance(args[1], str):
+            enumeration, name = args
+            value = ENUMS.get(path_of(enumeration), {}).get(name)
+            if value is not None:
+                return enumeration(value)
+        raise _refused(cls.path)
 
 
 class _Finder:
     """Says what stands for each global that a pickle names."""
 
-    def __init__(self, name: str, lenient: bool, named: set[str]) -> None:
-        self._name, self._lenient, self._named = name, lenient, named
+    def __init__(self, lenient: bool, named: set[str]) -> None:
+        self._lenient, self._named = lenient, named
 
     def __call__(self, module: str, name: str) -> Any:
         """Return the inert class that stands for a global."""
         self._named.add(f"{module}.{name}")
         if (module, name) in REAL:
             return REAL[module, name]
-        if not self._lenient and name not in ALLOWED.get(module, ()):
-            raise _RefusedError(
-                f"{self._name} calls {module}.{name}, which no checkpoint needs: it may be an attack. Load it only "
-                "with torch, and only if you trust its writer."
-            )
+        if not self._lenient:
+            if (module, name) in (("builtins", "getattr"), ("__builtin__", "getattr")):
+                return _EnumMember
+            if name not in ALLOWED.get(module, ()):
+                raise _refused(f"{module}.{name}")
         return type("StandIn", (StandIn,), {"path": f"{module}.{name}", "__slots__": ()})
 
     def refuse(self, key: Any) -> Any:
         """Refuse a reference to a storage."""
-        raise _RefusedError(f"{self._name} refers to storages outside of it. Name a torch.save file to read those.")
+        raise _RefusedError("refers to storages outside of it. Name a torch.save file to read those.")
 
 
 def _reference(key: Any) -> Any:
@@ -133,11 +166,11 @@ def load_from(
     room: Room | None = None,
 ) -> tuple[Any, int]:
     """Read the pickle that begins at byte `start`, and return its value and where it ends; see `loads`."""
-    find = _Finder(name, lenient, set() if named is None else named)
+    find = _Finder(lenient, set() if named is None else named)
     try:
         return unpickle(data, start, find=find, refer=_reference if persistent else find.refuse, room=room)
     except _RefusedError as cause:
-        raise FormatError(str(cause)) from None
+        raise FormatError(f"{name} {cause}") from None
     except RoomError as cause:
         raise RoomError(f"{name} holds more values than headway reads: {cause}. Load it with torch.") from None
     except FormatError as cause:
