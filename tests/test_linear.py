@@ -47,6 +47,54 @@ def test_the_price_of_a_row_is_what_one_more_unit_changes(weights: list[int], bu
     assert solve(budget + 1) - best.value == pytest.approx(best.row_price[0])
 
 
+@settings(max_examples=200)
+@given(st.data(), st.integers(1, 5), st.integers(0, 5), st.booleans())
+def test_dense_rows_and_triplets_give_equal_answers(data: st.DataObject, n: int, m: int, whole: bool) -> None:
+    cost = data.draw(st.lists(numbers, min_size=n, max_size=n))
+    # Entries in any order, several of them in one cell: a matrix adds them up.
+    cell = st.tuples(st.integers(0, max(m - 1, 0)), st.integers(0, n - 1), numbers)
+    entries = data.draw(st.lists(cell, max_size=12 if m else 0))
+    high = data.draw(st.lists(st.integers(0, 9), min_size=m, max_size=m))
+    matrix = np.zeros((m, n))
+    for row, column, value in entries:
+        matrix[row, column] += value
+    triplets = tuple([entry[i] for entry in entries] for i in range(3))
+    asked = {"row_high": high, "high": 3, "whole": int(whole)}
+
+    dense, sparse = minimise(cost, rows=matrix, **asked), minimise(cost, rows=triplets, num_rows=m, **asked)
+
+    assert (dense.x.tolist(), dense.value, dense.bound) == (sparse.x.tolist(), sparse.value, sparse.bound)
+    assert dense.row_price.tolist() == sparse.row_price.tolist()
+    assert dense.bound == pytest.approx(dense.value)
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.01, 0.2])
+def test_the_bound_is_within_the_gap(gap: float) -> None:
+    """A knapsack of 40 things: the value lies within `gap` of the bound, and the bound below the true optimum."""
+    random = np.random.default_rng(3)
+    worth, weights = random.uniform(1, 2, 40), random.uniform(1, 2, (3, 40))
+    asked = {"rows": weights, "row_high": weights.sum(1) / 3, "high": 1, "whole": 1}
+
+    best = minimise(-worth, gap=gap, **asked)
+
+    assert best.value - best.bound <= gap * abs(best.value) + 1e-6
+    assert best.bound <= minimise(-worth, **asked).value + 1e-6
+
+
+def test_triplets_of_2048_jobs_and_their_pairs_are_solved_without_the_matrix() -> None:
+    """Each job shares itself over its pairs: 2,048 rows by 20,480 variables, a dense matrix of 335 MB."""
+    jobs, pairs = 2048, 20480
+    random = np.random.default_rng(0)
+    one, other = random.integers(0, jobs, (2, pairs))
+    row, column = np.concatenate([one, other]), np.tile(np.arange(pairs), 2)
+
+    best = minimise(-random.uniform(1, 2, pairs), rows=(row, column, np.ones(2 * pairs)), num_rows=jobs, row_high=1)
+
+    use = np.bincount(row, best.x[column], minlength=jobs)
+    assert use.max() <= 1 + 1e-6
+    assert np.dot(best.row_price, np.ones(jobs)) == pytest.approx(best.value)
+
+
 def test_a_program_without_rows_sits_on_its_bounds() -> None:
     best = minimise([1, -1], low=[-2, 0], high=[5, 7])
 
@@ -62,6 +110,15 @@ def test_a_program_without_rows_sits_on_its_bounds() -> None:
         ({"cost": [1, 2], "high": [1, 2, 3]}, r"high has shape \[3\]; pass 2 numbers"),
         ({"cost": [-1]}, r"no least value.*Add bounds"),
         ({"cost": [1], "rows": [[1], [1]], "row_high": [1, np.inf], "row_low": [-np.inf, 2]}, r"Drop or widen one"),
+        ({"cost": [1], "gap": -0.1}, r"gap is -0.1; it must be >= 0"),
+        ({"cost": [1], "gap": np.nan}, r"gap is nan; it must be >= 0"),
+        ({"cost": [1], "rows": ([0], [1], [1]), "num_rows": 1}, r"column 1 of triplet 0 is outside 0 to 0"),
+        ({"cost": [1], "rows": ([0, -1], [0, 0], [1, 1]), "num_rows": 1}, r"row -1 of triplet 1 is outside 0 to 0"),
+        ({"cost": [1], "rows": ([0], [0, 0], [1]), "num_rows": 1}, r"shapes \[1\], \[2\] and \[1\].*one length"),
+        ({"cost": [1], "rows": ([0], [0], [np.nan]), "num_rows": 1}, r"rows holds NaN or infinity"),
+        ({"cost": [1], "rows": ([0.5], [0], [1]), "num_rows": 1}, r"row indices must be a flat list of integers"),
+        ({"cost": [1], "rows": [[1]], "num_rows": 1}, r"three lists: \(row, column, value\)"),
+        ({"cost": [1], "num_rows": -1}, r"num_rows is -1"),
     ],
 )
 def test_bad_programs_are_refused(arguments: dict, message: str) -> None:

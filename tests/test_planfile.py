@@ -68,7 +68,7 @@ def test_a_file_that_is_no_plan_is_refused(text: str, message: str, tmp_path) ->
         ({"interval": [2, 1]}, r"interval of host.gc is \[2, 1\]; write \[low, high\]"),
         ({"interval": [1]}, r"interval of host.gc is \[1\]"),
         ({"interval": "wide"}, r"interval of host.gc is 'wide'"),
-        ({"allow": "anything"}, r"asks for --allow 'anything'; choose one of: result-equivalent"),
+        ({"allow": "anything"}, r"asks for --allow 'anything'; choose one of: result-equivalent, lossy"),
         ({"speed": 1}, r"remedy host.gc has unknown keys: speed. Remove them"),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headway.catalog import ADVISERS, REMEDIES
 from headway.core.errors import BarMissedError, InputError
-from headway.core.planfile import read_plan
+from headway.core.planfile import ALLOWANCES, read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_given_up, unless_in_force
@@ -140,13 +140,22 @@ def test_what_is_only_predicted_is_never_chosen() -> None:
     assert compose([proposal("a", "input=none", applies=False)], program, setup).chosen == ()
 
 
-def test_a_change_of_random_draws_needs_to_be_granted() -> None:
+@pytest.mark.parametrize("grant", ALLOWANCES)
+def test_a_change_of_results_needs_its_own_grant(grant: str) -> None:
     program, setup = PROGRAM
-    rows = [proposal("a", "input.fetch=none", allow="result-equivalent")]
-    granted = Setup.from_facts({"world_size": 2}, memory_bytes=10**9, allow=("result-equivalent",))
+    rows = [proposal("a", "input.fetch=none", speedup=1.75, allow=grant)]
+    others = Setup.from_facts(
+        {"world_size": 2}, memory_bytes=10**9, allow=tuple(word for word in ALLOWANCES if word != grant)
+    )
+    granted = Setup.from_facts({"world_size": 2}, memory_bytes=10**9, allow=(grant,))
 
-    assert "with --allow result-equivalent" in compose(rows, program, setup).refused[0].reason
-    assert compose(rows, program, granted).chosen == ("a",)
+    for refusing in (setup, others):
+        plan = compose(rows, program, refusing)
+        assert plan.chosen == ()
+        assert f"predicted 1.75x (1.71 to 1.79) with --allow {grant}" in plan.refused[0].reason
+    plan = compose(rows, program, granted)
+    assert plan.chosen == ("a",)
+    assert plan.plan_file().remedies[0].allow == grant
 
 
 def test_each_proposal_that_is_not_chosen_has_the_reason_that_decided() -> None:

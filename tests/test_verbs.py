@@ -53,6 +53,14 @@ def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "headway.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
+def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
+    plans = [tmp_path / "plain.json", tmp_path / "lossy.json"]
+    for path, grants in zip(plans, ([], ["--allow", "lossy"]), strict=True):
+        assert headway("plan", BEFORE, "-o", str(path), *grants).returncode == 0
+
+    assert plans[0].read_bytes() == plans[1].read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -64,7 +72,8 @@ def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["compare", "a"], "AFTER requires an argument. See: headway compare --help"),
         (["whatif", "a", "b"], "no use for the argument 'b'. Drop it"),
         (["whatif", BEFORE, "--set", "workers=-1"], "workers: '-1' is not a count."),
-        (["plan", BEFORE, "--allow", "all"], "--allow is 'all'; it must be result-equivalent."),
+        (["plan", BEFORE, "--allow", "all"], "'all' is unknown: choose result-equivalent or lossy"),
+        (["plan", BEFORE, "--allow", "lossy,"], "'' is unknown: choose result-equivalent or lossy"),
         (["report", BEFORE, "-o", "docs"], "docs is a folder; a report is a file."),
         (["report", BEFORE, "--steps", "900:910"], "holds steps 0 to"),
         (["trace", "export", BEFORE, "x.json", "--ranks", "7:9"], "lies in ranks 7:9."),

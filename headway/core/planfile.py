@@ -26,15 +26,28 @@ from headway.core.whole_file import whole_file
 SCHEMA = "headway.plan-file/1"
 """Value of the key "schema"."""
 
-ALLOWANCES: tuple[str, ...] = ("result-equivalent",)
-"""What a remedy may ask of the user (`--allow`): the same distribution of results, but not the same random draws."""
+ALLOWANCES: tuple[str, ...] = ("result-equivalent", "lossy")
+"""What a remedy may ask of the user (`--allow`), each by its own name: none of them implies another.
+
+`result-equivalent`: the same distribution of results, but not the same random draws. `lossy`: an approximation, such
+as compressed gradients or a lower precision, which changes results.
+"""
 
 
-def granted(allow: str | None) -> str | None:
-    """Return `allow`. Raises `InputError` where it is no grant that there is."""
-    if allow not in (None, *ALLOWANCES):
-        raise InputError(f"--allow is {allow!r}; it must be {' or '.join(ALLOWANCES)}. Write it so, or drop it.")
-    return allow
+def granted(allow: str | None) -> tuple[str, ...]:
+    """Return the grants of a comma list, in the order of `ALLOWANCES`. Raises `InputError` on an unknown one.
+
+    >>> granted("lossy, result-equivalent"), granted(None)
+    (('result-equivalent', 'lossy'), ())
+    """
+    words = [] if allow is None else [word.strip() for word in allow.split(",")]
+    unknown = [word for word in words if word not in ALLOWANCES]
+    if unknown:
+        names = " or ".join(ALLOWANCES)
+        raise InputError(
+            f"--allow is {allow!r}; {unknown[0]!r} is unknown: choose {names}, separated by commas, or drop it."
+        )
+    return tuple(word for word in ALLOWANCES if word in words)
 
 
 @dataclass(frozen=True, slots=True)

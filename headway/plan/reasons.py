@@ -18,7 +18,7 @@ from headway.trace.in_force import GivenUp
 
 KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")
 """Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;
-it changes random draws and was not granted; a remedy in the plan excludes it; it adds little to those in the plan."""
+it changes results without a grant; a remedy in the plan excludes it; it adds little to those in the plan."""
 
 
 IN_FORCE = "is in force already"

@@ -21,6 +21,9 @@ from headway.sim.training_step import TrainingStep
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 
+EQUIVALENT = "result-equivalent"
+"""The grant under which gradients are summed in another order."""
+
 
 def plan(
     run: Path | None = None,
@@ -48,7 +51,7 @@ def plan(
     json
         Print one JSON object (schema headway.comm-plan/1) instead of text.
     """
-    granted(allow)
+    grant = EQUIVALENT if EQUIVALENT in granted(allow) else None
     recorded = run_at(run)
     replay = DdpReplay.from_run(recorded)
     step = recorded_step(replay)
@@ -56,8 +59,8 @@ def plan(
     made, note = found.plan_file(), f"Simulated: {ranks} ranks on links like the recorded one."
     if ranks is None:
         made, note = confirmed(made, replay, str(recorded.path.resolve()))
-    made = replace(made, remedies=tuple(replace(remedy, allow=allow) for remedy in made.remedies))
-    if made.remedies and allow is None and found.after.network.num_ranks > EXACT_RANKS:
+    made = replace(made, remedies=tuple(replace(remedy, allow=grant) for remedy in made.remedies))
+    if made.remedies and grant is None and found.after.network.num_ranks > EXACT_RANKS:
         note += " More than two ranks add gradients in another order: plan with --allow result-equivalent to apply it."
     path = out or recorded.path / "comm-plan.json"
     worth = bool(made.remedies) and (made.predicted_speedup or 1.0) >= MIN_SPEEDUP

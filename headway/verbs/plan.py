@@ -42,13 +42,14 @@ def plan(
     out
         The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
     allow
-        'result-equivalent' admits remedies that change random draws, but no distribution.
+        'result-equivalent' admits remedies that change random draws, but no distribution; 'lossy' those that
+        approximate. Several are separated by commas.
     json
         Print one JSON object (schema headway.plan/1) instead of text.
     """
-    grant = granted(allow)
+    grants = granted(allow)
     recorded = run_at(run)
-    ledger, setup = Ledger.of(recorded), Setup.from_facts(recorded.meta, allow=() if grant is None else (grant,))
+    ledger, setup = Ledger.of(recorded), Setup.from_facts(recorded.meta, allow=grants)
     made = Plan.of(ledger, Program.from_run(recorded), setup, ADVISERS)
     loaders = loader_rows(
         made.proposals, made.refused, made.chosen, setup.loaders, evaluation=evaluation_loaders(ledger)
