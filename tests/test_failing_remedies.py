@@ -122,8 +122,8 @@ def test_steps_of_each_remedy_that_fail_leave_the_script_its_results():
 
 IN_WORKERS = [
     "hand_over:account.loads_as", "hand_over:_drop_handlers", "hand_over:set_generators", "hand_over:Aligned",
-    "hand_over:FilesRead", "hand_over:listen_here", "hand_over:Watch", "hand_over:data_of", "hand_over:_depth",
-    "hand_over:noting", "hand_over:written_since", "hand_over:lacking", "hand_over:packed", "hand_over:replace",
+    "hand_over:FilesRead", "hand_over:listen_here", "hand_over:Watch", "hand_over:data_of",
+    "hand_over:noting", "hand_over:written_since", "hand_over:packed", "hand_over:replace",
 ]  # fmt: skip
 """Functions that worker processes of a script without workers of its own call: module:name."""
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import io
 import sys
-import textwrap
 import threading
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -143,7 +142,6 @@ PLACES = {
     "image": (lambda: Image.new("L", (2, 2)), lambda held: held.putpixel((0, 0), 3)),
     "column": (lambda: pyarrow.array(EDITED_ARRAY), lambda _: EDITED_ARRAY.__iadd__(1)),
     "lock": (threading.Lock, lambda held: held.acquire()),
-    "memo": (lambda: lru_cache(abs), lambda held: held(3)),
     "keyword of a partial": (lambda: partial(abs, a=1), lambda held: held.keywords.update(a=2)),
     "object of a method": (lambda: Level(1).set, lambda held: held(2)),
     "dictionary of a method": (lambda: {"a": 1}.get, lambda held: held.__self__.update(a=2)),
@@ -202,31 +200,6 @@ def test_a_look_at_what_does_not_like_to_be_looked_at_is_equal_to_no_other():
     read = Holder(Shy()), print
 
     assert outside(read) != outside(read)
-
-
-def by_a_library(value):
-    return textwrap.shorten(value, 9)
-
-
-@pytest.mark.parametrize("beside", ["textwrap", "torch.functional"])
-def test_plain_settings_of_libraries_that_code_names_are_compared_and_types_of_them_too(beside, monkeypatch):
-    read = Holder(by_a_library if beside == "textwrap" else lambda value: torch.tensor(value)), print
-    monkeypatch.setattr(sys.modules[beside], "LEVEL", 1, raising=False)
-    before = outside(read)
-
-    assert outside(read) == before
-    monkeypatch.setattr(sys.modules[beside], "LEVEL", True)
-    assert outside(read) != before
-
-
-def test_a_module_that_is_imported_between_two_looks_makes_no_difference(monkeypatch):
-    read = Holder(lambda value: torch.tensor(value)), print
-    before = outside(read)
-    module = ModuleType("torch.imported_now")
-    module.LEVEL = 1
-    monkeypatch.setitem(sys.modules, "torch.imported_now", module)
-
-    assert outside(read) == before
 
 
 class Seeing(TorchFunctionMode):

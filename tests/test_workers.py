@@ -196,13 +196,12 @@ def spoilt(batch):
 
 
 class HoldsAFile(Squares):
-    def __init__(self, read):
+    def __init__(self):
         super().__init__()
-        self.file, self.read = None, read
+        self.file = open(__file__, "rb")  # noqa: SIM115
 
     def __getitem__(self, index):
-        self.file = self.file or open(__file__, "rb")  # noqa: SIM115
-        self.read(self.file)
+        self.file.seek(0)
         return torch.tensor([index])
 
 
@@ -223,7 +222,7 @@ class OnADevice(Squares):
     ("loader", "reason"),
     [
         (DataLoader(Squares(), 4, collate_fn=spoilt), "draws random numbers"),
-        (DataLoader(HoldsAFile(lambda file: file.seek(0)), 4), "no other process can use"),
+        (DataLoader(HoldsAFile(), 4), "open before its workers start"),
         (DataLoader(OnADevice(), 4), "in a worker, .*forked subprocess"),
     ],
     ids=["random collate", "open file", "device"],
@@ -419,32 +418,3 @@ def test_a_wait_for_any_child_finds_none_of_the_workers(monkeypatch):
 
         assert len(list(batches)) == 7
         assert last_reason(context) == WAITS
-
-
-class Deep(Squares):
-    """Looks how deep it can call, once it is asked, and otherwise gives up where that is not deep enough."""
-
-    def __init__(self, depth=None):
-        super().__init__(12)
-        self.depth = depth
-
-    def __getitem__(self, index):
-        return torch.tensor(self.frames(0, self.depth))
-
-    def frames(self, number, depth):
-        if number == depth:
-            return number
-        try:
-            return self.frames(number + 1, depth)
-        except RecursionError:
-            return number if depth is None else -1
-
-
-def test_workers_have_the_frames_left_that_the_loop_has():
-    left = int(next(iter(DataLoader(Deep(), 4)))[0])
-
-    with applied(workers, PARAMETERS) as context:
-        batches = [batch.tolist() for batch in DataLoader(Deep(left - 3), 4)]
-
-    assert batches == [[left - 3] * 4] * 3
-    assert isinstance(context.outcomes[-1], Applied), context.outcomes[-1]

@@ -21,8 +21,6 @@ False
 
 from __future__ import annotations
 
-import io
-import sqlite3
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,14 +29,9 @@ import torch
 import xxhash
 from torch.utils.data import Subset
 
-from headway.data.runtime.contents import MOST_ENTRIES, file_of, is_mutable, is_written, left_out
-from headway.data.runtime.kinds import is_shared, unreadable
-from headway.data.runtime.outcome import OfDataset
+from headway.data.runtime.contents import MOST_ENTRIES, is_mutable
 from headway.data.runtime.portrait import portrait
 from headway.runtime.reach import LONG, reached
-
-HIDDEN = "it reaches {}, whose state cannot be seen"
-"""Why a dataset is left alone: a change of that state would go unnoticed."""
 
 LARGE_BYTES = 1 << 20
 """Arrays with more bytes are compared by their rows as well."""
@@ -82,45 +75,6 @@ class Aligned:
         if isinstance(entry, (np.ndarray, np.generic)):
             return xxhash.xxh3_128_digest(np.ascontiguousarray(entry).tobytes())
         return portrait(entry)
-
-
-def out_of_sight(dataset: Any, *others: Any, strict: bool = True) -> str | None:
-    """Say what `dataset` and `others` get at that may change without any look seeing it; None where there is nothing.
-
-    A file mapped for writing may be changed through memory by any process; through a copy-on-write mapping the script
-    changes pages of its own, which no look reads; what a database answers changes inside it; an object of a type that
-    nobody has listed may have any state, which counts if `strict`. And what is too much to be looked through before
-    each batch, and has no entry per example.
-    """
-    cut: list[Any] = []
-    found = list(reached(dataset, *others, cut=cut))
-    for value, _ in found:
-        if isinstance(value, np.ndarray) and (file := file_of(value)) is not None and file.mode != "r":
-            return OfDataset(f"it reads {file.filename}, mapped for writing too: give numpy.memmap mode='r'")
-        if isinstance(value, sqlite3.Connection):
-            return OfDataset("it asks a database, of which a change shows nowhere")
-        if isinstance(value, io.IOBase) and is_written(value):
-            return OfDataset("it gets at a file that is open for writing, of which it may make more")
-        if strict and unreadable(value):
-            return OfDataset(HIDDEN.format(_name(value)))
-        if strict and isinstance(value, (np.ndarray, torch.Tensor, memoryview)) and is_shared(value):
-            return OfDataset(f"it reaches {_name(value)} in memory that processes share")
-    if cut:
-        return OfDataset(f"it gets at more objects than can be looked at before each batch (one is {_name(cut[0])})")
-    size = _size(dataset)
-    for value in left_out(value for value, _ in found):
-        is_hidden = unreadable(value)
-        if strict and is_hidden:
-            return OfDataset(HIDDEN.format(_name(value)))
-        if not is_hidden and not _is_large(value, size):
-            what = f"{_name(value)} of {len(value) if hasattr(value, '__len__') else 1} entries"
-            return OfDataset(f"it holds more than can be compared before each batch ({what})")
-    return None
-
-
-def _name(value: Any) -> str:
-    kind = type(value)
-    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {kind.__module__}.{kind.__name__}"
 
 
 def _size(dataset: Any) -> int:

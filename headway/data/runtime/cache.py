@@ -84,11 +84,14 @@ class Stored:
     """The thread that noted this."""
     pid: int = field(default_factory=os.getpid)
     """The process whose dataset the script changes: a worker has a copy, which only its own reading changes."""
+    any_type: bool = False
+    """Whether examples are kept that hold more than arrays, tensors, numbers and text."""
 
     @classmethod
-    def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int) -> Stored:
+    def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int, *, any_type: bool = False) -> Stored:
         """Return room for the examples of a dataset."""
-        return cls(Arena(num_examples, capacity_bytes), Scrutiny(num_examples), _goes_by(dataset))
+        arena = Arena(num_examples, capacity_bytes)
+        return cls(arena, Scrutiny(num_examples), _goes_by(dataset), any_type=any_type)
 
     def note(self, dataset: Any) -> None:
         """Note what the dataset goes by, the first time."""
@@ -123,8 +126,9 @@ class Stored:
     def in_front(self, dataset: Any, kept: Kept) -> CachedExamples:
         """Return a view of the dataset for one reader, with `kept` in front."""
         return CachedExamples(
-            dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset)
-        )
+            dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset),
+            any_type=self.any_type,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)

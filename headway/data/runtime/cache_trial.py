@@ -14,12 +14,9 @@ from typing import Any
 import torch.multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
-from headway.data.runtime.aligned import out_of_sight
 from headway.data.runtime.circumstances import data_of
-from headway.data.runtime.examples import aliased, encode, equal
-from headway.data.runtime.followed_code import unfollowed
+from headway.data.runtime.examples import aliased, encode, equal, is_plain_data
 from headway.data.runtime.outcome import OfDataset
-from headway.data.runtime.own_entries import takes_more
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.trial import pretend_worker
 from headway.data.runtime.trial_child import in_child
@@ -37,23 +34,17 @@ def uncacheable(loader: DataLoader[Any], *, fresh: bool = True) -> tuple[str | N
 
     `fresh`: a script that knows nothing of a cache must not get copies of what its dataset has in memory.
     """
-    reason = barred(loader, fresh=fresh)
+    reason = barred(loader)
     return probed(loader, fresh=fresh) if reason is None else (reason, 0)
 
 
-def barred(loader: DataLoader[Any], *, fresh: bool = True) -> str | None:
-    """Say why the examples of this loader's dataset may not be kept, or None, as far as no example need be read.
-
-    A script that asks for a cache itself (not `fresh`) may have state that no look sees.
-    """
+def barred(loader: DataLoader[Any]) -> str | None:
+    """Say why the examples of this loader's dataset may not be kept, or None, as far as no example need be read."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         return "its dataset is not map-style: examples have no index to keep them under"
     if len(dataset) == 0:
         return "its dataset is empty"
-    reason = out_of_sight(dataset, strict=fresh)
-    if reason is not None:
-        return reason
     context = loader.multiprocessing_context or torch.multiprocessing.get_context()
     if loader.num_workers and context.get_start_method() != "fork":
         return f"its workers start by {context.get_start_method()}, and would not share the cache"
@@ -69,10 +60,10 @@ def probed(loader: DataLoader[Any], *, fresh: bool = True) -> tuple[str | None, 
         finding = impurity(dataset, [0, last], fresh=fresh)
         if finding is None and not _reads_one_by_one(dataset, [0, last]):
             finding = "what it reads depends on what is read with it"
-        if fresh:
-            finding = finding or unfollowed([dataset], lambda: (dataset[0], dataset[last]))
         finding = finding or _unsteady(dataset)
         example, num_bytes = dataset[0], 0 if finding else len(encode(dataset[0]))
+        if finding is None and fresh and not is_plain_data(example):
+            finding = "its examples hold more than arrays, tensors, numbers and text, and copies may differ"
         if finding is None and aliased(example):
             finding = "parts of an example share memory, and parts of a copy would not"
         finding = finding or _differs_in_workers(loader, [0, last])
@@ -80,8 +71,7 @@ def probed(loader: DataLoader[Any], *, fresh: bool = True) -> tuple[str | None, 
 
     # Never here: a dataset may count its readings, and what it opens at its first one must not be there already when
     # the script's own workers are forked.
-    finding, num_bytes = in_child(probe, lose_writes=True)
-    return (finding or (takes_more(dataset) if fresh else None)), num_bytes
+    return in_child(probe, lose_writes=True)
 
 
 def _differs_in_workers(loader: Any, indices: list[int]) -> str | None:

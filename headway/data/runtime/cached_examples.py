@@ -17,8 +17,7 @@ from typing import Any
 from headway.data.caches.scrutiny import CHANGED, DREW, FAILED, Scrutiny
 from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.circumstances import data_of
-from headway.data.runtime.copies import lacking
-from headway.data.runtime.examples import aliased, equal
+from headway.data.runtime.examples import aliased, equal, is_plain_data
 from headway.data.runtime.files_read import Noted, files_read, written_since
 from headway.data.runtime.outcome import speak
 from headway.data.runtime.shelf import Kept, Origin, unpacked
@@ -49,12 +48,14 @@ class CachedExamples:
 
     def __init__(
         self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None,
-        is_of_now: Callable[[], bool] = lambda: True,
+        is_of_now: Callable[[], bool] = lambda: True, *, any_type: bool = False,
     ) -> None:  # fmt: skip
         """Begin; `after_first` is called when this reader has read its first example from the dataset.
 
-        `is_of_now` is asked before each batch: False leaves the cache out of it.
+        `is_of_now` is asked before each batch: False leaves the cache out of it. Examples that hold more than arrays,
+        tensors, numbers and text are kept where they may be of `any_type`.
         """
+        self._any_type = any_type
         self._dataset, self._kept, self._scrutiny = dataset, kept, scrutiny
         self._is_of_now = is_of_now
         self._watch, self._after_first = Watch(dataset), after_first
@@ -211,13 +212,9 @@ class CachedExamples:
         made, drew = [reading.value], reading.drew
         del reading
         together = isinstance(made[0], _Examples)
-        for index in indices:  # who refers to an example tells whether a copy would do
-            self._fresh.pop(id(index), None)
-        try:
-            if drew is False and lacking(made) is not None:
-                drew = None  # a copy would not be the same
-        finally:
-            self._note(indices, made[0] if together else made)
+        self._note(indices, made[0] if together else made)
+        if drew is False and not is_plain_data([*made[0]] if together else made) and not self._any_type:
+            drew = None  # a copy may not be the same
         if not self._has_read:
             self._has_read = True
             self._after_first()

@@ -2,16 +2,16 @@
 
 A picture (`headway.data.runtime.purity`) samples long lists and large arrays, and knows an edit of a tensor by its
 version only, which a numpy view of the same memory does not move. Here all of it is read, to the last entry, as long
-as that takes about a millisecond; what is larger counts as left out (`left_out`).
+as that takes about a millisecond; of what is larger, size and some entries count.
 
     array, tensor, bytearray      its bytes, in whatever order a view has them; as an image or a column has
     file mapped for reading       when it was last written, and its bytes
     file in memory, value of C    its position, and its bytes
-    lock, function with a memo    whether it is taken; what `cache_info()` says
+    lock                          whether it is taken
     long list, dict, set, deque   which objects are in it: numbers and texts by value too, tensors and arrays by
                                   version or bytes, and by what an object holds; also three levels further inside
 
-What has other state, `headway.data.runtime.kinds` knows by its type: it counts as left out too.
+Of any other object of a library's nothing is read: comparing batches with the script's own finds a change there.
 
 >>> rows = [torch.zeros(2) for _ in range(500)]
 >>> before = contents([rows])
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ctypes
 import io
-import logging
 import os
 import threading
 from array import array
@@ -40,12 +39,17 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from headway.data.runtime.kinds import is_readable, name_of, unreadable
 from headway.data.runtime.purity import FEW
-from headway.runtime.reach import LONG, is_installed, items_of
+from headway.runtime.reach import LONG, items_of
 
 _CData: Any = ctypes.c_int.__mro__[-2]
 """Base of all numbers, arrays and structures of C, such as the values that processes share."""
+
+POINTERS: tuple[Any, ...] = (
+    ctypes._Pointer, ctypes.CFUNCTYPE(None).__mro__[1], ctypes.c_void_p, ctypes.c_char_p, ctypes.c_wchar_p,
+    ctypes.py_object,
+)  # fmt: skip
+"""Values of C that lead to memory elsewhere."""
 
 MOST_BYTES = 1 << 23
 """Bytes that one look reads: 0.5 to 1 ms."""
@@ -76,9 +80,6 @@ KINDS = (torch.Tensor, np.ndarray, bytearray, array)
 
 IN_MEMORY = (io.BytesIO, io.StringIO)
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
-MEMO = type(lru_cache(len))
-"""The class of functions that keep their results."""
-
 PLAIN = frozenset({int, float, str, bytes, bool, type(None)})
 """Types of entries that are compared by value: one made in the place of another, which is gone, has its address."""
 
@@ -92,20 +93,10 @@ def contents(values: Iterable[Any]) -> object:
     return [found for value in values if (found := look.of(value)) is not None]
 
 
-def left_out(values: Iterable[Any]) -> list[Any]:
-    """Return those of `values` of which `contents` does not read all: an edit of them may not be seen."""
-    look = _Look()
-    for value in values:
-        look.of(value)
-    return look.left_out
-
-
 class _Look:
     """One look, and what it may still read."""
 
     def __init__(self) -> None:
-        self.left_out: list[Any] = []
-        """What was too large, came too late, or has state that cannot be read."""
         self._bytes, self._entries, self._inside, self._hashed = MOST_BYTES, MOST_ENTRIES, MOST_INSIDE, MOST_HASHED
 
     def of(self, value: Any) -> object:
@@ -121,12 +112,9 @@ class _Look:
         if value.device.type != "cpu":
             return None
         parts = _memory_of(value)
-        if parts is None:
-            self.left_out.append(value)
-            return None
-        return [self._memory(value, part) for part in parts]
+        return None if parts is None else [self._memory(part) for part in parts]
 
-    def _memory(self, whole: torch.Tensor, part: torch.Tensor) -> object:
+    def _memory(self, part: torch.Tensor) -> object:
         if part.numel() == 0:
             return 0
         # A lazily conjugated or negated tensor is seen as it lies in memory.
@@ -141,36 +129,30 @@ class _Look:
             if flat.nbytes > self._bytes >= raw.nbytes:  # few rows of many
                 flat = raw.contiguous().view(-1)
         if flat.nbytes > self._bytes:  # another tensor may lie in its place, and have its address
-            self.left_out.append(whole)
             some = flat[:: max(1, flat.numel() // SAMPLED)].contiguous()
             return flat.nbytes, some.view(torch.uint8).numpy().tobytes()
-        return self._digest(whole, flat.view(torch.uint8).numpy().data)
+        return self._digest(flat.view(torch.uint8).numpy().data)
 
     def array(self, value: np.ndarray[Any, Any]) -> object:
         """Bytes of an array; of one of objects, those."""
         mapped = file_of(value)
         if value.dtype.hasobject:
-            if value.size > self._entries:
-                self.left_out.append(value)
-                return value.size
-            return self.container(value.ravel().tolist(), value)
+            return value.size if value.size > self._entries else self.container(value.ravel().tolist(), is_made=True)
         written_last = written(mapped) if mapped is not None and mapped.mode == "r" else None
         if value.nbytes == 0 or value.nbytes > self._bytes:
-            self.left_out += [value] if value.nbytes else []
             return value.nbytes, written_last
         # A write through memory that is mapped elsewhere may leave the file's times as they were.
-        return written_last, self._digest(value, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        return written_last, self._digest(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
 
     def raw(self, value: Any) -> object:
         """Bytes of what gives out its memory."""
-        if isinstance(value, _CData) and unreadable(value):
-            self.left_out.append(value)
-            return None
+        if isinstance(value, _CData) and (value._objects or isinstance(value, POINTERS)):
+            return None  # it leads to memory elsewhere
         view = memoryview(value)
         if not view.nbytes:
             return 0
         is_plain = view.c_contiguous and view.format in ("B", "b", "c")
-        return self._digest(value, view.cast("B") if is_plain else memoryview(view.tobytes()))
+        return self._digest(view.cast("B") if is_plain else memoryview(view.tobytes()))
 
     def storage(self, value: torch.UntypedStorage) -> object:
         """Bytes of the memory under tensors."""
@@ -184,16 +166,15 @@ class _Look:
             return -1
         inside = value.getvalue()  # of a file that is only read, this copies nothing
         raw = inside.encode("utf-8", "surrogatepass") if isinstance(inside, str) else inside
-        return value.tell(), self._digest(value, memoryview(raw))
+        return value.tell(), self._digest(memoryview(raw))
 
     def image(self, value: Any) -> object:
         """Pixels of an image of PIL's that is in memory."""
         if getattr(value, "_im", None) is None and value.__dict__.get("im") is None:
             return None
         if 4 * value.width * value.height > self._bytes:
-            self.left_out.append(value)
             return value.size
-        return self._digest(value, memoryview(value.tobytes()))
+        return self._digest(memoryview(value.tobytes()))
 
     def column(self, value: Any) -> object:
         """Bytes of the arrays in a table of Arrow's; what it may not write, as a mapped file, nobody may."""
@@ -202,15 +183,11 @@ class _Look:
         if hasattr(value, "chunks"):
             return [self.column(part) for part in value.chunks]
         buffers = value.buffers() if hasattr(value, "buffers") else [value]
-        return [self._digest(value, memoryview(part)) for part in buffers if part is not None and part.is_mutable]
+        return [self._digest(memoryview(part)) for part in buffers if part is not None and part.is_mutable]
 
     def lock(self, value: Any) -> object:
         """Whether it is taken; of one that a thread may take several times, also by whom."""
         return value.locked() if type(value) is LOCKS[0] else repr(value)
-
-    def memo(self, value: Any) -> object:
-        """What a function says of its memo: hits too, as a script may print them. Packages do not."""
-        return None if is_installed(value.__module__) else value.cache_info()
 
     def tokenizer(self, value: Any) -> object:
         """Size of the vocabulary and all settings of a tokenizer of Hugging Face; 7 us. Entries are only ever added."""
@@ -218,15 +195,14 @@ class _Look:
         inside = [None if part is None else part.__getstate__() for part in parts]
         return value.get_vocab_size(), str(value.truncation), str(value.padding), inside
 
-    def container(self, value: Any, whole: Any = None) -> object:
-        """Which objects are in it, in order, and what is in those that may be edited; `whole` is what it is made of.
+    def container(self, value: Any, *, is_made: bool = False) -> object:
+        """Which objects are in it, in order, and what is in those that may be edited; `is_made`: for this look.
 
         A picture has met the entries of a short list or dictionary.
         """
-        if len(value) <= FEW and whole is None and not isinstance(value, (set, frozenset, deque)):
+        if len(value) <= FEW and not is_made and not isinstance(value, (set, frozenset, deque)):
             return None
         if len(value) > self._entries:
-            self.left_out.append(value if whole is None else whole)
             return len(value)
         self._entries -= len(value)
         parts: Any = value
@@ -234,16 +210,12 @@ class _Look:
             parts = [*chain.from_iterable(items_of(value))] if isinstance(value, dict) else list(value)
         identities = xxhash.xxh3_128_digest(_addresses(parts))
         entries = _entries_of(identities, parts)
-        if entries.hidden:
-            self.left_out += [part for part in parts if unreadable(part)][:1]
         count = len(entries.mutable) + len(entries.within)
         self._inside -= count
         inside: Any = count
         if self._inside >= 0:
             inside = [self._part(parts[place]) for place in entries.mutable]
             inside += [self._part(parts[place][inner]) for place, inner in entries.within]
-        if count and self._inside < 0:
-            self.left_out.append(value if whole is None else whole)
         self._hashed -= len(parts) if entries.plain else 0
         return identities, inside, hash(tuple(parts)) if entries.plain and self._hashed >= 0 else 0
 
@@ -272,16 +244,12 @@ class _Look:
                 found.append(self.of(value) if self._inside > 0 else None)
             else:
                 inside = _inside(value) if levels else None
-                if unreadable(value):
-                    self.left_out.append(value)
                 self._inside -= 1 if inside is None else len(inside)
                 found.append((id(value), self._each_of(inside, levels - 1) if inside and self._inside > 0 else None))
         return tuple(found)
 
-    def _digest(self, value: Any, raw: Any) -> object:
+    def _digest(self, raw: Any) -> object:
         self._bytes -= raw.nbytes
-        if self._bytes < 0:
-            self.left_out.append(value)
         return xxhash.xxh3_128_digest(raw) if self._bytes >= 0 else raw.nbytes
 
 
@@ -293,7 +261,6 @@ LOOKS: tuple[tuple[type | tuple[type, ...], Callable[[_Look, Any], object]], ...
     (IN_MEMORY, _Look.file),
     (LONGER, _Look.container),
     (LOCKS, _Look.lock),
-    (MEMO, _Look.memo),
 )
 """Class -> how what is in its objects is read."""
 
@@ -308,7 +275,7 @@ NAMED_LOOKS = {
 @lru_cache(maxsize=4096)
 def _look_for(kind: type[Any]) -> Callable[[_Look, Any], object] | None:
     """Return how what is in objects of a class is read; None where it shows in a picture, or nowhere."""
-    names = [name_of(base) for base in kind.__mro__]
+    names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     named = [NAMED_LOOKS[name] for name in names if name in NAMED_LOOKS]
     return next((look for known, look in LOOKS if issubclass(kind, known)), named[0] if named else None)
 
@@ -358,8 +325,6 @@ class _Entries:
     """Which tuple, and which of its entries, may be edited in place."""
     plain: bool
     """Whether they are not many, and all numbers, texts, or tuples of such."""
-    hidden: bool
-    """Whether there are any that a look cannot read."""
 
 
 _ENTRIES: dict[bytes, _Entries] = {}
@@ -379,7 +344,7 @@ def _entries_of(identities: bytes, parts: list[Any]) -> _Entries:
         tuples = [(place, part) for place, part in enumerate(parts) if type(part) is tuple] if is_short else []
         within = [(place, k) for place, part in tuples for k, inner in enumerate(part) if isinstance(inner, KINDS)]
         plain = is_short and kinds <= {*PLAIN, tuple} and all(PLAIN.issuperset(map(type, part)) for _, part in tuples)
-        found = _ENTRIES[identities] = _Entries(mutable, within, plain, not all(is_readable(kind) for kind in kinds))
+        found = _ENTRIES[identities] = _Entries(mutable, within, plain)
     return found
 
 
@@ -435,17 +400,6 @@ def file_of(value: np.ndarray[Any, Any]) -> np.memmap[Any, Any] | None:
             return base
         base = base.base
     return None
-
-
-def is_written(file: io.IOBase) -> bool:
-    """Tell whether a file of the script's own is open for writing; log handlers' are noticed when they are used."""
-    handlers = logging._handlerList  # type: ignore[attr-defined]  # its stub does not have it
-    if any(getattr(handler(), "stream", None) is file for handler in handlers):
-        return False
-    try:
-        return not file.closed and file.writable() and file.fileno() > 2
-    except (OSError, ValueError):  # it lies in memory
-        return False
 
 
 def written(mapped: np.memmap[Any, Any]) -> object:

@@ -111,6 +111,31 @@ def equal(left: object, right: object) -> bool:
     return False
 
 
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, np.generic)
+"""Types of values of which a copy is as good as the value itself."""
+
+
+def is_plain_data(value: object) -> bool:
+    """Tell whether a value consists of arrays, tensors, numbers and text, in lists, tuples and dicts.
+
+    >>> from pathlib import Path
+    >>> is_plain_data({"image": torch.zeros(2), "label": (7, "cat")}), is_plain_data([Path("a")])
+    (True, False)
+    """
+    kind = type(value)
+    if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        return all(map(is_plain_data, value))  # type: ignore[call-overload]  # a named tuple is one too
+    if isinstance(value, dict):
+        return kind is dict and all(map(is_plain_data, value)) and all(map(is_plain_data, value.values()))
+    if isinstance(value, np.ndarray):
+        return kind is np.ndarray and not value.dtype.hasobject
+    return (
+        (isinstance(value, torch.Tensor) and kind is torch.Tensor and _is_plain(value))
+        or kind in PLAIN_TYPES
+        or (isinstance(value, np.generic))
+    )
+
+
 def memory(value: object) -> set[int]:
     """Return the addresses of the tensors and arrays in a batch: two batches with one in common share memory."""
     return {address for _, address in _places(value)}

@@ -33,14 +33,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.data.runtime import account
 from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.circumstances import data_of
-from headway.data.runtime.copies import lacking
 from headway.data.runtime.examples import encode_plain
 from headway.data.runtime.files_read import FILE, FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
-from headway.data.runtime.outcome import OfDataset, OfReading
+from headway.data.runtime.outcome import OfDataset
 from headway.data.runtime.visible import listen_here, noting
 from headway.data.runtime.watch import Watch
-from headway.runtime.reach import of_library
 
 SMALL_BYTES = 1 << 16
 """A batch of no more bytes travels through the queue itself."""
@@ -134,8 +132,6 @@ class WorkerBegins:
     """When the workers were started: no file that they read may be newer."""
     process_name: str = field(default_factory=lambda: multiprocessing.current_process().name)
     """What multiprocessing calls the training process."""
-    depth: int = field(default_factory=lambda: _depth(of_script=True))
-    """Frames of the loop that asked for the workers, and of its callers."""
 
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is number `worker`."""
@@ -145,14 +141,11 @@ class WorkerBegins:
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its stub does not have it
         if self.states is not None:
             _drop_handlers()
-            limit = sys.getrecursionlimit()
-            sys.getrecursionlimit = lambda: limit  # what the script set: `_packing` adds the frames of this process
             set_generators(self.states)
             output = os.memfd_create("headway-output")  # what is printed ahead of the loop is for nobody to see
             os.dup2(output, 1)
             os.close(output)
-        aligned = Aligned(getattr(information, "dataset", None))
-        packing = _packing(_MapDatasetFetcher.fetch, self, aligned)
+        packing = _packing(_MapDatasetFetcher.fetch, self, getattr(information, "dataset", None))
         _MapDatasetFetcher.fetch = packing  # type: ignore[method-assign]  # one of torch's own, in this process only
 
 
@@ -167,31 +160,16 @@ def _drop_handlers() -> None:
             signal.signal(number, signal.SIG_DFL if is_default else signal.SIG_IGN)
 
 
-_FRAMES_TO_FETCH = 3
-"""From a loop to the fetcher of torch's iterator without workers: `__next__`, `_next_data`, `fetch`."""
-
-
-def _depth(*, of_script: bool = False) -> int:
-    """Return the number of frames of the caller and its callers; `of_script`: from the innermost of the script's on.
-
-    >>> _depth() - (lambda: _depth())()
-    -1
-    """
-    frame, found = sys._getframe(1), 0
-    while of_script and frame.f_back is not None and of_library(frame.f_globals.get("__name__")):
-        frame = frame.f_back
-    while frame is not None:
-        frame, found = frame.f_back, found + 1  # type: ignore[assignment]  # None ends it
-    return found
-
-
 def _packing(
-    fetch: Callable[[Any, Any], Any], begins: WorkerBegins, aligned: Aligned
+    fetch: Callable[[Any, Any], Any], begins: WorkerBegins, dataset: Any
 ) -> Callable[[Any, Any], Packed | Unmade]:
-    """Wrap the function of a worker that makes batches: it returns one packed, or why there is none."""
+    """Wrap the function of a worker that makes batches: it returns one packed, or why there is none.
+
+    `dataset` is the script's: in front of the one that a fetcher reads may be a cache, whose entries are no change.
+    """
+    aligned = Aligned(dataset)
     watch: Watch | None = None
-    data: object = None
-    has_room = False
+    data: Any = None
     files = FilesRead(looks=True)
     listen_here()
 
@@ -200,26 +178,17 @@ def _packing(
         nonlocal watch, data
         if begins.states is None:
             return [fetch(fetcher, index)]
-        watch = watch or Watch((fetcher.dataset, fetcher.collate_fn))
-        data = data or data_of((fetcher.dataset, fetcher.collate_fn))
+        watch = watch or Watch((dataset, fetcher.collate_fn))
         printed = os.fstat(1).st_size
-        reading = watch.around(lambda: fetched(fetcher, index), alone=True)
+        reading = watch.around(lambda: fetch(fetcher, index), alone=True)
         sys.stdout.flush()
         if os.fstat(1).st_size != printed:
             return Unmade(OfDataset("reading a batch prints"))
-        if (now := data_of((fetcher.dataset, fetcher.collate_fn))) != data:
-            data = now
+        # What the first reading of all opens, or computes once and for all, each worker has for itself.
+        data, before = data_of((dataset, fetcher.collate_fn)), data
+        if before is not None and data != before:
             return Unmade(OfDataset(CHANGES))
         return [reading.value] if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
-
-    def fetched(fetcher: Any, index: Any) -> Any:
-        """Fetch a batch with as many frames left, up to the limit of recursion, as there are in the loop."""
-        nonlocal has_room
-        if not has_room:
-            has_room = True
-            more = _depth() + 1 - (begins.depth + _FRAMES_TO_FETCH)
-            sys.setrecursionlimit(sys.getrecursionlimit() + max(more, 0))
-        return fetch(fetcher, index)
 
     def packing(fetcher: Any, index: Any) -> Packed | Unmade:
         acts: list[str] = []
@@ -233,8 +202,6 @@ def _packing(
                 return Unmade(OfDataset(f"reading a batch {acts[0]}"))
             if (path := written_since(noted, begins.began_ns)) is not None:
                 return Unmade(OfDataset(FILE.format(path)))
-            if (finding := lacking(made)) is not None:
-                return Unmade(OfReading(finding))
             entries = aligned.of(index if isinstance(index, list) else [index])
             return replace(packed(made[0]), files=noted, entries=entries)
         except BaseException as failure:  # whatever it is, the training process meets it where the script would

@@ -165,7 +165,7 @@ class ExampleCache:
                 f"cache_bytes is {self.budget_bytes}, of which {wanted} would be used; this host has {free} bytes of "
                 "memory left. Pass less."
             )
-        return Stored.empty(loader.dataset, size, self.budget_bytes + size * FRAMING_BYTES)
+        return Stored.empty(loader.dataset, size, self.budget_bytes + size * FRAMING_BYTES, any_type=True)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         hits, misses, kept, refused = _COUNTS.unpack_from(self._counts)

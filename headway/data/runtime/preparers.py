@@ -34,7 +34,7 @@ from headway.data.runtime.loader import own_fingerprint
 from headway.data.runtime.pipeline_loader import Batches
 from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import impurity
-from headway.data.runtime.trial import handle
+from headway.data.runtime.trial import open_handle
 from headway.data.runtime.watch import Reading, Watch
 from headway.data.serving.batches import Ints, Payload, Spent
 from headway.data.serving.collation import TENSOR, collated
@@ -324,7 +324,7 @@ def looked_at(reading: Any, held: Any) -> tuple[str | None, bool]:
         return None, False
     ends = sorted({0, len(reading) - 1})
     try:
-        finding = impurity(_Seeded(reading, 1), ends) or handle(held)
+        finding = impurity(_Seeded(reading, 1), ends) or open_handle(held)
     except BaseException as failure:  # sys.exit() of a dataset must not be the server's end
         finding = f"the probe of an example raised {type(failure).__name__}"
     if finding is not None:

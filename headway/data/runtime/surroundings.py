@@ -23,7 +23,6 @@ from weakref import ReferenceType
 import numpy as np
 import torch
 
-from headway.data.runtime.library_settings import library_settings
 from headway.data.runtime.purity import picture
 from headway.runtime.reach import LEAVES, reached
 
@@ -45,4 +44,4 @@ def surroundings(dataset: Any, found: Sequence[tuple[Any, bool]] | None = None) 
     plain = [value for value in outside if isinstance(value, PLAIN)]
     plain += [value.get(None) for value, _ in walk if isinstance(value, ContextVar)]
     others = [(id(value), id(type(value))) for value in outside if not isinstance(value, (*PLAIN, *MADE))]
-    return picture(dataset), tuple(picture(value) for value in plain), others, library_settings(walk)
+    return picture(dataset), tuple(picture(value) for value in plain), others

@@ -14,19 +14,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from io import BytesIO, StringIO
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.data.runtime import account
-from headway.data.runtime.aligned import Aligned, out_of_sight
+from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.alone import FORKED, Alone, AsWritten, UnmadeError, failure
 from headway.data.runtime.circumstances import LISTENS, listens, modes, modes_of_threads, outside
-from headway.data.runtime.contents import contents
 from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.examples import equal
 from headway.data.runtime.files_read import FILE, Noted, changed, files_read, note_looks
@@ -39,7 +36,6 @@ from headway.data.runtime.read_ahead import (
     pass_restorer,
 )
 from headway.data.runtime.script_walk import Indices, ScriptWalk, keys_of
-from headway.data.runtime.stores import stored_outside
 from headway.data.runtime.surroundings import surroundings
 from headway.data.runtime.threads import LOCK_WAIT, Examples, InThreads, Making, Pool, Task
 from headway.data.runtime.trial import EXAMPLES, TriedBatch, unfit
@@ -48,10 +44,7 @@ from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.views import View
 from headway.data.runtime.visible import VisibleError, listen, noting
 from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
-from headway.runtime.drawing_code import names_draws, names_threads
-from headway.runtime.reach import reached
 from headway.runtime.remedy import Applied, Context, Refused
-from headway.runtime.rereading import collated
 
 VISIBLE = "reading a batch prints, logs, warns, changes files, or starts or asks another process"
 """Why a batch is made by the training thread."""
@@ -257,17 +250,9 @@ def different(loader: DataLoader[Any]) -> str | None:
     Threads share the dataset of the training process for all passes; worker processes begin each with a fresh copy.
     """
     read = loader.dataset, loader.collate_fn
-    if reason := out_of_sight(*read):
-        return reason
-    finding = unfit(loader)[0] or names_draws(read) or names_threads(read)
+    finding = unfit(loader)[0]
     if finding:
         return impure(finding)
-    if stored := stored_outside(*read):
-        return f"reading an example may set {stored}, which the loop would find set too early"
-    if any(isinstance(value, np.random.BitGenerator) for value, _ in reached(read)):
-        return "it gets at a bit generator of numpy, which threads would share"
-    if any(isinstance(value, (BytesIO, StringIO)) for value, _ in reached(read)):
-        return "it reads a file in memory, of which threads would move each other's position"
 
     def tried() -> tuple[str | None, int]:
         before = surroundings(read)
@@ -278,29 +263,11 @@ def different(loader: DataLoader[Any]) -> str | None:
         made = task.result()
         pool.close()
         same = equal(made, batches[0])
-        if same and _shares_scratch(loader):
-            return "reading an example leaves something in a place that threads would share", 0
         if loader.num_workers and surroundings(read) != before:
             return "reading it sets what its own workers, made anew for each pass, would forget", 0
         return (None if same else "threads make another batch of its examples than torch does"), 0
 
-    return in_child(tried, follows=False)[0]
-
-
-def _shares_scratch(loader: DataLoader[Any]) -> bool:
-    """Tell whether two examples leave different things behind: in a buffer or an attribute that each reading sets.
-
-    Both are read beforehand: what is kept of each, once and for all, is there then.
-    """
-    dataset: Any = loader.dataset
-    read, batched = (dataset, loader.collate_fn), loader._auto_collation
-
-    def left_by(index: int) -> object:
-        collated(dataset, loader.collate_fn, [index] if batched else index, batched=batched)
-        return surroundings(read), contents(value for value, _ in reached(read))
-
-    left_by(0)
-    return left_by(min(1, len(dataset) - 1)) != left_by(0)
+    return in_child(tried)[0]
 
 
 def slow(loader: DataLoader[Any]) -> str | None:
@@ -313,7 +280,7 @@ def slow(loader: DataLoader[Any]) -> str | None:
             return None, 0
         return f"two threads wait {waited:.0%} of their time for the interpreter lock: worker processes suit it", 0
 
-    return in_child(tried, follows=False)[0]
+    return in_child(tried)[0]
 
 
 def _tried(loader: DataLoader[Any]) -> tuple[TriedBatch, Examples, Keys]:

@@ -45,7 +45,7 @@ from headway.data.runtime.keyed import Draws, KeyedDataset, Keys, generator_stat
 from headway.data.runtime.lock_wait import lock_wait_fraction
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.rows import Memory, Rows, default_collate
-from headway.data.runtime.trial import handle
+from headway.data.runtime.trial import open_handle
 from headway.data.runtime.trial_child import in_child
 from headway.data.runtime.views import View, Walked, check_process
 from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
@@ -436,12 +436,12 @@ def reason_against(work: Work, keys: Keys, dataset: Any = None) -> str | None:
             found = drawn(before, fingerprints())
             finding = f"it draws from {_names(found)}" if found else None
         else:
-            finding = impurity(first, [0]) or handle(dataset)
+            finding = impurity(first, [0]) or open_handle(dataset)
         if finding is None and (waited := lock_wait_fraction(work, keys)) > LOCK_WAIT:
             finding = f"two threads wait {waited:.0%} of their time for the interpreter lock"
         return finding, 0
 
-    return in_child(measured, lose_writes=True, follows=False)[0]
+    return in_child(measured, lose_writes=True)[0]
 
 
 class FirstBatch:

@@ -1,56 +1,58 @@
 """Read a loader's first batch the way a worker would, before workers are relied on.
 
-Purity of examples is not all that workers need: the collate function moves
-into them too, an open file would share its position between them, and a
-device cannot be used in a forked process at all. So the first examples are
-collated here and in a child that is forked for it, and compared.
+Whether a process of its own may make the batches of a script is decided by what happens, not by what code says: two
+forked children read the first examples, and the rules that refuse are few.
+
+    child 1, as the training process    the first batch twice, then the last example: equal? any random number drawn?
+                                        anything changed but what the first reading opened or computed once and for all?
+    child 2, as a worker                the first batch once: equal to the first child's? anything printed or sent?
+
+A file, a connection or an environment that is open before the workers are forked would be shared by all of them; one
+that the first reading in each process opens is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import pickle
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import copy_context
 from io import IOBase
 from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data._utils import worker as _worker
 
-from headway.data.runtime.aligned import out_of_sight
 from headway.data.runtime.circumstances import data_of
 from headway.data.runtime.examples import decode, encode, equal
-from headway.data.runtime.files_read import FilesRead
-from headway.data.runtime.followed_code import unfollowed
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset, OfReading
-from headway.data.runtime.own_entries import takes_more
-from headway.data.runtime.portrait import portrait
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.surroundings import PLAIN, surroundings
 from headway.data.runtime.trial_child import in_child
 from headway.data.runtime.visible import listen_here, noting
 from headway.data.runtime.watch import Sums
-from headway.runtime.reach import reached
+from headway.runtime.reach import is_installed, reached
 from headway.runtime.rereading import collated
 from headway.runtime.samplers import order_generators
 
 SUMMED = "it computes {} of many numbers with {} threads of torch, and a worker's one adds them up in another order"
 """Why workers and threads are refused a dataset whose last bits depend on torch's threads."""
 
+OPEN = "it reads from {}, open before its workers start, which they would share: open it in __getitem__ when it is None"
+"""Why a dataset with an open file or connection is left alone."""
+
 EXAMPLES = 2
 """Examples in the batch that is tried, at most."""
 
-
-CONNECTED = ("begin", "commit", "cursor", "fileno", "recv")
-"""Methods by which a connection, a database or a socket is known: one that cannot be pickled is this process's own."""
+CONNECTED = ("begin", "close", "commit", "cursor", "fileno", "recv")
+"""Methods by which a connection, a database, an environment or a file of a library is known."""
 
 
 class TriedBatch:
@@ -69,8 +71,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     """Say why a loader's batches may not be made by (more) workers, or None; and the bytes of the batch tried.
 
     This process never reads the dataset, which may count its readings where nobody sees it: children do, apart from
-    it. One reads as this process would, another as a worker would. `may_draw` as in `impurity`. With `starts` a worker
-    calls the loader's `worker_init_fn` first.
+    it. `may_draw` as in `impurity`. With `starts` a worker calls the loader's `worker_init_fn` first.
     """
     batches, generators = TriedBatch(loader), order_generators(loader)
     if loader.num_workers:
@@ -81,13 +82,9 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     def as_this_process() -> tuple[str | None, Any]:
         os.getpid = lambda: parent
         before = positions()
-        # Before anything is read: another process, which a dataset may ask, could be asked by this child.
-        finding = out_of_sight(loader.dataset, loader.collate_fn)
-        finding = finding or handle(loader.dataset) or handle(loader.collate_fn) or _keeps_a_file(loader, batches)
+        finding = open_handle(loader.dataset, loader.collate_fn)
         finding = finding or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
-        finding = finding or handle(loader.dataset) or _moved(before) or _remembers(loader, batches)
-        finding = finding or _collects(loader, batches)
-        finding = finding or unfollowed((loader.dataset, loader.collate_fn), lambda: _read_both_ends(loader, batches))
+        finding = finding or _moved(before) or _leaves(loader, batches)
         set_generators(states)
         return finding, b"" if finding else encode(batches[0])
 
@@ -103,36 +100,13 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         return (OfDataset(f"reading it {acts[0]}") if acts else None), batch
 
     finding, here = in_child(lambda: with_threads(num_threads, as_this_process))
-    finding = finding or _sets_by_example(loader, batches)
     if finding is not None:
         return finding, 0
-    finding, there = in_child(as_a_worker, follows=False)
-    if finding is None:
-        finding = takes_more(loader.dataset)
+    finding, there = in_child(as_a_worker)
     if finding is not None:
         return finding if isinstance(finding, OfReading) else f"in a worker, {finding}", 0
     same = equal(decode(there), decode(here))
     return (None if same else "in a worker, it reads something else"), len(here)
-
-
-def _read_both_ends(loader: Any, batches: TriedBatch) -> None:
-    """Read the first examples, and the last one, which may raise as it would in the script's own process."""
-    batches[0]
-    with contextlib.suppress(Exception):
-        loader.dataset[len(loader.dataset) - 1]
-
-
-def read_here(loader: Any) -> None:
-    """Read the first examples in this process, after `unfit` has found nothing; raises what reading them raises.
-
-    What the first reading of all sets once, such as a mean, is then what the script's own first reading would have set,
-    at the same time. Workers that are forked later have it too, and so has this process where it goes on without them.
-    """
-    states = generator_states()
-    try:
-        TriedBatch(loader)[0]
-    finally:
-        set_generators(states)
 
 
 def with_threads(num_threads: int, work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:
@@ -173,7 +147,6 @@ def _unfit_for_others(
             loader.worker_init_fn(number)
         set_generators(states)  # what an example draws is another question: that of `may_draw`
         finding = impurity(batches, [0], generators, may_draw=may_draw)
-        finding = finding or unfollowed((*read, loader.worker_init_fn), lambda: _read_both_ends(loader, batches))
         before, _ = surroundings(read), batches[0]
         if finding is None and surroundings(read) != before:
             finding = "reading it changes a variable, and each worker has its own"
@@ -183,71 +156,11 @@ def _unfit_for_others(
     finding, first = in_child(lambda: as_worker(0, loader.num_workers))
     if finding is not None:
         return finding, 0
-    finding, last = in_child(lambda: as_worker(loader.num_workers, loader.num_workers + 1), follows=False)
+    finding, last = in_child(lambda: as_worker(loader.num_workers, loader.num_workers + 1))
     if finding is not None:
         return finding, 0
     same = equal(decode(last), decode(first))
     return (None if same else "what is read depends on the worker that reads it"), len(first)
-
-
-def _keeps_a_file(loader: Any, batches: TriedBatch) -> str | None:
-    """Say that only the first reading opens a file, and that the dataset keeps what was in it; None if not.
-
-    Each worker, and this process where it goes on without them, would open it at a moment of its own.
-    """
-    files, read, states = FilesRead(), (loader.dataset, loader.collate_fn), generator_states()
-    before = left_by_readings(read)
-    with files.noting() as first:
-        batches[0]
-    set_generators(states)
-    if not first or left_by_readings(read) == before:
-        return None
-    with files.noting() as second:
-        batches[0]
-    set_generators(states)
-    once = first.keys() - second.keys()
-    if not once:
-        return None
-    return handle(loader.dataset) or f"it keeps what it read first in {min(once)}: workers would read that later"
-
-
-def _sets_by_example(loader: Any, batches: TriedBatch) -> str | None:
-    """Say that what the first reading of all sets depends on which example that is; None if not.
-
-    The script reads in an order of its own, so that another example comes first there than in `read_here`.
-    """
-    read, last, parent = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1, os.getpid()
-
-    def left_by(indices: Any) -> tuple[str | None, object]:
-        def reading() -> tuple[None, str]:
-            os.getpid = lambda: parent
-            if indices is not None:
-                collated(*read, indices, batched=isinstance(indices, list))
-            settings = [value for value, by_code in reached(*read) if by_code and isinstance(value, PLAIN)]
-            return None, portrait([*read, settings])
-
-        return in_child(reading, follows=False)
-
-    finding, first = left_by(batches.indices or 0)
-    if finding is not None or first == left_by(None)[1]:
-        return finding
-    same = first == left_by([last] if batches.indices else last)[1]
-    return None if same else "what its first reading sets depends on the example that is read"
-
-
-def _collects(loader: Any, batches: TriedBatch) -> str | None:
-    """Say that the reading of another example leaves more behind, or None.
-
-    Each worker process would collect its own part. Threads share it, but read ahead: what they keep is made of what
-    examples are made of now, and the loop may change that before it comes to them.
-    """
-    read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
-    if last in (batches.indices or [0]):
-        return None
-    before = data_of(read)
-    with contextlib.suppress(Exception):  # as it would raise in the script's own process
-        loader.dataset[last]
-    return "it keeps something of each example that it reads" if data_of(read) != before else None
 
 
 def keeps(loader: Any) -> str | None:
@@ -260,7 +173,7 @@ def keeps(loader: Any) -> str | None:
         same = before == left_by_readings(read)
         return (None if same else "its workers keep what they read: each pass starts others"), 0
 
-    return in_child(left, follows=False)[0]
+    return in_child(left)[0]
 
 
 def left_by_readings(read: Any) -> object:
@@ -272,28 +185,47 @@ def left_by_readings(read: Any) -> object:
     return surroundings(read), caches
 
 
-def _remembers(loader: Any, batches: TriedBatch) -> str | None:
-    """Say that reading sets a variable or an attribute of a class, or moves an iterator or a file on; None if not."""
-    read = loader.dataset, loader.collate_fn
-    if (finding := out_of_sight(*read)) is not None:
-        return finding
-    for value, by_code in reached(*read):
-        if isinstance(value, IOBase):
-            if _is_open_file(value):
-                return "it gets at an open file, whose position processes share"
-        elif isinstance(value, Iterator):
-            return f"it gets at an iterator ({type(value).__name__}), which each reading may move on"
-        elif by_code and _is_connection(value):
-            return f"it gets at a {type(value).__name__}, which no other process can use"
-    before, _ = data_of(read), batches[0]
-    return "reading it changes a variable outside of it" if data_of(read) != before else None
+def _leaves(loader: Any, batches: TriedBatch) -> str | None:
+    """Say that a reading after the first one changes something, or None: each worker would change its own copy.
+
+    What the first reading of all opens or computes is a handle or a memo, which each worker may have for itself.
+    """
+    read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
+    before = data_of(read)
+    batches[0]
+    if data_of(read) != before:
+        return "reading it changes a variable that workers would not share"
+    if last in (batches.indices or [0]):
+        return None
+    with contextlib.suppress(Exception):  # as it would raise in the script's own process
+        loader.dataset[last]
+    return "it keeps something of each example that it reads" if data_of(read) != before else None
 
 
-def _is_connection(value: Any) -> bool:
-    """Say whether an object stands for something outside of Python that its copy in another process would not have."""
-    if isinstance(value, (*PLAIN, type, FunctionType, ModuleType, IOBase)):
+def open_handle(*holders: Any) -> str | None:
+    """Say that the dataset, or its code, gets at something open of the operating system's, or None.
+
+    What only the code of installed packages leads to is theirs to handle.
+    """
+    for value, by_code in reached(*holders):
+        if _is_open(value) and not (by_code and is_installed(type(value).__module__)):
+            return OfDataset(OPEN.format(f"an open {type(value).__qualname__}"))
+    return None
+
+
+def _is_open(value: Any) -> bool:
+    """Say whether an object is open in this process and could not be used in another one."""
+    if isinstance(value, IOBase):
+        return _is_open_file(value)
+    if isinstance(value, (*PLAIN, type, FunctionType, ModuleType, mmap.mmap)):
         return False
-    return any(hasattr(type(value), name) for name in CONNECTED) and handle(value) is not None
+    if not any(hasattr(type(value), name) for name in CONNECTED):
+        return False
+    try:
+        pickle.dumps(value)
+    except Exception:  # whatever a class raises that cannot be in another process
+        return True
+    return False
 
 
 def _is_open_file(value: IOBase) -> bool:
@@ -320,33 +252,14 @@ def be_worker(information: _worker.WorkerInfo) -> None:
 
 
 def _moved(before: dict[str, tuple[str, str]]) -> str | None:
-    """Say that the readings since `before` moved in an open file, or left one open; None if not."""
-    if not positions().items() - before.items():
-        return None
-    return "reading it moves in a file that stays open, and workers would share its position"
-
-
-class _Handles(pickle.Pickler):
-    """A pickler that passes over plain data and code: what it fails at holds something of the operating system."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        return "" if isinstance(obj, (torch.Tensor, np.ndarray, FunctionType, ModuleType, type)) else None
-
-
-class _Nowhere:
-    """A file that forgets."""
-
-    def write(self, data: Any) -> int:
-        return len(data)
-
-
-def handle(dataset: Any) -> str | None:
-    """Say that `dataset` holds a file, a connection or the like, which forked processes cannot share; None if not."""
-    try:
-        _Handles(_Nowhere(), protocol=5).dump(dataset)
-    except Exception as failure:
-        return f"it holds what no other process can use ({failure})"
-    return None
+    """Say that the readings since `before` moved in a file that was open then; None if not."""
+    after = positions()
+    moved = [
+        path
+        for name, (path, position) in before.items()
+        if after.get(name, ("", ""))[0] == path and after[name][1] != position
+    ]
+    return OfDataset(OPEN.format(moved[0])) if moved else None
 
 
 def positions() -> dict[str, tuple[str, str]]:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from headway.data.child import said
-from headway.data.runtime.system_calls import followed
 from headway.runtime.host_memory import address_limit
 from headway.runtime.run_delay import read_delay
 
@@ -64,15 +63,13 @@ def limited(seconds: float) -> Iterator[Limit]:
 
 
 def in_child(
-    work: Callable[[], tuple[str | None, Any]], timeout_s: float | None = None, *, lose_writes: bool = False,
-    follows: bool = True,
-) -> tuple[str | None, Any]:  # fmt: skip
+    work: Callable[[], tuple[str | None, Any]], timeout_s: float | None = None, *, lose_writes: bool = False
+) -> tuple[str | None, Any]:
     """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there.
 
     It fails as well when it takes longer than `timeout_s`, by default what `limited` says. The child can only read
     (`headway.core.apart`): neither this process nor the files of the script notice it. A write to shared memory is a
-    reason, or is lost with the child. What `work` reads past Python is a reason as well, but for `follows` False, where
-    another child has tried that: it takes 15 ms.
+    reason, or is lost with the child.
     """
 
     def worked() -> tuple[Any, ...]:
@@ -83,7 +80,7 @@ def in_child(
         # What is imported now may ask for it (torch's compiler does), and trying folders out writes to them.
         tempfile.tempdir = tempfile.tempdir or "/tmp"
         try:
-            answer = followed(worked) if follows else worked()
+            answer = worked()
         except Exception as failure:
             answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0, -1
         return pickle.dumps(answer)

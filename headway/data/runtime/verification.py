@@ -363,7 +363,7 @@ class Verification:
                 return with_threads(num_threads, lambda: _answer(iterator, followed, index, seen, moment))
 
             def answer_of_child() -> tuple[str | None, Any]:
-                return in_child(answer, LONGEST_S, follows=False)
+                return in_child(answer, LONGEST_S)
 
             reason, found = answer_of_child()
             if reason is None and found[0] == "unequal":

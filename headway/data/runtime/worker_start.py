@@ -32,7 +32,7 @@ def beside_seeding(loader: DataLoader[Any]) -> str | None:
         changed = [*moved, *(name for name, value in _state(loader).items() if value != before[name])]
         return (f"it changes more than seeds ({', '.join(changed)})" if changed else None), 0
 
-    return in_child(started, follows=False)[0]
+    return in_child(started)[0]
 
 
 def _state(loader: DataLoader[Any]) -> dict[str, object]:

@@ -27,7 +27,7 @@ from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.outcome import Report, impure, reporter
 from headway.data.runtime.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.runtime.script_workers import ScriptWorkers, Settings, Waited
-from headway.data.runtime.trial import EXAMPLES, keeps, read_here, unfit
+from headway.data.runtime.trial import EXAMPLES, keeps, unfit
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
 from headway.data.runtime.worker_start import beside_seeding
@@ -328,8 +328,6 @@ class LoaderTuner:
         if reason is not None:
             self.report({**facts, "reason_not_applied": reason})
             return
-        if not loader.num_workers:
-            read_here(loader)
         # More workers than batches would start, and have nothing to do.
         count = max(loader.num_workers, min(self.num_workers, len(loader)))
         torchs = loader.num_workers > 0 and loader.persistent_workers
