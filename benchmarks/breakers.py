@@ -43,8 +43,8 @@ FORCED: dict[str, dict[str, object]] = {
 }
 """Remedy -> the parameters that it is forced on scripts with."""
 
-GRANTED = frozenset({"data.server", "checkpoint.async"})
-"""Remedies that are granted, so that they act; others that need a grant are right only for some scripts: refused."""
+GRANTED = {"data.server": "result-equivalent", "checkpoint.async": "result-equivalent", "data.threads": "data.threads"}
+"""Remedy -> the grant with which it acts; others that need one are right only for some scripts: refused."""
 
 OWN_PLAN = "own plan"
 """The column of `headway run`, `headway plan`, `headway run --apply`."""
@@ -118,9 +118,8 @@ def breakers() -> dict[str, Breaker]:
 
 def plan_text(remedy: str) -> str:
     """Return a plan file that forces one remedy."""
-    allow = "result-equivalent" if remedy in GRANTED else None
     row = {"name": remedy, "parameters": FORCED[remedy], "predicted_speedup": 2.0, "interval": [1.0, 3.0]}
-    return json.dumps({"schema": "headway.plan-file/1", "remedies": [{**row, "allow": allow}]})
+    return json.dumps({"schema": "headway.plan-file/1", "remedies": [{**row, "allow": GRANTED.get(remedy)}]})
 
 
 def started(command: Sequence[object], folder: Path, *, limit_s: float = 300.0, **env: str) -> Ended:

@@ -17,7 +17,7 @@ class TestContext:
 
     def __init__(self, allow="", verify=False):
         self.allow, self.undos, self.outcomes = allow, [], []
-        self.verify, self.failures, self.step_s = verify, [], None
+        self.verify, self.failures, self.step_s = "all" if verify is True else verify or "", [], None
         # A clock that stands still, and a minute for each child: what is tried, and what comes of it, do not depend on
         # how busy the host of the tests is.
         self.shared = {"data.trials": Budget(clock=lambda: 0.0, longest_s=60.0)}
@@ -41,7 +41,8 @@ class TestContext:
 @contextmanager
 def applied(remedy, parameters, allow="", verify=False):
     """Apply `remedy` for the length of a block; yields the context."""
-    context = TestContext(allow, verify)
+    own_grant = "data.threads" if remedy.__name__ == "threads" else ""
+    context = TestContext(allow or own_grant, verify)
     try:
         remedy(parameters, context)
         yield context

@@ -166,7 +166,7 @@ def test_a_changed_batch_is_replaced_and_all_later_ones_are_the_script_s_own(nam
     assert torch.equal(drawn, after)
     assert facts_of(context)["verification"] == {"batches": 3, "compared": 2, "equal": 1, "unequal": 1}
     assert [(row["dataset"], row["about"]) for row in facts_of(context)["withdrawn"]] == [("Mixed", "dataset")]
-    assert f"--verify: data.{name} changed batch 2 of Mixed" in capfd.readouterr().err
+    assert f"data.{name} changed batch 2 of Mixed" in capfd.readouterr().err
 
 
 def test_of_a_loader_with_workers_the_first_batch_is_made_by_a_worker_like_its_own():

@@ -187,7 +187,7 @@ def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
 
     barred = render_plan(compose(rows, program, setup, refused=[refusal]).to_json())
     unsafe = render_plan(compose([], program, setup, refused=[refusal]).to_json())
-    assert "without your leave: data.workers, predicted 1.75x" in barred
+    assert "needs your consent: data.workers, predicted 1.75x" in barred
     assert "--allow result-equivalent" in barred
     assert "noise" not in barred
     assert "data.cache could change results here" in unsafe

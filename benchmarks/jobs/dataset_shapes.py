@@ -286,7 +286,7 @@ class Tar(Dataset):
 
         time.sleep(READ_S)
         if self.file is None:
-            self.file = open(self.path, "rb")
+            self.file = open(self.path, "rb")  # noqa: SIM115 - for as long as the process lives
         offset, size = self.members[index]
         self.file.seek(offset)
         image = Image.open(io.BytesIO(self.file.read(size)))

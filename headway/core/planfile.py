@@ -26,12 +26,16 @@ from headway.core.whole_file import whole_file
 SCHEMA = "headway.plan-file/1"
 """Value of the key "schema"."""
 
-ALLOWANCES: tuple[str, ...] = ("result-equivalent", "lossy")
+ALLOWANCES: tuple[str, ...] = ("result-equivalent", "lossy", "data.threads")
 """What a remedy may ask of the user (`--allow`), each by its own name: none of them implies another.
 
-`result-equivalent`: the same distribution of results, but not the same random draws. `lossy`: an approximation, such
-as compressed gradients or a lower precision, which changes results.
+`result-equivalent`, or in plainer words `same-distribution`: the same distribution of results, but not the same random
+draws. `lossy`: an approximation, such as compressed gradients or a lower precision, which changes results.
+`data.threads`: code of the dataset runs in threads beside the training loop, and finds the same objects.
 """
+
+ALSO_CALLED = {"same-distribution": "result-equivalent"}
+"""Another name of a grant -> the grant."""
 
 
 def granted(allow: str | None) -> tuple[str, ...]:
@@ -40,10 +44,10 @@ def granted(allow: str | None) -> tuple[str, ...]:
     >>> granted("lossy, result-equivalent"), granted(None)
     (('result-equivalent', 'lossy'), ())
     """
-    words = [] if allow is None else [word.strip() for word in allow.split(",")]
+    words = [] if allow is None else [ALSO_CALLED.get(word.strip(), word.strip()) for word in allow.split(",")]
     unknown = [word for word in words if word not in ALLOWANCES]
     if unknown:
-        names = " or ".join(ALLOWANCES)
+        names = " or ".join((*ALLOWANCES, *ALSO_CALLED))
         raise InputError(
             f"--allow is {allow!r}; {unknown[0]!r} is unknown: choose {names}, separated by commas, or drop it."
         )

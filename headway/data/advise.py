@@ -224,10 +224,11 @@ def threads(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         loaders=tuple(blocked),
         left_alone=left,
         cost=f"{count} threads per rank, about {format_bytes(memory)}",
-        risk=f"Python code runs in one thread at a time: tried in the rank, and left alone if that matters; {NO_DRAW}",
+        risk="threads beside the loop read the dataset, and share its objects; Python code runs in one at a time",
         reason=f"{count} threads per rank, for {_names(blocked)}, and no hand-off between processes. "
         f"{prediction.note}".strip(),
         memory_bytes=memory,
+        allow="data.threads",
         conflicts=("data.workers", "data.cache"),  # the cache stands before torch's fetchers, and threads have none
     )
 

@@ -58,7 +58,7 @@ def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
     rows = list(run.get("applied") or ())
     if rows:
         parts += ["", *_applied(rows, str(run.get("baseline") or ""))]
-    if run.get("verified"):
+    if run.get("verified") and (run["verified"]["compared"] or run["verified"]["not_compared"]):
         parts.append(paragraph(_verified(run["verified"])))
     return draw([*parts, *_traceback(run)], **screen)
 
@@ -208,7 +208,7 @@ def nothing_to_apply(plan: Json) -> str:
     best = max(barred, key=lambda row: row.get("predicted_speedup") or 0.0, default=None)
     if best is not None and _left_out(best) == "grant":
         what = f"{clean(best['name'])}, predicted {predicted(best)}"
-        return f"Nothing to apply without your leave: {what}, needs --allow {clean(best.get('allow'))}."
+        return f"1 remedy needs your consent: {what}. Grant it with: headway plan --allow {clean(best.get('allow'))}"
     if best is not None:
         reason = clean(best["left_out"]["reason"])
         return f"Nothing to apply: {clean(best['name'])}, predicted {predicted(best)}, {reason}."

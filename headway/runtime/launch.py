@@ -88,7 +88,7 @@ class LaunchOptions:
     """Mode of the folders that are made; logs and run.json are as open."""
     apply: Path | None = None
     """Plan file whose remedies the ranks apply."""
-    verify: bool = False
+    verify: bool | None = None
     """Compare batches under a remedy with the script's own."""
     baseline: str | None = None
     """Run that the plan was made from, for the comparison."""

@@ -143,7 +143,7 @@ def headway_env(
     plan: Path | None = None,
     remedies: Mapping[str, str] | None = None,
     windows_fraction: float = 0.01,
-    verify: bool = False,
+    verify: bool | None = None,
 ) -> dict[str, str]:
     """Return headway's own variables for a rank; PYTHONPATH keeps what the user had behind ours."""
     paths = [str(INJECT), *([base["PYTHONPATH"]] if base.get("PYTHONPATH") else [])]
@@ -157,7 +157,7 @@ def headway_env(
     }
     if plan is not None:
         env["HEADWAY_PLAN"] = str(plan)
-        env["HEADWAY_VERIFY"] = "1" if verify else ""
+        env["HEADWAY_VERIFY"] = {None: "some", True: "all", False: ""}[verify]
     return env
 
 

@@ -69,8 +69,9 @@ class Context:
     allow: str = ""
     """What the user allowed besides changes that keep every result: '' or 'result-equivalent'."""
 
-    verify: bool = False
-    """Whether batches under a remedy are compared with the script's own (`headway run --verify`)."""
+    verify: str = ""
+    """Which batches under a remedy are compared with the script's own: 'some', within a share of the time; 'all' that
+    are due (`headway run --verify`); '' for none (`--no-verify`)."""
 
     step_s: float | None = None
     """Seconds of an optimizer step in the run that the plan was made from; None = unknown."""
@@ -173,7 +174,7 @@ def apply_plan(probes: Probes, environ: Mapping[str, str]) -> list[Undo]:
     path = environ.get("HEADWAY_PLAN", "")
     if not path:
         return []
-    context = Context(probes, verify=bool(environ.get("HEADWAY_VERIFY")))
+    context = Context(probes, verify=environ.get("HEADWAY_VERIFY", ""))
     probes.context = context
     try:
         table = json.loads(environ.get("HEADWAY_REMEDIES") or "{}")

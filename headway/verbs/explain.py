@@ -139,7 +139,9 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
         return Explanation(source, run.parts, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
-    found = find_causes(ledger, predict=program.predict, fixes=fixes_of(plan, refused, launched=is_launched(run.meta)))
+    found = find_causes(
+        ledger, predict=program.predict, fixes=fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
+    )
     causes = [refuted(cause, plan) for cause in found]
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
@@ -163,17 +165,27 @@ def is_launched(meta: Mapping[str, Any]) -> bool:
     return bool(meta.get("launched", True))
 
 
-def fixes_of(plan: Plan, refused: Collection[str] = (), *, launched: bool = True) -> dict[str, Fix]:
+def fixes_of(
+    plan: Plan, refused: Collection[str] = (), *, launched: bool = True, allow: Collection[str] = ()
+) -> dict[str, Fix]:
     """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
 
+    One that needs a grant beyond `allow` is named, with the grant, where no other one wins.
     Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
     """
     fixes: dict[str, Fix] = {}
-    for row in plan.proposals:
+    free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
+    rest = [row for row in plan.proposals if row not in free]
+    won = {cause for row in free if row.clear for cause in CAUSES_OF_REMEDY.get(row.name, ())}
+    for row in [*free, *rest]:
         for cause in CAUSES_OF_REMEDY.get(row.name, ()):
             best = fixes.get(cause)
+            if row in rest and cause in won:
+                continue
             if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
-                how = "headway plan, then headway run --apply"
+                grant = "" if row in free else f" --allow {row.allow}"
+                how = f"headway plan{grant}, then headway run --apply"
+                how = f"{GRANTED[row.allow]}: {how}" if grant and row.allow in GRANTED else how
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
                 text = f"{row.name}: {', '.join(row.edits)} ({how})"
                 if not launched:
@@ -181,6 +193,14 @@ def fixes_of(plan: Plan, refused: Collection[str] = (), *, launched: bool = True
                 text = text if row.applies else ""
                 fixes[cause] = Fix(text, row.predicted_speedup, row.interval)
     return fixes
+
+
+GRANTED = {
+    "result-equivalent": "with other random draws of the same distribution",
+    "lossy": "with an approximation",
+    "data.threads": "with threads that share the dataset's objects",
+}
+"""Grant -> what it admits, as a fix says it."""
 
 
 def refuted(cause: Cause, plan: Plan) -> Cause:

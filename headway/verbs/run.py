@@ -39,6 +39,11 @@ def run(
     if options.baseline is not None and not is_run(options.baseline):
         raise InputError(f"--baseline {options.baseline} is not a run folder. Name one that headway run made.")
     plan = read_plan(options.plan_path) if options.plan_path else None
+    if plan is not None and not plan.remedies:
+        raise InputError(
+            f"the plan {options.plan_path} holds no remedy, and nothing would be applied. Say why, and what could be "
+            f"granted: headway plan {plan.baseline or 'RUN'}"
+        )
     if options.verify and plan is None:
         raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
     for remedy in plan.remedies if plan else ():

@@ -47,12 +47,14 @@ class RunOptions:
     ] = "700"
     apply: Annotated[Path | None, _help("A plan file, or the run folder whose plan to apply.")] = None
     verify: Annotated[
-        bool,
-        _help(
-            "With --apply: compare some batches with the script's own in a child, among them the first of each pass, "
-            "every 100th, and the next one when a remedy sees a change of its data; exit with 3 if one differs."
+        bool | None,
+        Parameter(
+            negative="--no-verify",
+            help="With --apply: compare the first batch of each pass, every 100th, and the next one after a change of "
+            "its data with the script's own, and exit with 3 if one differs. By default as many as 1 % of the time "
+            "allows are compared, and a remedy that changed one is taken away; --no-verify compares none.",
         ),
-    ] = False
+    ] = None
     baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
     no_launch: Annotated[bool, _help("Join an existing torchrun, srun or accelerate line: be this rank.")] = False
     windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01

@@ -56,6 +56,8 @@ def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     Of `blocked_datasets`, names of classes, the loads were recorded to block: whether threads would wait for the lock
     is not tried again. Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
+    if context.allow != "data.threads":
+        return Refused("data.threads", "threads share the dataset's objects with the loop: grant --allow data.threads")
     report = reporter("data.threads", parameters, context)
     switch = Switch(
         num_threads=int(parameters.get("num_workers", 2)),

@@ -1,4 +1,4 @@
-"""Batches of a loader under a remedy, compared with the script's own: what `headway run --apply PLAN --verify` does.
+"""Batches of a loader under a remedy, compared with the script's own: by default within 1 % of the time.
 
 The script's own batch is made by its dataset and its collate function, from the indices of its sampler, at the moment
 at which the loop asks for it, with all generators where they were at that moment. A forked child makes it so and
@@ -8,10 +8,11 @@ compares it with the batch that the remedy made; the training process only waits
     ───────┬─────────────────────────┬─────────────────────────────────┬───────
            └ generators noted        └ child: own batch n, equal?  ────┘
 
-Compared are the first batch of each pass, a few early ones, every 100th, and the batch at which a remedy gives up
-because what the dataset goes by has changed: caches, threads and workers look at that before each batch
-(`circumstances.outside`), and nobody looks a second time. A change that no remedy sees is found at the next batch that
-is compared; where the data have changed back by then, it is not found.
+By default a batch is compared whenever all comparisons together then take less than `SHARE` of the time since training
+began. With `headway run --verify` compared are the first batch of each pass, a few early ones, every 100th, and the
+batch at which a remedy gives up because what the dataset goes by has changed: caches, threads and workers look at that
+before each batch (`circumstances.outside`), and nobody looks a second time. A change that no remedy sees is found at
+the next batch that is compared; where the data have changed back by then, it is not found.
 
 On a difference every remedy of the loader is taken away, and the loop gets the script's own batches from this one on.
 Of a loader with worker processes of its own, which hold the dataset as it was when the pass began, only the first
@@ -29,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +57,9 @@ EVERY = 100
 
 EARLY = frozenset({2, 8, 32})
 """And these: what a loop changes from step to step shows after a few of them."""
+
+SHARE, FIRST_COST_S = 0.01, 0.1
+"""Share of the time since training began that comparisons take by default; what the first one is assumed to take."""
 
 LONGEST_S = 20.0
 """A child that has not answered by then hangs; no more batches of loaders like this one are compared."""
@@ -189,6 +194,8 @@ class Verification:
 
     def __init__(self, context: Context) -> None:
         self._failed = context.probes.failed
+        self._is_bounded = context.verify != "all"
+        self._began, self._spent_s, self._cost_s = perf_counter(), 0.0, FIRST_COST_S
         self._counts: dict[object, Counts] = {}
         self._opening = 0
         module = "torch.utils.data.dataloader"
@@ -327,7 +334,7 @@ class Verification:
         try:
             return step()
         except Exception as failure:
-            self._failed("--verify", failure)
+            self._failed("comparing batches", failure)
             return None
 
     def _moment(self, followed: Followed, in_pass: int) -> Moment | None:
@@ -338,6 +345,11 @@ class Verification:
     def _due(self, followed: Followed, in_pass: int) -> bool:
         """Whether the next batch is to be compared; where it cannot be, the reason is counted."""
         counts, reason = followed.counts, followed.counts.stopped
+        if self._is_bounded:
+            can_be = not followed.own_workers or (in_pass == 0 and not (followed.passes > 0 and followed.persistent))
+            affordable = self._spent_s + self._cost_s <= SHARE * (perf_counter() - self._began)
+            followed.changed = False
+            return affordable and can_be and not reason
         if followed.own_workers:
             due = in_pass == 0 or followed.changed or counts.batches - counts.compared_at >= EVERY
             if in_pass > 0 or (followed.passes > 0 and followed.persistent):
@@ -353,6 +365,7 @@ class Verification:
     def _is_other(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> bool:
         """Compare a batch with the script's own; tell whether it was found to be another one."""
         followed.counts.compared_at = followed.counts.batches - 1
+        began = perf_counter()
         try:
             # What was pinned for a device cannot be read in a forked process.
             seen = decode(encode(batch)) if iterator._pin_memory else batch
@@ -372,6 +385,8 @@ class Verification:
                 reason = DRAWN
         except Exception as failure:
             reason, found = f"{type(failure).__name__}: {failure}", ("", 0)
+        self._cost_s = perf_counter() - began
+        self._spent_s += self._cost_s
         if reason is not None:
             followed.counts.stopped = reason if "hung" in reason else ""
             _count(followed, "not compared", reason)
@@ -385,7 +400,7 @@ class Verification:
         assert followed.source is not None
         name = type(followed.source.dataset).__name__
         reason = OfDataset(f"batch {number} of its loader is not the script's own")
-        warn(f"--verify: {' and '.join(followed.takes)} changed batch {number} of {name}: taken away from this loader")
+        warn(f"{' and '.join(followed.takes)} changed batch {number} of {name}: taken away from this loader")
         takes, followed.takes = followed.takes, {}
         for report, leave, _ in takes.values():
             try:

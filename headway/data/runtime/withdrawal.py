@@ -104,8 +104,8 @@ class Withdrawal:
 
 
 def withdrawal_of(context: Context, report: Report) -> Withdrawal:
-    """Return what watches the steps of this rank; while batches are verified, which takes time, nothing is judged."""
-    watch = Withdrawal(None if context.verify else context.step_s, report)
+    """Return what watches the steps of this rank; with `--verify`, which takes time, nothing is judged."""
+    watch = Withdrawal(None if context.verify == "all" else context.step_s, report)
     if watch.recorded_s:
         listener: Any = watch.step
         context.listen(listener)
