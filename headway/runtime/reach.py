@@ -68,11 +68,11 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "headway", "numpy", "torch", "
 """Top-level modules whose code is not looked into: what it draws from, a script handed it or is global."""
 
 
-def reached(*holders: Any, cut: list[Any] | None = None) -> Iterator[tuple[Any, bool]]:
+def reached(*holders: Any, packages: bool = True) -> Iterator[tuple[Any, bool]]:
     """Yield each object that `holders` get at, nearest first, and whether only code leads there (a global, a cell).
 
-    What only the code of an installed package leads to comes last. `cut` takes an object of the others that the bounds
-    leave out, or that holds one: a change there would not be seen.
+    What only the code of an installed package leads to comes last, and is left out without `packages`: a look before
+    each batch has no time for the hundreds of objects of a large package, which scripts do not change.
     """
     seen: dict[int, Any] = {}  # the objects too: some are made for this walk, and no other may get their address
     queue = deque((holder, 0, False) for holder in holders)
@@ -91,11 +91,8 @@ def reached(*holders: Any, cut: list[Any] | None = None) -> Iterator[tuple[Any, 
         if depth < DEPTH:
             (queue if is_own else later).extend((part, depth + 1, outside) for part in parts)
             for part, by_package in named:
-                (queue if is_own and not by_package else later).append((part, depth + 1, True))
-        elif is_own and cut is not None and not cut and any(id(part) not in seen for part in parts):
-            cut.append(value)
-    if cut is not None and not cut:
-        cut += [value for value, _, _ in queue if not isinstance(value, LEAVES) and id(value) not in seen][:1]
+                if packages or not by_package:
+                    (queue if is_own and not by_package else later).append((part, depth + 1, True))
 
 
 def parts_of(value: Any) -> list[Any]:

@@ -127,6 +127,6 @@ def data_of(read: Any) -> tuple[object, object]:
     """Return the part of that picture which reading itself may change: what `read` holds, and settings in its reach."""
     for _ in range(2):
         with contextlib.suppress(Exception):  # whatever an object raises: the loop asked for a batch, not for a picture
-            found = tuple(reached(read))
+            found = tuple(reached(read, packages=False))
             return surroundings(read, found), contents(value for value, _ in found)
     return object(), object()
