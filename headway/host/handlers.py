@@ -84,6 +84,10 @@ def files(handler: logging.Handler) -> Iterator[str]:
         yield handler.baseFilename
 
 
+HARMLESS = frozenset({"__init__", "__repr__", "close", "__static_attributes__", "__firstlineno__"})
+"""Members of a class that show nothing while records are handled; the last two are Python 3.13's own."""
+
+
 def _tells(part: Any) -> str | None:
     """Say how somebody could tell when this handler, formatter or filter is called; None when it shows nowhere."""
     kinds = [kind for kind in type(part).__mro__ if not _is_of_logging(kind) and kind is not object]
@@ -95,7 +99,7 @@ def _tells(part: Any) -> str | None:
             return f"keeps {name}, a {type(value).__name__}, which the script may read"
     for kind in kinds:
         for name, member in vars(kind).items():
-            reason = None if name in ("__init__", "__repr__", "close") else _acts(member, kinds)
+            reason = None if name in HARMLESS else _acts(member, kinds)
             if reason is not None:
                 return f"{reason} in {name}"
     return None
