@@ -47,7 +47,6 @@ from headway.checkpoint.keep import Keep
 from headway.checkpoint.policy import CheckpointPolicy
 from headway.checkpoint.runtime.restore import RestoreReport, Verify
 from headway.checkpoint.runtime.restoring import restore
-from headway.checkpoint.runtime.rng_state import RngStates
 from headway.checkpoint.runtime.saver import Options, Saver
 from headway.checkpoint.runtime.schedule import Schedule, StepMeter
 from headway.checkpoint.runtime.tickets import SaveTicket
@@ -58,6 +57,7 @@ from headway.core.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.runtime.device import capturing, host_has_devices
+from headway.runtime.state.rng_state import RngStates
 from headway.storage.manifest import COMMIT, GENERATORS, METADATA
 from headway.storage.objects import url_of
 from headway.storage.redundancy.stripes import scheme_of

@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.runtime.rng_state import RngStates
 from headway.checkpoint.runtime.shards import PLAIN as PLAIN_TENSORS
 from headway.checkpoint.runtime.shards import FlatShard, Leaf, is_tensor, leaves
 from headway.checkpoint.stored import Stored
 from headway.core.errors import InputError
 from headway.core.units import MIB
+from headway.runtime.state.rng_state import RngStates
 
 PLAIN = (Mapping, list, torch.Tensor, FlatShard, str, bytes, int, float, complex, tuple, type(None))
 """What is its own state: tensors are filled in place, other values replaced where they stand."""
