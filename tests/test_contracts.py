@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grimp
 import pytest
 
 from tests.paths import ROOT
@@ -34,12 +35,26 @@ def test_the_contracts_hold(checkout):
     assert answer.returncode == 0, answer.stdout
 
 
+STARTING = ("headway.verbs.", "headway.integrations.", "headway.demo.", "headway.data.fleet.")
+"""What may lead to torch without being a runtime room: it starts jobs, or is imported by them."""
+
+
+def test_what_leads_to_torch_is_a_runtime_room_or_starts_one():
+    graph = grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+    leading = graph.find_downstream_modules("torch") | graph.find_downstream_modules("ray")
+    pure = {name for name in leading if "runtime" not in name.split(".") and not name.startswith(STARTING)}
+
+    assert "headway.data.runtime.loader" in leading
+    assert not pure
+
+
 @pytest.mark.parametrize(
     ("file", "line", "broken"),
     [
         ("headway/core/units.py", "import headway.ledger.ledger", "imports go down only"),
         ("headway/host/advise.py", "import headway.data.advise", "imports go down only"),
-        ("headway/ledger/ledger.py", "import torch", "torch and ray"),
+        ("headway/checkpoint/policy.py", "import torch", "torch and ray"),
+        ("headway/report/facts.py", "import headway.runtime.lane", "nothing leads to torch"),
     ],
 )
 def test_a_forbidden_import_is_seen(checkout, file, line, broken):

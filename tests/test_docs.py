@@ -65,7 +65,10 @@ def test_console_blocks_show_what_the_tool_prints(document, folder):
     assert WRITE or current == text
 
 
-@pytest.mark.parametrize("document", sorted(p.relative_to(ROOT) for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]))
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+@pytest.mark.parametrize("document", sorted(path.relative_to(ROOT) for path in DOCUMENTS))
 def test_links_between_documents_lead_somewhere(document):
     text = (ROOT / document).read_text()
     targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from headway.checkpoint.runtime.rng_state import RngStates
 from headway.core.errors import FormatError
+from headway.runtime.state.rng_state import RngStates
 
 
 def draws():

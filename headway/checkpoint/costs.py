@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from headway.core.errors import InputError
-from headway.core.search import threshold
+from headway.ledger.metrics import daly_interval_s, ettr, optimal_interval_s
 
 ROUNDING = 1e-9
 """Share of a step by which a quotient may exceed a whole number and still be that number: 0.3 / 0.1 is 3 steps."""
@@ -83,9 +83,9 @@ def budget_steps(*, cost_s: float, step_s: float, budget: float) -> int:
 def young_daly(stall_s: float, mtbf_s: float) -> float:
     """Return the seconds of work between checkpoints that lose least: Young's sqrt(2 c M), with Daly's correction.
 
-    sqrt(2cM) (1 + sqrt(c/2M)/3 + c/18M) - c for c < 2M, else M (Daly 2006, eq. 37). A checkpoint that costs
-    nothing is taken all the time (0); a job that never fails needs none (inf). Within 1 % of the exact optimum of
-    `wall_factor` for c <= M / 2; `best_interval_s` is that optimum.
+    `headway.ledger.metrics.daly_interval_s` (Daly 2006, eq. 37). A checkpoint that costs nothing is taken all the time
+    (0); a job that never fails needs none (inf). Within 1 % of the exact optimum of `wall_factor` for
+    stall_s <= mtbf_s / 2; `best_interval_s` is that optimum.
     """
     positive("stall_s", stall_s, zero=True)
     positive("mtbf_s", mtbf_s, infinite=True)
@@ -93,17 +93,13 @@ def young_daly(stall_s: float, mtbf_s: float) -> float:
         return 0.0
     if math.isinf(mtbf_s):
         return math.inf
-    if stall_s >= 2 * mtbf_s:
-        return mtbf_s
-    ratio = stall_s / (2 * mtbf_s)
-    return math.sqrt(2 * stall_s * mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - stall_s
+    return daly_interval_s(mtbf_s, save_s=stall_s)
 
 
 def wall_factor(interval_s: float, *, stall_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """Return the expected wall seconds per second of useful work.
 
-    M e^(u/M) (e^((dt + c)/M) - 1) / dt: failures are exponential with mean M and may hit work, save and restart u
-    alike; the work since the last save is done again. With M = inf it is 1 + c / dt.
+    The inverse of `headway.ledger.metrics.ettr`; with mtbf_s = inf it is 1 + stall_s / interval_s.
     """
     positive("interval_s", interval_s)
     positive("stall_s", stall_s, zero=True)
@@ -111,29 +107,20 @@ def wall_factor(interval_s: float, *, stall_s: float, mtbf_s: float, restart_s: 
     positive("restart_s", restart_s, zero=True)
     if math.isinf(mtbf_s):
         return 1 + stall_s / interval_s
-    try:
-        again = math.expm1((interval_s + stall_s) / mtbf_s)
-        return mtbf_s * math.exp(restart_s / mtbf_s) * again / interval_s
-    except OverflowError:  # No such interval is ever finished.
-        return math.inf
+    share = ettr(mtbf_s, restart_s=restart_s, interval_s=interval_s, save_s=stall_s)
+    return 1 / share if share else math.inf  # no such interval is ever finished
 
 
 def best_interval_s(stall_s: float, mtbf_s: float) -> float:
     """Return the seconds of work between checkpoints at which `wall_factor` is least.
 
-    With x = dt/M and a = c/M its slope is zero where (1 - x) e^(x + a) = 1, one root in (0, 1); restarts do not
-    move it. Limits as in `young_daly`.
+    `headway.ledger.metrics.optimal_interval_s`, and the limits of `young_daly`.
     """
     positive("stall_s", stall_s, zero=True)
     positive("mtbf_s", mtbf_s, infinite=True)
     if stall_s == 0 or math.isinf(mtbf_s):
         return 0.0 if stall_s == 0 else math.inf
-    a = stall_s / mtbf_s
-    # log(1 - x) + x + a falls from a > 0 without bound; near x = sqrt(2a) its slope is about -x, so 1e-9 of that
-    # resolves the root to nine digits however small a is.
-    root = threshold(lambda x: x >= 1 or math.log1p(-x) + x + a <= 0, 0.0, 1.0, tolerance=1e-9 * min(1.0, math.sqrt(a)))
-    assert root is not None, "the slope changes its sign in (0, 1)"
-    return root * mtbf_s
+    return optimal_interval_s(mtbf_s, save_s=stall_s)
 
 
 class Goal(TypedDict):

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 
 from headway.core.errors import InputError
+from headway.core.search import threshold
 from headway.cost import flops
 
 
@@ -69,19 +70,15 @@ def daly_interval_s(mtbf_s: float, *, save_s: float) -> float:
 def optimal_interval_s(mtbf_s: float, *, save_s: float) -> float:
     """Return the interval that maximises `ettr` exactly; it does not depend on the restart time.
 
-    The root of exp((dt + c) / M) (1 - dt / M) = 1 in (0, M), by bisection.
+    With x = dt / M and a = c / M: the root of (1 - x) exp(x + a) = 1 in (0, 1), by bisection.
     """
     _check(mtbf_s=mtbf_s, save_s=save_s)
-    ratio = save_s / mtbf_s
-    low, high = 0.0, 1.0
-    for _ in range(200):
-        middle = (low + high) / 2.0
-        # log1p keeps the comparison meaningful where exp() would overflow or round.
-        if middle + ratio + math.log1p(-middle) > 0.0:
-            low = middle
-        else:
-            high = middle
-    return mtbf_s * (low + high) / 2.0
+    a = save_s / mtbf_s
+    # log(1 - x) + x + a falls from a > 0 without bound; near x = sqrt(2a) its slope is about -x, so 1e-9 of that
+    # resolves the root to nine digits however small a is.
+    root = threshold(lambda x: x >= 1 or math.log1p(-x) + x + a <= 0, 0.0, 1.0, tolerance=1e-9 * min(1.0, math.sqrt(a)))
+    assert root is not None, "the slope changes its sign in (0, 1)"
+    return root * mtbf_s
 
 
 def mfu(model_flops: float, *, duration_s: float, devices: int, peak_flops: float | None) -> float | None:

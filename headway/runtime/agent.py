@@ -22,10 +22,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from headway.core.wake import Wake
+from headway.runtime.save_and_leave import ASK_FRACTION, LeaveBoard
 
 PR_SET_PDEATHSIG = 1
 SETTLE_S = 1.0
@@ -177,14 +178,17 @@ class Group:
         """Asked at every step: whether the ranks are to be stopped because they make no progress."""
         self.hung = False
         """Whether they were."""
-        self._obeyed = 0
-        self._settled = False
+        self.saves_first = True
+        """Whether ranks that can are asked to save and leave before SIGTERM is forwarded to them."""
+        self._board: LeaveBoard | None = None
 
     def start(self, attach: Callable[[RankSpec], tuple[int, int]]) -> None:
         """Start every rank; `attach` gives the (stdout, stderr) descriptors it writes to, which are closed here."""
+        self._board = LeaveBoard.make(len(self._specs))
         try:
-            for spec in self._specs:
+            for index, spec in enumerate(self._specs):
                 ends = attach(spec)
+                spec = replace(spec, env={**spec.env, **self._board.variable(index)})
                 try:
                     self.ranks.append(RankProcess(spec, *ends))
                 finally:
@@ -212,6 +216,7 @@ class Group:
 
         After a failure the others get SIGTERM, and SIGKILL after `grace_s`;
         a stop signal is forwarded as it came, a second one kills at once.
+        Before a first SIGTERM ranks that can save have `ASK_FRACTION` of the grace to do so and leave.
         """
         while self.running:
             if not self.step(signals, grace_s=grace_s, is_secondary=is_secondary):
@@ -266,7 +271,17 @@ class Group:
 
     def _obey(self, signals: Signals, grace_s: float) -> None:
         known = len(signals.stop)  # before anything is done: the next one may come at any moment
-        self.stop(grace_s=grace_s if known == 1 else 0.0, number=signals.stop[0], signals=signals, known=known)
+        until_s = time.monotonic() + grace_s
+        if known == 1 and signals.stop[0] == signal.SIGTERM and self.saves_first:
+            self._ask(lambda: len(signals.stop) > known, ASK_FRACTION * grace_s)
+        left_s = max(until_s - time.monotonic(), 0.0) if known == len(signals.stop) == 1 else 0.0
+        self.stop(grace_s=left_s, number=signals.stop[0], signals=signals, known=known)
+
+    def _ask(self, done: Callable[[], bool], deadline_s: float) -> None:
+        """Ask the ranks to save and leave, and wait until one of them has ended: where all can."""
+        before = len(self.running)
+        if self._board is not None and self._board.ask(deadline_s):
+            self._wait_for(lambda: done() or len(self.running) < before, deadline_s)
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float) -> None:
         """Return when no rank runs, when `done()` holds, or after `timeout_s`."""

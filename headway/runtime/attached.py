@@ -99,6 +99,7 @@ def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -
     watch = OomWatch()
     with Signals() as signals, Attempts(options, recording, streams, signals) as attempts:
         group = attempts.start([_spec(options, script, place, recording)], place.attempt, plain=True)
+        group.saves_first = False  # its launcher sends SIGTERM after the failure of a peer, too
         group.wait(signals, grace_s=options.grace_s)
         ends = attempts.finish(group, watch)
     if place.local_rank == 0:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json as jsonlib
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,15 @@ from headway.verbs.output import emit
 FOLDER = Path(headway.__file__).resolve().parent.parent / "benchmarks"
 """Benchmarks belong to the checkout, not to the installed package."""
 
+ROOMS = (
+    "checkpoint", "comm", "parallel", "model", "fault", "cluster", "power", "data", "host", "plan", "storage", "ledger",
+    "sim", "trace", "cost", "runtime",
+)  # fmt: skip
+"""Rooms in the order in which a benchmark that imports from several of them is listed under one."""
+
 
 def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False, json: bool = False) -> int:
-    """Run the benchmark NAME; without a name, list them with the bar each one holds headway to.
+    """Run the benchmark NAME; without a name, list them by room with the bar each one holds headway to.
 
     Example: `headway bench replay_vs_simpy --keep`
 
@@ -38,8 +46,9 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False,
     """
     table = benchmarks()
     if name is None:
-        answer = {"schema": "headway.bench/1", "benchmarks": {known: claim(path) for known, path in table.items()}}
-        emit(answer, lambda _: "\n".join(f"{known:26} {claim(path)}" for known, path in table.items()), as_json=json)
+        claims, rooms = {known: claim(path) for known, path in table.items()}, by_room(table)
+        answer = {"schema": "headway.bench/1", "benchmarks": claims, "rooms": rooms}
+        emit(answer, lambda _: listing(claims, rooms), as_json=json)
         return 0
     command = [sys.executable, str(pick(table, name, "benchmark")), *(["--full"] if full else [])]
     done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
@@ -61,6 +70,21 @@ def benchmarks() -> dict[str, Path]:
     if not FOLDER.is_dir():
         raise InputError(f"there is no {FOLDER}: benchmarks come with a checkout. Run this in one.")
     return {path.stem: path for path in sorted(FOLDER.glob("*.py")) if not path.stem.startswith("_")}
+
+
+def by_room(table: Mapping[str, Path]) -> dict[str, list[str]]:
+    """Return room -> names of its benchmarks: the first of `ROOMS` that one imports from, "command" for the others."""
+    found: dict[str, list[str]] = {room: [] for room in (*ROOMS, "command")}
+    for name, path in table.items():
+        imported = set(re.findall(r"^\s*(?:from|import) headway\.(\w+)", path.read_text(), re.MULTILINE))
+        found[next((room for room in ROOMS if room in imported), "command")].append(name)
+    return {room: names for room, names in found.items() if names}
+
+
+def listing(claims: Mapping[str, str], rooms: Mapping[str, list[str]]) -> str:
+    """Return the list of benchmarks as text, a paragraph for each room."""
+    blocks = [[room, *(f"  {known:26} {claims[known]}" for known in names)] for room, names in rooms.items()]
+    return "\n\n".join("\n".join(lines) for lines in blocks)
 
 
 def claim(path: Path) -> str:

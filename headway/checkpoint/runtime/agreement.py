@@ -87,6 +87,19 @@ class Agreement:
             num_done = self._store.add(f"{key}/done", 0)
         return str(self._store.get(f"{key}/failed").decode()) if self._store.check([f"{key}/failed"]) else None
 
+    def numbers(self, subject: str, mine: int) -> list[int] | None:
+        """Return what each rank said first on `subject`, None until all have; this one says `mine`. Never waits."""
+        if self._store is None:
+            return [mine]
+        key = f"{self._prefix}/{subject}"
+        if subject not in self._counts:
+            self._counts[subject] = 1
+            self._store.set(f"{key}/{self.rank}", str(mine))
+            self._store.add(f"{key}/said", 1)  # answered: the number is there before this rank goes on
+        if self._store.add(f"{key}/said", 0) < self.world_size:
+            return None
+        return [int(self._store.get(f"{key}/{rank}")) for rank in range(self.world_size)]
+
     def _key(self, subject: str) -> str:
         """Return the place of the next word on a subject; ranks ask in the same order."""
         self._counts[subject] = self._counts.get(subject, 0) + 1

@@ -45,6 +45,7 @@ from headway.checkpoint.runtime.restore import Verify
 from headway.checkpoint.runtime.stager import HeadwayStager, Save
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.runtime import state_account
+from headway.runtime.lane import separate_group
 
 _NUMBERS = itertools.count(1)
 """Saves behind the training, in the order of their calls: what the record calls them by."""
@@ -171,8 +172,7 @@ def own_group() -> dist.ProcessGroup | None:
 @lru_cache(maxsize=1)
 def _group_beside(world: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the group of checkpoints that belongs to the job's group."""
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", group_desc="headway-checkpoint")
-    return made
+    return separate_group("headway-checkpoint", backend="gloo")
 
 
 @lru_cache(maxsize=1)

@@ -47,7 +47,6 @@ from headway.checkpoint.keep import Keep
 from headway.checkpoint.policy import CheckpointPolicy
 from headway.checkpoint.runtime.restore import RestoreReport, Verify
 from headway.checkpoint.runtime.restoring import restore
-from headway.checkpoint.runtime.rng_state import RngStates
 from headway.checkpoint.runtime.saver import Options, Saver
 from headway.checkpoint.runtime.schedule import Schedule, StepMeter
 from headway.checkpoint.runtime.tickets import SaveTicket
@@ -58,6 +57,8 @@ from headway.core.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.runtime.device import capturing, host_has_devices
+from headway.runtime.save_and_leave import Leaving
+from headway.runtime.state.rng_state import RngStates
 from headway.storage.manifest import COMMIT, GENERATORS, METADATA
 from headway.storage.objects import url_of
 from headway.storage.redundancy.stripes import scheme_of
@@ -150,6 +151,7 @@ class Checkpointer(Closing):
         self._hooks: list[Any] = []
         self._step = 0
         self._closed = False
+        self._leaving = Leaving()
         self._writers = Writers(self._optimizers)
         self._undos: list[Callable[[], None]] = []
         if host_has_devices():
@@ -186,14 +188,15 @@ class Checkpointer(Closing):
         if saver.pending is not None:  # the hook has begun it
             ticket = saver.pending
             saver.complete()
+            self._leave_if_saved(ticket)
             return ticket
         if self._optimizers and step in (None, self._step):
             saver.tell_failures()
             return saver.begun(self._step)
         self._step = self._step + 1 if step is None else _number(step)
         self._end_step(saver)
-        if self._planned().is_due(self._step):
-            return self._begin(saver, self._step)
+        if self._is_due(saver):
+            return self._leave_if_saved(self._begin(saver, self._step))
         saver.prepare()
         return None
 
@@ -210,6 +213,9 @@ class Checkpointer(Closing):
         saver = self._ready()
         saver.tell_failures()
         ticket = self._begin(saver, number)
+        if self._leaving.is_asked:  # what a script saves by itself is as good: the other ranks save it too
+            self._leaving.step = number
+            self._leave_if_saved(ticket)
         if block == "durable":
             ticket.result()
         return ticket
@@ -235,6 +241,7 @@ class Checkpointer(Closing):
         if report.step is None:
             return report
         self._step = report.step
+        self._leaving.announce()
         self._planned().saved(report.step)
         if had_died:
             self._policy.observe_failure()
@@ -277,9 +284,11 @@ class Checkpointer(Closing):
         if self._saver is None or self._saver.pending is None:
             return
         before_s = time.perf_counter()
+        ticket = self._saver.pending
         self._saver.complete()
         self._saver.fence()  # also for what `complete` began to copy
         self._meter.stall(time.perf_counter() - before_s)
+        self._leave_if_saved(ticket)
 
     def _before_replay(self) -> None:
         """A graph is about to be replayed, which may hold an update, and calls no hook: it waits for the copy."""
@@ -299,9 +308,11 @@ class Checkpointer(Closing):
         self._writers.after_update()
         self._step += 1
         self._end_step(saver)
-        if self._planned().is_due(self._step):
+        if self._is_due(saver):
             late = {name: thing for name, thing in self._objects.items() if changes_after_update(thing)}
-            self._begin(saver, self._step, late)
+            ticket = self._begin(saver, self._step, late)
+            if not late:
+                self._leave_if_saved(ticket)
         else:
             saver.prepare()
 
@@ -328,9 +339,22 @@ class Checkpointer(Closing):
             self._policy.observe(timing)
         saver.tell_failures()
 
+    def _is_due(self, saver: Saver) -> bool:
+        """Whether to save the step that has ended: by the policy, or because the job is to save and leave."""
+        is_last = self._leaving.is_due(self._step, lambda step: saver.agreement.numbers("leave", step))
+        return self._planned().is_due(self._step) or is_last
+
+    def _leave_if_saved(self, ticket: SaveTicket) -> SaveTicket:
+        """Leave, where this save was begun in order to; everything of it has been read."""
+        if self._leaving.is_asked and self._saver is not None and ticket.step == self._leaving.step:
+            self._saver.complete(wait=True)
+            self._leaving.leave(ticket.step, ticket.result)
+        return ticket
+
     def _begin(self, saver: Saver, step: int, late: Mapping[str, Any] | None = None) -> SaveTicket:
         if saver.is_torn:
             self._writers.distrust()
+        self._leaving.announce()
         self._writers.begin()
         saver.settled = self._writers.are_known
         ticket = saver.begin(step, late or {})

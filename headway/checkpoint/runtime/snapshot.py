@@ -30,8 +30,8 @@ import torch
 
 from headway.checkpoint.costs import choose_snapshot
 from headway.checkpoint.runtime.writers import sums_of, word_bytes
-from headway.core import streamed
 from headway.runtime.device import Device
+from headway.runtime.state.copying import copy_into
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())
@@ -48,10 +48,6 @@ FREE_FRACTION = 0.2
 SPARE_FRACTION = 0.02
 """Share that a copy inside the device leaves free in any case: beyond it the allocator would empty its caches to make
 room, and wait for the device to do so."""
-
-STREAMED_THREADS = 2
-"""Up to so many intra-op threads, one that goes past the caches takes as long as torch's at their best: two cores
-hardly copy faster than one. Where others want the cores torch's threads wait for each other, many times as long."""
 
 _CUDA: Any = torch.cuda
 """Streams and events, whose constructors torch does not type."""
@@ -75,7 +71,7 @@ class Snapshot:
             if source.is_cuda:
                 on_device.setdefault(source.device, []).append((slot, source))
             else:
-                _copy(slot, source)
+                copy_into(slot, source)
         for device, some in on_device.items():
             if device not in self._streams:
                 self._streams[device] = _CUDA.Stream(device)
@@ -193,18 +189,6 @@ class _DeviceCopy:
         return choose_snapshot(
             device_s=device_s, host_s=host_s, overlap_s=overlap_s, state_bytes=self.num_bytes, free_bytes=free_bytes
         ).device
-
-
-def _copy(slot: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy on the host, past the caches where the memory is equal and torch's threads are few: training needs them."""
-    plain = type(source) is torch.Tensor and source.device.type == slot.device.type == "cpu" and not source.is_conj()
-    if (
-        plain and source.dtype == slot.dtype and source.shape == slot.shape and not source.is_neg()
-        and source.is_contiguous() and slot.is_contiguous() and torch.get_num_threads() <= STREAMED_THREADS
-    ):  # fmt: skip
-        streamed.copy(slot.data_ptr(), source.data_ptr(), slot.numel() * slot.element_size())
-    else:
-        slot.copy_(source)  # torch's threads share the work
 
 
 def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], bool], mode: str) -> _DeviceCopy:

@@ -30,11 +30,11 @@ from safetensors import SafetensorError, safe_open
 
 from headway.checkpoint.runtime.image import pickled
 from headway.checkpoint.runtime.restore import Reading
-from headway.checkpoint.runtime.rng_state import RNG_STATE, branched
 from headway.checkpoint.runtime.shards import LocalShard, local_shards
 from headway.checkpoint.runtime.unpack import unpack
 from headway.checkpoint.stored import open_stored
 from headway.core.errors import FormatError, InputError
+from headway.runtime.state.rng_state import RNG_STATE, branched
 from headway.storage.boxes import Box, whole
 from headway.storage.formats.dtypes import FROM_SAFETENSORS
 from headway.storage.manifest import COMMIT, METADATA

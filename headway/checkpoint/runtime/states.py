@@ -24,17 +24,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headway.checkpoint.runtime.rng_state import RngStates
 from headway.checkpoint.runtime.shards import PLAIN as PLAIN_TENSORS
 from headway.checkpoint.runtime.shards import FlatShard, Leaf, is_tensor, leaves
 from headway.checkpoint.stored import Stored
 from headway.core.errors import InputError
 from headway.core.units import MIB
+from headway.runtime.state.rng_state import RngStates
+from headway.runtime.state.training_state import StateCopy
 
 PLAIN = (Mapping, list, torch.Tensor, FlatShard, str, bytes, int, float, complex, tuple, type(None))
 """What is its own state: tensors are filled in place, other values replaced where they stand."""
@@ -46,17 +46,6 @@ KEPT_BYTES = 64 * MIB
 """An object whose tensors are larger is not asked: its earlier state would be a second copy of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Earlier:
-    """The state of an object before it was asked."""
-
-    state: Any
-    """Its state dict: values copied, tensors its own."""
-
-    elements: list[tuple[torch.Tensor, torch.Tensor]]
-    """Each tensor, and a copy of it."""
-
-
 class States:
     """The state dicts of some objects, with room for what `stored` holds of them."""
 
@@ -65,7 +54,7 @@ class States:
         """Name -> anything with `state_dict` and `load_state_dict`, or a value that is its own state."""
         self.state: dict[str, Any] = {}
         """Name -> its state dict."""
-        self._earlier: dict[str, _Earlier] = {}
+        self._earlier: dict[str, StateCopy] = {}
         self._given: list[str] = []
         saved = _by_object(stored, objects)
         for name, thing in objects.items():
@@ -107,10 +96,9 @@ class States:
         """Give the objects that were asked the state that they had. Raises `InputError` where one refuses that too."""
         refusal: InputError | None = None
         for name, earlier in self._earlier.items():
-            for tensor, elements in earlier.elements:
-                tensor.copy_(elements)
+            state = earlier.write()
             if name in self._given:
-                self.state[name] = earlier.state
+                self.state[name] = state
                 try:
                     self._give(name, strict=True)
                 except InputError as error:
@@ -187,18 +175,16 @@ def _apart(state: Any) -> Any:
     return found
 
 
-def _earlier(state: Any) -> _Earlier | None:
+def _earlier(state: Any) -> StateCopy | None:
     """Return a state to be put back; None where it is large, spread over ranks, or cannot be copied."""
     tensors = [leaf.value for leaf in leaves({"": state}) if is_tensor(leaf.value)]
     is_plain = all(type(tensor) in PLAIN_TENSORS for tensor in tensors)
     if not is_plain or sum(tensor.nbytes for tensor in tensors) > KEPT_BYTES:
         return None
     try:
-        kept = copy.deepcopy(state, {id(tensor): tensor for tensor in tensors})
+        return StateCopy.of(state, tensors)
     except Exception:  # whatever a value of the user's raises: it is given its state as a large one is
         return None
-    alone = [tensor.detach() for tensor in tensors]
-    return _Earlier(kept, [(tensor, tensor.clone()) for tensor in alone])
 
 
 def _by_object(stored: Stored, objects: Mapping[str, Any]) -> dict[str, dict[str, tuple[str | int, ...]]]:

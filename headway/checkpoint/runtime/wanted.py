@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from headway.checkpoint.runtime.rng_state import RNG_STATE, branched
 from headway.checkpoint.runtime.shards import Leaf, LocalShard, local_shards
 from headway.checkpoint.runtime.states import States
 from headway.checkpoint.stored import Stored
 from headway.core.errors import InputError
+from headway.runtime.state.rng_state import RNG_STATE, branched
 from headway.storage.manifest import StoredObject
 
 if TYPE_CHECKING:
