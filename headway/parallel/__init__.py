@@ -3,7 +3,7 @@
 Public names are loaded on first use.
 
 >>> sorted(PUBLIC)
-['PipelineProgram', 'SCHEDULES', 'StageGraph', 'check', 'lower']
+['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'StageGraph', 'Topology', 'check', 'lower', 'search']
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.parallel.planning.hierarchical import Topology as Topology
+    from headway.parallel.planning.hierarchical import search as search
+    from headway.parallel.planning.layers import LayerGraph as LayerGraph
     from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
     from headway.sim.pipeline.actions import StageGraph as StageGraph
     from headway.sim.pipeline.check import check as check
@@ -20,11 +23,14 @@ if TYPE_CHECKING:
     from headway.sim.pipeline.schedules import SCHEDULES as SCHEDULES
 
 PUBLIC: dict[str, str] = {
+    "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
     "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
+    "Topology": "headway.parallel.planning.hierarchical:Topology",
     "check": "headway.sim.pipeline.check:check",
     "lower": "headway.sim.pipeline.lower:lower",
+    "search": "headway.parallel.planning.hierarchical:search",
 }
 """Public name -> "module:attribute"."""
 
