@@ -169,13 +169,14 @@ def test_interleaved_is_torchs_order(p, m, v):
     assert interleaved(PipelineShape(p, m, v)) == torch_orders.planned("ScheduleInterleaved1F1B", p, m, v)
 
 
-def test_torchs_runtime_gives_the_same_losses_under_our_csv(tmp_path):
-    text = PipelineProgram.from_orders(one_f_one_b(PipelineShape(2, 8))).to_torch_csv()
-    own = on_ranks(losses_and_gradients, 2, str(tmp_path), "")
-    ours = on_ranks(losses_and_gradients, 2, str(tmp_path), text)
+def test_torchs_runtime_gives_the_same_losses_and_gradients_under_our_csv(tmp_path):
+    shape = PipelineShape(2, 8, cap=3)
+    texts = [PipelineProgram.from_orders(SCHEDULES[name](shape)).to_torch_csv() for name in ("1f1b", "zero_bubble")]
+    own, *ours = [on_ranks(losses_and_gradients, 2, str(tmp_path), text) for text in ("", *texts)]
 
     assert len(own[1][0]) == 8
-    assert own == ours
+    assert "W" in texts[1]
+    assert ours == [own, own]
 
 
 @pytest.mark.parametrize(
@@ -234,11 +235,12 @@ def test_a_program_with_a_changed_message_is_refused(case, data):
 def test_the_verbs_export_check_and_simulate_every_order(name, tmp_path, capsys):
     v = {"interleaved": 2, "v": 2}.get(name, 1)
     shape = ["--schedule", name, "--stages", "4", "--microbatches", "8", "--interleave", str(v)]
+    shape += ["--forward-ns", "10", "--input-ns", "12", "--weight-ns", "8"]
     file = tmp_path / "orders.csv"
     for words in (
         ["schedule", "export", *shape, "--output", str(file)],
         ["schedule", "check", str(file), "--json"],
-        ["simulate", *shape, "--forward-ns", "10", "--input-ns", "12", "--weight-ns", "8", "--json"],
+        ["simulate", *shape, "--json"],
     ):
         with pytest.raises(SystemExit) as ended:
             main(["parallel", *words])
