@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from headway.cli import main
 from headway.core.errors import CycleError, FormatError, InputError
 from headway.sim.pipeline.actions import RECV, SEND, Action, B, F, I, PipelineProgram, StageGraph, W
+from headway.sim.pipeline.bubbles import bubble_sums, bubbles
 from headway.sim.pipeline.check import check, peak_activations
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape, gpipe, interleaved, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
-from headway.sim.pipeline.simulate import StageCosts, evaluate, simulate
+from headway.sim.pipeline.simulate import StageCosts, costs_of, evaluate, simulate
 from tests import torch_orders
 from tests.pipeline_rank import losses_and_gradients
 from tests.spawn import on_ranks
@@ -130,6 +131,32 @@ def test_one_stage_per_rank_takes_the_closed_form_and_holds_the_closed_form(orde
     assert found.bubble_overhead == pytest.approx((p - 1) / m, rel=1e-12)
     assert found.bubble_fraction == pytest.approx((p - 1) / (m + p - 1), rel=1e-12)
     assert list(found.peak_activations) == [m if order is gpipe else min(m, p - r) for r in range(p)]
+
+
+@settings(max_examples=50)
+@given(shape=shapes())
+def test_gaps_are_the_closed_forms_of_their_kinds(shape):
+    p, m = shape.num_ranks, max(shape.num_microbatches, shape.num_ranks)
+    shape = replace(shape, num_microbatches=m)
+    forward, back = shape.forward_ns, shape.input_ns + shape.weight_ns
+    for order, gap, rest in ((gpipe, forward + back, 0), (one_f_one_b, back, forward)):
+        program = lower(order(shape))
+        sums = bubble_sums(bubbles(program, simulate(program, costs_of(shape))), p)
+
+        assert sums["fill_drain"] == [r * (forward + back) for r in range(p)]
+        assert sums["forward_backward"] == [(p - 1 - r) * gap for r in range(p)]
+        assert sums["scattered"] == [(p - 1 - r) * rest for r in range(p)]
+
+
+@given(routed(), st.integers(0, 9))
+def test_work_and_gaps_of_a_rank_fill_the_step(case, comm_ns):
+    program = lower(*case)
+    ns = np.arange(program.num_stages)
+    times = simulate(program, StageCosts(ns, 2 * ns, ns + 1, comm_ns))
+    sums = bubble_sums(bubbles(program, times), program.num_ranks)
+
+    idle = [sum(of_rank) for of_rank in zip(*sums.values(), strict=True)]
+    assert (np.array(idle) + times.busy_ns).tolist() == [times.makespan_ns] * program.num_ranks
 
 
 @settings(max_examples=100)

@@ -3,7 +3,8 @@
 Public names are loaded on first use.
 
 >>> sorted(PUBLIC)
-['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'StageGraph', 'Topology', 'check', 'lower', 'search']
+['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', \
+'search']
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from headway.parallel.planning.layers import LayerGraph as LayerGraph
     from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
     from headway.sim.pipeline.actions import StageGraph as StageGraph
+    from headway.sim.pipeline.bubbles import bubbles as bubbles
     from headway.sim.pipeline.check import check as check
     from headway.sim.pipeline.lower import lower as lower
     from headway.sim.pipeline.schedules import SCHEDULES as SCHEDULES
@@ -28,6 +30,7 @@ PUBLIC: dict[str, str] = {
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
+    "bubbles": "headway.sim.pipeline.bubbles:bubbles",
     "check": "headway.sim.pipeline.check:check",
     "lower": "headway.sim.pipeline.lower:lower",
     "search": "headway.parallel.planning.hierarchical:search",

@@ -15,6 +15,7 @@ from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, PipelineProgram, R, W
+from headway.sim.pipeline.bubbles import bubble_sums, bubbles
 from headway.sim.pipeline.check import ProgramReport
 from headway.sim.pipeline.check import check as check_program
 from headway.sim.pipeline.lower import lower
@@ -32,6 +33,13 @@ FORMATS: dict[str, Callable[[PipelineProgram], str]] = {
 
 COLUMNS = 70
 """Characters of a timeline."""
+
+WORDS = {
+    "fill_drain": "idle while the pipeline fills and drains",
+    "forward_backward": "idle before the first backward",
+    "scattered": "idle elsewhere",
+}
+"""Kind of gap -> how it is printed."""
 
 LEGEND = (
     "0-9: forward of the microbatch with that last digit; a-j: its backward; w: weight gradient; . : no work. "
@@ -208,9 +216,16 @@ def simulate(
         Print one JSON object instead of text.
     """
     shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
-    found = score(lower(pick(SCHEDULES, schedule, "schedule")(shape)), shape)
-    answer = {"schema": "headway.parallel.simulate/1", "simulated": True, "schedule": schedule, **asdict(found)}
-    emit(answer, lambda screen: draw(_figures(schedule, found), **screen), as_json=json)
+    program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
+    found = score(program, shape)
+    answer = {
+        "schema": "headway.parallel.simulate/1",
+        "simulated": True,
+        "schedule": schedule,
+        **asdict(found),
+        "bubbles_ns": _gaps(program, shape),
+    }
+    emit(answer, lambda screen: draw(_figures(schedule, program, shape, found), **screen), as_json=json)
     return 0
 
 
@@ -255,7 +270,13 @@ def _passed(program: PipelineProgram, report: ProgramReport) -> Text:
     )
 
 
-def _figures(schedule: str, found: PipelineScore) -> list[Any]:
+def _gaps(program: PipelineProgram, shape: PipelineShape) -> dict[str, list[float]]:
+    """Return kind of gap -> [ranks] nanoseconds."""
+    sums = bubble_sums(bubbles(program, replay_program(program, costs_of(shape))), program.num_ranks)
+    return {kind: [value / shape.interleave for value in values] for kind, values in sums.items()}
+
+
+def _figures(schedule: str, program: PipelineProgram, shape: PipelineShape, found: PipelineScore) -> list[Any]:
     """Return the figures of an order as rows."""
     rows = grid("left", "right")
     add_row(rows, "step", format_seconds(found.makespan_ns / 1e9))
@@ -263,6 +284,8 @@ def _figures(schedule: str, found: PipelineScore) -> list[Any]:
     add_row(rows, "idle, of the work", format_fraction(found.bubble_overhead))
     add_row(rows, "idle between a rank's first and last computation", format_seconds(found.span_idle_ns / 1e9))
     add_row(rows, "activations per rank", " ".join(f"{peak:g}" for peak in found.peak_activations))
+    for kind, values in _gaps(program, shape).items():
+        add_row(rows, f"{WORDS[kind]}, mean of ranks", format_seconds(sum(values) / len(values) / 1e9))
     return [Text(f"  {schedule}, simulated"), "", uncut(rows)]
 
 
@@ -270,7 +293,9 @@ def _timeline(program: PipelineProgram, shape: PipelineShape, found: PipelineSco
     """Return a row of characters per rank, one character per slice of time."""
     times = replay_program(program, costs_of(shape))
     rows = [f"  rank {rank:<3}{_line(program, times, rank)}" for rank in range(program.num_ranks)]
-    return draw([*map(Text, rows), "", *_figures("", found)[2:], "", paragraph(LEGEND, style="dim")], **screen)
+    return draw(
+        [*map(Text, rows), "", *_figures("", program, shape, found)[2:], "", paragraph(LEGEND, style="dim")], **screen
+    )
 
 
 def _line(program: PipelineProgram, times: ProgramTimes, rank: int) -> str:
