@@ -243,6 +243,35 @@ def test_graphs_shapes_and_caps_that_cannot_be_are_refused():
         check(lower(one_f_one_b(PipelineShape(4, 8))), [4, 2, 2, 2])
     with pytest.raises(FormatError, match="cell 1 is '0Q0'"):
         PipelineProgram.from_torch_csv("0F0,0Q0\n")
+    with pytest.raises(InputError, match="no number left out"):
+        PipelineProgram.from_torch_csv("0F999999999,0B999999999\n")
+
+
+@pytest.mark.parametrize("change", [
+    {"schema": "other"}, {"rank": [[0]]}, {"peer_stage": [9] * 10}, {"peer": [-2] * 10}, {"op": ["F"] * 10},
+    {"preds": [[1], [0]]},
+    {"preds": "ab"}, {"num_ranks": 10**15}, {"microbatch": [10**6] * 10}, {"stage": [2**40] * 10},
+])  # fmt: skip
+def test_a_program_from_a_file_that_is_none_is_refused(change):
+    fields = lower(one_f_one_b(PipelineShape(2, 1))).to_json()
+    with pytest.raises(InputError):
+        check(PipelineProgram.from_json(json.dumps({**fields, **change})))
+    with pytest.raises(FormatError):
+        PipelineProgram.from_json("{")
+
+
+@pytest.mark.parametrize(("name", "text", "said"), [
+    ("absent.csv", None, "cannot read"), ("empty.csv", "", "no action"), ("twice.csv", "0F0,0F0,0B0", "is there twice"),
+    ("alone.json", "{}", "not a pipeline program"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_checked_is_one_error(name, text, said, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["parallel", "schedule", "check", str(tmp_path / name)])
+
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @given(routed(), st.data())

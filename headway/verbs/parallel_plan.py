@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from headway.core.errors import FormatError, InputError
+from headway.core.errors import InputError
+from headway.core.settings_files import read_toml
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.cost.transformer import Transformer
@@ -101,10 +101,7 @@ def _partition(profile: Path, topology: Topology, allreduce: str, transfers: str
 
 def _model(path: Path) -> tuple[Transformer, int]:
     """Read a model's shape and the sequences of a step; raises `InputError` naming the key."""
-    try:
-        table = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as cause:
-        raise FormatError(f"{path} is no TOML: {cause}. Write lines like: layers = 24") from None
+    table = read_toml(path)
     known = {field.name: field for field in fields(Transformer)}
     for key, value in table.items():
         wanted = bool if key in known and isinstance(known[key].default, bool) else int

@@ -11,8 +11,10 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
+from headway.core.regular_file import read_text
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
+from headway.core.whole_file import whole_file
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, PipelineProgram, R, W
 from headway.sim.pipeline.bubbles import bubble_sums, bubbles
@@ -88,7 +90,7 @@ def show(
     program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
     found = score(program, shape)
     emit(
-        {**program.to_json(), "schema": "headway.parallel.schedule/1"},
+        program.to_json(),
         lambda screen: _timeline(program, shape, found, screen),
         as_json=json,
     )
@@ -166,7 +168,8 @@ def export(
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text)
+        with whole_file(output) as draft:
+            draft.write_text(text)
     return 0
 
 
@@ -255,7 +258,7 @@ def shape_of(
 
 def _read(file: Path) -> PipelineProgram:
     """Read a program from torch's CSV, which gets its messages, or from JSON, which has them."""
-    text = file.read_text()
+    text = read_text(file, "an order: torch's CSV, or JSON")
     if text.lstrip().startswith("{"):
         return PipelineProgram.from_json(text)
     return lower(PipelineProgram.from_torch_csv(text).orders())

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, FormatError, InputError
+from headway.core.regular_file import read_text
 from headway.sim.dag import Dag
 
 LAYER = re.compile(
@@ -118,7 +119,7 @@ class LayerGraph:
         """
         rows: dict[str, tuple[str, tuple[float, ...]]] = {}
         pairs = []
-        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        for number, line in enumerate(read_text(path, "a profile").splitlines(), 1):
             match = LAYER.fullmatch(line.strip())
             ends = line.split(" -- ")
             if match:

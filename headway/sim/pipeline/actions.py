@@ -39,7 +39,7 @@ OPS = ("F", "B", "I", "W", "R", "SEND", "RECV", "OPT")
 COMPUTE = (F, B, I, W, R)
 """Actions that occupy the rank."""
 
-TORCH_CELL = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+TORCH_CELL = re.compile(r"(\d{1,9})(F|B|I|W)(\d{1,9})")
 """A computation in torch's CSV: stage, operation, microbatch."""
 
 Ints = NDArray[np.int32]
@@ -156,15 +156,16 @@ class PipelineProgram:
         op, stage, microbatch = np.ascontiguousarray(flat.T)
         if not op.size:
             raise InputError("the orders hold no action; give each rank what it computes.")
-        graph = graph or StageGraph.chain(int(stage.max()) + 1)
+        # A stage or microbatch with a larger number than there are actions leaves others without any.
+        graph = graph or StageGraph.chain(min(int(stage.max()) + 1, op.size))
         wrong = ~np.isin(op, (*COMPUTE, OPT)) | (stage < 0) | (stage >= len(graph.preds))
-        wrong |= np.where(op == OPT, microbatch != -1, microbatch < 0)
+        wrong |= np.where(op == OPT, microbatch != -1, (microbatch < 0) | (microbatch >= op.size))
         rank = np.repeat(np.arange(len(orders), dtype=np.int32), sizes)
         if wrong.any():
             row = int(np.argmax(wrong))
             raise InputError(
                 f"rank {rank[row]}, step {row - sum(sizes[: rank[row]])}: the action is {tuple(flat[row].tolist())}; "
-                f"give (operation, stage 0..{len(graph.preds) - 1}, microbatch >= 0)."
+                f"give (operation, stage 0..{len(graph.preds) - 1}, microbatch 0..), no number left out."
             )
         none = np.full(op.size, -1, np.int32)
         return cls(rank, op, stage, microbatch, np.zeros(op.size, np.int32), none, none, len(orders), graph)
@@ -240,14 +241,18 @@ class PipelineProgram:
             columns = [np.asarray(fields[name], np.int32) for name in _COLUMNS]
             graph = StageGraph(tuple(map(tuple, fields["preds"])))
             num_ranks = int(fields["num_ranks"])
-        except (KeyError, TypeError, json.JSONDecodeError, OverflowError) as cause:
+        except InputError:
+            raise
+        except (KeyError, TypeError, ValueError, OverflowError) as cause:
             raise FormatError(f"this is not a pipeline program: {cause!r}. Write it with to_json.") from cause
         if len({column.shape for column in columns}) != 1 or columns[0].ndim != 1:
             raise FormatError("the columns of the program have different lengths. Write it with to_json.")
         rank, op, stage, microbatch, version, peer, peer_stage = columns
         inside = (rank >= 0) & (rank < num_ranks) & (op >= 0) & (op <= OPT) & (stage >= 0) & (stage < len(graph.preds))
-        inside &= microbatch >= np.where(op == OPT, -1, 0)
-        if not inside.all() or (np.diff(rank) < 0).any():
+        inside &= (microbatch >= np.where(op == OPT, -1, 0)) & (microbatch < rank.size)
+        message = (op == SEND) | (op == RECV)
+        inside &= ~message | ((peer >= 0) & (peer < num_ranks) & (peer_stage >= 0) & (peer_stage < len(graph.preds)))
+        if not (rank.size and inside.all() and num_ranks <= rank.size) or (np.diff(rank) < 0).any():
             raise FormatError("the program names a rank, operation, stage or microbatch that is out of range.")
         return cls(rank, op, stage, microbatch, version, peer, peer_stage, num_ranks, graph)
 
