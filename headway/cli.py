@@ -65,6 +65,14 @@ VERBS: dict[str, tuple[str, str]] = {
     "storage fleet": ("headway.verbs.storage:fleet", "Simulate redundancy that follows the failure rates of disks."),
     "storage region": ("headway.verbs.storage_region:region", "Scrub the file of a protected region; repair it."),
     "storage restripe": ("headway.verbs.storage_restripe:restripe", "Change the parity scheme of what is stored."),
+    "parallel schedule show": ("headway.verbs.parallel_schedule:show", "Show a pipeline's order on a time axis."),
+    "parallel schedule check": ("headway.verbs.parallel_schedule:check", "Check a pipeline's order from a file."),
+    "parallel schedule export": ("headway.verbs.parallel_schedule:export", "Write an order as torch's CSV or JSON."),
+    "parallel plan": ("headway.verbs.parallel_plan:plan", "Split a model over devices, from a profile of its layers."),
+    "parallel simulate": (
+        "headway.verbs.parallel_schedule:simulate",
+        "Simulate a pipeline: time, idle, memory.",
+    ),
     "storage sim": ("headway.verbs.storage_sim:sim", "Simulate what intact non-volatile memory costs, by design."),
     "storage table": ("headway.verbs.storage:table", "List schemes of redundancy: tolerated failure rate, space."),
 }
@@ -76,8 +84,10 @@ GROUPS: dict[str, str] = {
     "data": "The input side of a run.",
     "ckpt": "Checkpoints: list, verify, repair, convert.",
     "storage": "Redundancy of what is stored.",
+    "parallel": "Pipelines and partitions of a model.",
+    "parallel schedule": "Orders of a pipeline's step.",
 }
-"""First word of the two-word verbs -> its line in `--help`."""
+"""What comes before a verb's last word -> its line in `--help`; longer ones after what they begin with."""
 
 ROOM, RIGHT = (
     "Free some of it, or name another place.",
@@ -108,14 +118,15 @@ def build(explained: str = "") -> App:
         version_flags=["--version"],
     )
     groups = {
-        name: App(name=name, help=text, help_format="plaintext", help_epilogue="") for name, text in GROUPS.items()
+        name: App(name=name.split()[-1], help=text, help_format="plaintext", help_epilogue="")
+        for name, text in GROUPS.items()
     }
-    for group in groups.values():
-        app.command(group)
+    for name, group in groups.items():
+        groups.get(name.rpartition(" ")[0], app).command(group)
     for verb, (target, text) in VERBS.items():
-        *group_name, name = verb.split()
+        group_name, _, name = verb.rpartition(" ")
         page = {} if verb == explained else {"help": text}
-        (groups[group_name[0]] if group_name else app).command(target, name=name, help_epilogue="", **page)
+        groups.get(group_name, app).command(target, name=name, help_epilogue="", **page)
     return app
 
 

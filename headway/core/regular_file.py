@@ -73,3 +73,13 @@ def _refuse_others(mode: int, path: str | os.PathLike[str]) -> None:
     kind = KINDS.get(stat.S_IFMT(mode))
     if kind is not None:
         raise InputError(f"{path} is {kind}, not a regular file. Name a file, or copy its content into one.")
+
+
+def read_text(path: str | os.PathLike[str], what: str) -> str:
+    """Return the text of a regular file, `what` it should be in words; raises `InputError` where it cannot be read."""
+    try:
+        return read_regular(path).decode("utf-8")
+    except OSError as cause:
+        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of {what}.") from cause
+    except UnicodeDecodeError as cause:
+        raise InputError(f"{path} is not text in UTF-8. Give the path of {what}.") from cause

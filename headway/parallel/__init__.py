@@ -1,0 +1,40 @@
+"""Floor 5, parallel training: pipeline schedules, partitions of a model, and what they win.
+
+Public names are loaded on first use.
+
+>>> sorted(PUBLIC)
+['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', \
+'search']
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.core.lazy import lazily
+
+if TYPE_CHECKING:
+    from headway.parallel.planning.hierarchical import Topology as Topology
+    from headway.parallel.planning.hierarchical import search as search
+    from headway.parallel.planning.layers import LayerGraph as LayerGraph
+    from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
+    from headway.sim.pipeline.actions import StageGraph as StageGraph
+    from headway.sim.pipeline.bubbles import bubbles as bubbles
+    from headway.sim.pipeline.check import check as check
+    from headway.sim.pipeline.lower import lower as lower
+    from headway.sim.pipeline.schedules import SCHEDULES as SCHEDULES
+
+PUBLIC: dict[str, str] = {
+    "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
+    "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
+    "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
+    "StageGraph": "headway.sim.pipeline.actions:StageGraph",
+    "Topology": "headway.parallel.planning.hierarchical:Topology",
+    "bubbles": "headway.sim.pipeline.bubbles:bubbles",
+    "check": "headway.sim.pipeline.check:check",
+    "lower": "headway.sim.pipeline.lower:lower",
+    "search": "headway.parallel.planning.hierarchical:search",
+}
+"""Public name -> "module:attribute"."""
+
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -1,0 +1,1 @@
+"""Which ranks compute what: partitions of a model over devices and their links."""

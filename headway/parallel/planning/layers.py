@@ -1,0 +1,209 @@
+"""A model as layers with measured costs, and the cuts at which it may be split into stages.
+
+>>> graph = LayerGraph.chain(forward_s=[1.0, 2.0], backward_s=[2.0, 4.0], output_bytes=[8.0, 4.0],
+...                          parameter_bytes=[100.0, 50.0])
+>>> graph.cuts().inside.tolist()
+[[True, False], [True, True]]
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import CycleError, FormatError, InputError
+from headway.core.regular_file import read_text
+from headway.sim.dag import Dag
+
+LAYER = re.compile(
+    r"(?P<key>\S+) -- (?P<name>.*) -- forward_compute_time=(?P<forward>[^,]+), "
+    r"backward_compute_time=(?P<backward>[^,]+), "
+    r"activation_size=(?P<output>[^,]+), parameter_size=(?P<parameters>[^,]+)"
+)
+"""A line of PipeDream's profile: key, description, times in ms, sizes in bytes."""
+
+MOST_CUTS = 20_000
+"""More cuts than this make the search too long: the graph has too many parallel branches."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cuts:
+    """The cuts of a graph, small ones first: each is the set of layers before it, closed under predecessors."""
+
+    inside: NDArray[np.bool_]
+    """[cuts, layers] Whether the layer is before the cut; the last cut has all layers."""
+
+    precedes: NDArray[np.bool_]
+    """[cuts, cuts] Whether the row's layers are a proper part of the column's."""
+
+    crossing_bytes: Floats
+    """[cuts] Outputs of layers before the cut that layers behind it take."""
+
+    published_bytes: Floats
+    """[cuts] The same as PipeDream's code counts it (`LayerGraph.cuts`); never less."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGraph:
+    """Layers with their costs, and which layer feeds which."""
+
+    names: tuple[str, ...]
+    """[layers] Name of each layer."""
+
+    forward_s: tuple[float, ...]
+    """[layers] Forward of one minibatch."""
+
+    backward_s: tuple[float, ...]
+    """[layers] Its backward."""
+
+    output_bytes: tuple[float, ...]
+    """[layers] Output of one minibatch."""
+
+    parameter_bytes: tuple[float, ...]
+    """[layers] Weights."""
+
+    edges: tuple[tuple[int, int], ...]
+    """(layer, layer that takes its output)."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` naming the layer whose cost is no number >= 0, and on a cycle."""
+        for what in ("forward_s", "backward_s", "output_bytes", "parameter_bytes"):
+            values = getattr(self, what)
+            if len(values) != len(self.names):
+                raise InputError(f"{what} has {len(values)} entries for {len(self.names)} layers; give one per layer.")
+            for name, value in zip(self.names, values, strict=True):
+                if not (math.isfinite(value) and value >= 0):
+                    raise InputError(f"{what} of layer {name} is {value}; measure it again: a number >= 0 is needed.")
+        if not self.names:
+            raise InputError("the profile has no layer; give at least one.")
+        sources, targets = [a for a, _ in self.edges], [b for _, b in self.edges]
+        try:
+            Dag.from_edges(len(self.names), sources, targets)
+        except CycleError as cause:
+            circle = " -> ".join(self.names[layer] for layer in cause.operations)
+            raise CycleError(f"layers {circle} feed each other. Remove one of these edges.", cause.operations) from None
+        loose = sorted(set(range(len(self.names))) - {*sources, *targets}) if len(self.names) > 1 else []
+        if loose:
+            raise InputError(f"layer {self.names[loose[0]]} has no edge. Add the missing edge, or remove the layer.")
+
+    @classmethod
+    def chain(
+        cls,
+        *,
+        forward_s: Sequence[float],
+        backward_s: Sequence[float],
+        output_bytes: Sequence[float],
+        parameter_bytes: Sequence[float],
+    ) -> LayerGraph:
+        """Return layers that each feed the next one."""
+        n = len(forward_s)
+        edges = tuple((layer, layer + 1) for layer in range(n - 1))
+        names = tuple(map(str, range(n)))
+        return cls(names, tuple(forward_s), tuple(backward_s), tuple(output_bytes), tuple(parameter_bytes), edges)
+
+    @classmethod
+    def from_pipedream(cls, path: str | Path) -> LayerGraph:
+        """Read a profile of PipeDream's profiler.
+
+        A size is a number of bytes or a list in brackets, which is summed. Layers named Input are left out (they
+        stay with the first stage), and so are outputs of `__getitem__` that no layer takes. Raises `FormatError`
+        naming the line.
+        """
+        rows: dict[str, tuple[str, tuple[float, ...]]] = {}
+        pairs = []
+        for number, line in enumerate(read_text(path, "a profile").splitlines(), 1):
+            match = LAYER.fullmatch(line.strip())
+            ends = line.split(" -- ")
+            if match:
+                rows[match["key"]] = _layer(match, f"{path}, line {number}")
+            elif len(ends) == 2 and line.startswith("\t"):
+                pairs.append((ends[0].strip(), ends[1].strip()))
+            elif line.strip():
+                raise FormatError(
+                    f"{path}, line {number} is neither a layer nor an edge: {line.strip()[:80]!r}. Remove it."
+                )
+        for pair in pairs:
+            if unknown := set(pair) - set(rows):
+                raise FormatError(f"{path}: an edge names {unknown.pop()}, which is no layer. Add its line.")
+        taken = {source for source, _ in pairs}
+        fed = {target for _, target in pairs}
+        dropped = {key for key, row in rows.items() if row[0].startswith("Input") and key not in fed}
+        dropped |= {key for key, row in rows.items() if row[0].startswith("__getitem__") and key not in taken}
+        index = {key: i for i, key in enumerate(key for key in rows if key not in dropped)}
+        edges = tuple((index[a], index[b]) for a, b in pairs if a in index and b in index)
+        names = tuple(f"{key} {rows[key][0]}" for key in index)
+        forward, backward, outputs, parameters = (tuple(rows[key][1][column] for key in index) for column in range(4))
+        return cls(names, forward, backward, outputs, parameters, edges)
+
+    def cuts(self) -> Cuts:
+        """Return every cut that grows from the first layer by one layer and what it needs at a time.
+
+        Raises `InputError` where there are more than `MOST_CUTS`.
+        """
+        n = len(self.names)
+        before, after = _bits(n, self.edges), [[] for _ in range(n)]  # type: list[int], list[list[int]]
+        for source, target in self.edges:
+            after[source].append(target)
+        first = next(layer for layer in range(n) if before[layer] == 1 << layer)
+        # A cut is a whole number: bit i says that layer i is before it.
+        seen, border = {before[first]}, [before[first]]
+        while border:
+            cut = border.pop()
+            for layer in range(n):
+                for target in after[layer] if cut >> layer & 1 else ():
+                    larger = cut | before[target]
+                    if larger not in seen:
+                        seen.add(larger)
+                        border.append(larger)
+            if len(seen) > MOST_CUTS:
+                raise InputError(f"the graph has more than {MOST_CUTS} cuts. Merge layers of its parallel branches.")
+        ordered = sorted(seen, key=lambda cut: (cut.bit_count(), cut))
+        inside = np.array([[cut >> layer & 1 for layer in range(n)] for cut in ordered], np.bool_)
+        outside = (~inside).astype(np.float32)
+        # A layer set is part of another where nothing of it lies outside the other: a count of 0.
+        part = inside.astype(np.float32) @ outside.T == 0
+        np.fill_diagonal(part, False)
+        leaves, inner = np.zeros_like(inside), np.zeros_like(inside)
+        # counted[a, q]: q is before a, and some layer that takes q's output is not. The published code counts the
+        # outputs of a cut's last layers a and of all such q, although the other branch of the cut may have used them.
+        counted = np.eye(n, dtype=np.bool_)
+        for source, target in self.edges:
+            leaves[:, source] |= inside[:, source] & ~inside[:, target]
+            inner[:, source] |= inside[:, source] & inside[:, target]
+            counted[:, source] |= [bool(of >> source & 1 and not of >> target & 1) for of in before]
+        published = ((inside & ~inner).astype(np.float32) @ counted.astype(np.float32)) > 0
+        sizes = np.asarray(self.output_bytes)
+        return Cuts(inside, part, leaves @ sizes, published @ sizes)
+
+
+def _bits(n: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Return for each layer the set of layers it needs, itself among them, as bits of a whole number."""
+    preds: list[list[int]] = [[] for _ in range(n)]
+    for source, target in edges:
+        preds[target].append(source)
+    order = Dag.from_edges(n, [a for a, _ in edges], [b for _, b in edges]).compiled.order
+    before = [0] * n
+    for layer in order.tolist():
+        before[layer] = 1 << layer
+        for source in preds[layer]:
+            before[layer] |= before[source]
+    return before
+
+
+def _layer(match: re.Match[str], where: str) -> tuple[str, tuple[float, ...]]:
+    """Return the name of a line, its seconds and its bytes."""
+    try:
+        sizes = [sum(map(float, match[key].strip("[] ").split(";"))) for key in ("output", "parameters")]
+        return match["name"], (float(match["forward"]) / 1e3, float(match["backward"]) / 1e3, *sizes)
+    except ValueError as cause:
+        raise FormatError(
+            f"{where}: layer {match['key']} has a cost that is no number: {cause}. Measure it."
+        ) from cause

@@ -1,0 +1,1 @@
+"""Pipelines: a schedule is data, lowered once, replayed for time and memory."""

@@ -1,0 +1,155 @@
+"""Lowering: from the computations of each rank to a program with messages that cannot deadlock.
+
+All computations get one global order that respects every rank's own order and
+every dependency (a linear extension). A message is written at the place of its
+producer in that order, SEND on the sender's list and RECV on the receiver's.
+Both lists are projections of the same global order, so the messages between
+two ranks stand in the same order on both sides, and even without any buffer
+no rank waits for ever (`check` proves it for a program from elsewhere).
+
+    global    0F0 [0>1] 0F1 1F0 [0>1] 1B0 ...
+    rank 0    0F0 SEND  0F1     SEND          a message is one event
+    rank 1        RECV      1F0 RECV  1B0     of the global order
+
+>>> from headway.sim.pipeline.orders import PipelineShape, gpipe
+>>> print(lower(gpipe(PipelineShape(num_ranks=2, num_microbatches=1))).text())
+rank 0: 0F0 0SEND0>1 0RECV0>1 0B0
+rank 1: 1RECV0>0 1F0 1B0 1SEND0>0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import CycleError, InputError
+from headway.sim.dag import Dag
+from headway.sim.pipeline.actions import OPT, RECV, SEND, B, F, I, Orders, PipelineProgram, R, StageGraph, W
+from headway.sim.replay import replay
+
+Route = Callable[[int, int], int]
+"""(stage, microbatch) -> the rank that computes it."""
+
+
+def lower(orders: Orders, graph: StageGraph | None = None, route: Route | None = None) -> PipelineProgram:
+    """Return the program with its messages. Without `graph`, stages are a chain; `route`, where given, is checked.
+
+    Raises `InputError` where a computation is missing, doubled, on the wrong
+    rank or before what it needs, and where the orders wait for each other.
+    """
+    program = PipelineProgram.from_orders(orders, graph)
+    table = checked_positions(program)
+    if route is not None:
+        _check_route(program, route)
+    order = _global_order(program, table)
+    place = np.empty(order.size, np.int64)
+    place[order] = np.arange(order.size)
+    producer, consumer = message_ends(program, table)
+    # Messages of one producer follow it in the order of the stages that take them.
+    by = np.lexsort((program.stage[consumer], place[producer]))
+    producer, consumer = producer[by], consumer[by]
+    computed, sent = np.arange(order.size), np.arange(producer.size)
+    owner = np.concatenate([computed, producer, consumer])
+    other = np.concatenate([np.full(order.size, -1), consumer, producer])
+    op = np.concatenate([program.op, np.full(sent.size, SEND), np.full(sent.size, RECV)])
+    place = np.concatenate([place, place[producer], place[producer]])
+    turn = np.concatenate([np.full(order.size, -1), sent, sent])
+    rows = np.lexsort((turn, place, program.rank[owner]))
+    owner, other, op = owner[rows], other[rows], op[rows].astype(np.int32)
+    message = other >= 0
+    return PipelineProgram(
+        rank=program.rank[owner], op=op, stage=program.stage[owner], microbatch=program.microbatch[owner],
+        version=program.version[owner], peer=np.where(message, program.rank[other], -1).astype(np.int32),
+        peer_stage=np.where(message, program.stage[other], -1).astype(np.int32),
+        num_ranks=program.num_ranks, graph=program.graph,
+    )  # fmt: skip
+
+
+def checked_positions(program: PipelineProgram) -> NDArray[np.int64]:
+    """Return the table of rows of `PipelineProgram.positions`, or raise `InputError` with rank, step and actions.
+
+    Each microbatch of each stage needs one F and one B, or one F, one I and one W, on one rank and in this order.
+    """
+    table = program.positions()
+    rows = np.flatnonzero(program.op <= R)
+    again = rows[table[program.op[rows], program.stage[rows], program.microbatch[rows]] != rows]
+    if again.size:
+        raise _wrong(program, int(again[0]), "is there twice", "Remove one of them")
+    has = table >= 0
+    missing = ~has[F] | ~(has[B] ^ (has[I] & has[W])) | (has[B] & (has[I] | has[W]))
+    if missing.any():
+        stage, microbatch = map(int, np.argwhere(missing)[0])
+        present = [name for name, code in (("F", F), ("B", B), ("I", I), ("W", W)) if has[code, stage, microbatch]]
+        raise InputError(
+            f"stage {stage}, microbatch {microbatch} has {' '.join(present) or 'no computation'}; "
+            f"give it F and B, or F, I and W.\n{program.text()[:2000]}"
+        )
+    for before, after in ((F, B), (F, I), (I, W), (F, R), (R, B), (R, I)):
+        both = has[before] & has[after]
+        first, second = table[before][both], table[after][both]
+        apart = program.rank[first] != program.rank[second]
+        if apart.any():
+            row = int(second[np.argmax(apart)])
+            raise _wrong(program, row, "is on another rank than its forward", "Move it: the activation is there")
+        if (first > second).any():
+            row = int(second[np.argmax(first > second)])
+            raise _wrong(program, row, f"is before its {'FBIWR'[before]}", "Reorder the rank")
+    return table
+
+
+def backward_rows(table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return [stages, microbatches] the row that makes the gradient of the input: B or I."""
+    return np.asarray(np.maximum(table[B], table[I]))
+
+
+def message_ends(program: PipelineProgram, table: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows (producer, consumer) of each value that crosses from one rank to another."""
+    producer, consumer = _values(program, table)
+    crossing = program.rank[producer] != program.rank[consumer]
+    return producer[crossing], consumer[crossing]
+
+
+def _values(program: PipelineProgram, table: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows (producer, consumer) of every activation and gradient between two stages."""
+    sources, targets = np.nonzero(program.graph.feeds())
+    back = backward_rows(table)
+    producer = np.concatenate([table[F][sources].ravel(), back[targets].ravel()])
+    consumer = np.concatenate([table[F][targets].ravel(), back[sources].ravel()])
+    return producer, consumer
+
+
+def _global_order(program: PipelineProgram, table: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the rows in one order for all ranks: by start, where every computation takes as long.
+
+    Starts of operations that take time rise along every dependency, so sorting by them is a linear extension;
+    it is also close to how the step runs, so that a receive is posted shortly before its message is sent.
+    """
+    producer, consumer = _values(program, table)
+    try:
+        dag = Dag.from_edges(program.rank.size, producer, consumer, lane=program.rank)
+    except CycleError as cause:
+        rows = cause.operations
+        circle = ", ".join(f"rank {program.rank[row]} at {program.name(row)}" for row in rows[:8])
+        raise InputError(
+            f"these orders wait for each other: {circle}. Reorder one of these ranks.\n{program.text(rows[0])}"
+        ) from None
+    start = replay(dag, np.where(program.op == OPT, 1, 2)).start_ns
+    return np.asarray(np.argsort(start, kind="stable"))
+
+
+def _check_route(program: PipelineProgram, route: Route) -> None:
+    """Compare each computation's rank with the route's."""
+    for row in np.flatnonzero(program.op == F):
+        asked = route(int(program.stage[row]), int(program.microbatch[row]))
+        if asked != program.rank[row]:
+            raise _wrong(program, int(row), f"is routed to rank {asked}", "Move it there, or change the route")
+
+
+def _wrong(program: PipelineProgram, row: int, fault: str, fix: str) -> InputError:
+    """Return the error about one action, with what the ranks do around it."""
+    step = int(program.steps()[row])
+    return InputError(
+        f"rank {program.rank[row]}, step {step}: {program.name(row)} {fault}. {fix}.\n{program.text(row)}"
+    )

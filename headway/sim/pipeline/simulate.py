@@ -1,0 +1,172 @@
+"""How long a pipeline step takes and how much a rank holds: a program replayed as a Dag.
+
+A rank is a lane that runs its computations in its order; a message occupies
+the link between two ranks (a lane per direction and kind) and delays nobody
+but its receiver. Two figures say what a pipeline loses, and both are given:
+
+    makespan idle = last end - work of a rank               (an optimizer that waits for all)
+    span idle     = longest (last end - first start) of a rank - work     (one that steps per rank)
+
+>>> from headway.sim.pipeline.orders import PipelineShape, one_f_one_b
+>>> score = evaluate(one_f_one_b, PipelineShape(4, 8, forward_ns=10, input_ns=10, weight_ns=10))
+>>> score.makespan_ns, score.bubble_overhead, score.peak_activations
+(330, 0.375, (4.0, 3.0, 2.0, 1.0))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.sim.dag import Dag
+from headway.sim.pipeline.actions import RECV, SEND, B, F, I, PipelineProgram, R, W
+from headway.sim.pipeline.check import check, matched_messages, message_owners, peak_activations
+from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.orders import OrderFn, PipelineShape
+from headway.sim.replay import replay
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """Durations per stage and microbatch, int64 ns."""
+
+    forward_ns: NDArray[np.int64]
+    """[stages] Forward, and forward again."""
+
+    input_ns: NDArray[np.int64]
+    """[stages] Gradient of the input."""
+
+    weight_ns: NDArray[np.int64]
+    """[stages] Gradient of the weights; the whole backward is the sum of both."""
+
+    comm_ns: int = 0
+    """One message."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramTimes:
+    """When each action of a program runs."""
+
+    start_ns: NDArray[np.int64]
+    """[n] Start; of a RECV, when its message has arrived."""
+
+    end_ns: NDArray[np.int64]
+    """[n] End."""
+
+    first_ns: NDArray[np.int64]
+    """[ranks] Start of the rank's first computation."""
+
+    last_ns: NDArray[np.int64]
+    """[ranks] End of its last."""
+
+    busy_ns: NDArray[np.int64]
+    """[ranks] Sum of its computations."""
+
+    @property
+    def makespan_ns(self) -> int:
+        """End of the last computation of all ranks."""
+        return int(self.last_ns.max())
+
+
+def simulate(program: PipelineProgram, costs: StageCosts) -> ProgramTimes:
+    """Replay a lowered program. Raises `InputError` on costs of another number of stages or a message without end."""
+    per_op = np.zeros((len("FBIWR") + 3, program.num_stages), np.int64)
+    for name, op in (("forward_ns", F), ("input_ns", I), ("weight_ns", W)):
+        values = np.asarray(getattr(costs, name))
+        if values.shape != (program.num_stages,):
+            raise InputError(
+                f"{name} has shape {list(values.shape)}; give one for each of {program.num_stages} stages."
+            )
+        per_op[op] = values
+    per_op[B], per_op[R], per_op[SEND] = per_op[I] + per_op[W], per_op[F], costs.comm_ns
+    table = program.positions()
+    sends, receives = matched_messages(program, table)
+    made, used = message_owners(program, table, sends)
+    lane = program.rank.copy()
+    # One lane per channel: (sender, receiver, kind). A message goes when the one before it has left the link.
+    forward = program.graph.feeds()[program.stage[sends], program.peer_stage[sends]]
+    channel = (program.rank[sends].astype(np.int64) * program.num_ranks + program.peer[sends]) * 2 + forward
+    lane[sends] = program.num_ranks + np.unique(channel, return_inverse=True)[1]
+    lane[receives] = -1
+    dag = Dag.from_edges(
+        program.rank.size,
+        np.concatenate([made, sends, receives]),
+        np.concatenate([sends, receives, used]),
+        lane=lane,
+    )
+    duration = per_op[program.op, program.stage]
+    times = replay(dag, duration)
+    start, end = times.start_ns.astype(np.int64), times.end_ns.astype(np.int64)
+    rows = np.flatnonzero((program.op != SEND) & (program.op != RECV))
+    first, last = np.full(program.num_ranks, np.iinfo(np.int64).max), np.zeros(program.num_ranks, np.int64)
+    np.minimum.at(first, program.rank[rows], start[rows])
+    np.maximum.at(last, program.rank[rows], end[rows])
+    busy = np.bincount(program.rank[rows], duration[rows], program.num_ranks).astype(np.int64)
+    return ProgramTimes(start, end, np.minimum(first, last), last, busy)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineScore:
+    """What an order costs for a shape."""
+
+    makespan_ns: float
+    """From the start of the step to the end of the last computation."""
+
+    span_ns: float
+    """The longest time from a rank's first start to its last end."""
+
+    span_idle_ns: float
+    """Of it, the part without work."""
+
+    bubble_fraction: float
+    """Share of the makespan in which a rank has no work."""
+
+    bubble_overhead: float
+    """Time without work, of the makespan, in relation to the work of a rank."""
+
+    peak_activations: tuple[float, ...]
+    """[ranks] Activations held at once, in shares of a whole rank."""
+
+
+def evaluate(order: OrderFn, shape: PipelineShape) -> PipelineScore:
+    """Make an order, lower it, replay it, check its memory against the cap of the shape.
+
+    Exact: the replay counts in 1/interleave ns, so that a stage's share of a rank's time is a whole number. Raises
+    `InputError` as the order does, and where a rank needs more activations than the cap allows.
+    """
+    return score(lower(order(shape)), shape)
+
+
+def score(program: PipelineProgram, shape: PipelineShape) -> PipelineScore:
+    """Return what a lowered program of this shape costs; raises `InputError` as `evaluate` does."""
+    v = shape.interleave
+    if shape.cap is not None:
+        check(program, caps=shape.cap * v)
+    times = simulate(program, costs_of(shape))
+    work = v * shape.num_microbatches * (shape.forward_ns + shape.input_ns + shape.weight_ns)
+    span = int((times.last_ns - times.first_ns).max())
+    makespan = times.makespan_ns
+    return PipelineScore(
+        makespan_ns=_divided(makespan, v),
+        span_ns=_divided(span, v),
+        span_idle_ns=_divided(span - work, v),
+        bubble_fraction=(makespan - work) / makespan,
+        bubble_overhead=(makespan - work) / work,
+        peak_activations=tuple((peak_activations(program) / v).tolist()),
+    )
+
+
+def costs_of(shape: PipelineShape) -> StageCosts:
+    """Return the costs of equal stages, in units of 1/interleave ns."""
+    each = np.ones(shape.num_stages, np.int64)
+    return StageCosts(
+        each * shape.forward_ns, each * shape.input_ns, each * shape.weight_ns, shape.comm_ns * shape.interleave
+    )
+
+
+def _divided(value: int, by: int) -> float:
+    """Return value / by, as an int where it is whole."""
+    return value // by if value % by == 0 else value / by
