@@ -27,7 +27,7 @@ EXPECTED = {
     ("plain_rows", "data.workers"): "equal",
     ("file_rewritten", "data.workers"): "equal",
     ("long_list_edited", "data.workers"): "equal",
-    ("sqlite_rows", "data.workers"): "equal",
+    ("sqlite_rows", "data.workers"): "refused",
     ("own_batch_sampler", "data.threads"): "refused",
 }
 """Script, remedy -> what must come of it, besides equal digits."""

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.data import DataLoader as OwnLoader
+from headway.data.runtime.decisions import Decisions
 from headway.data.runtime.sharing import followed, server
 from headway.data.serving.server import DataServer
 from headway.runtime.remedy import Applied, Refused
@@ -59,10 +60,11 @@ def test_a_distributed_samplers_place_and_tail_are_taken_over_and_another_number
     padded, dropped = (
         DataLoader(Squares(), 4, sampler=DistributedSampler(Squares(), 2, 1, drop_last=drop)) for drop in (False, True)
     )
-    own = followed(padded, DataServer())
+    decisions = Decisions(TestContext().shared["data.trials"])
+    own = followed(padded, DataServer(), decisions)
 
     assert (own._place(), own._tail, own._shuffle, len(own)) == ((1, 2), "pad", True, len(padded))
-    assert followed(dropped, DataServer()) == "its epoch would have 4 batches and not 5"
+    assert followed(dropped, DataServer(), decisions) == "its epoch would have 4 batches and not 5"
 
 
 def test_without_the_users_leave_nothing_changes():
