@@ -38,6 +38,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "trace export": ("headway.verbs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
     "trace align": ("headway.verbs.trace_align:align", "Put the clocks of all ranks on one: offset, drift, causality."),
+    "cluster compare": (
+        "headway.verbs.cluster:compare",
+        "Say what a queue suffered, and what each policy would make of it.",
+    ),
+    "cluster sim": ("headway.verbs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
     "ckpt advise": ("headway.verbs.ckpt_advise:advise", "Say how often to save, and what a failure loses each way."),
     "ckpt bench": ("headway.verbs.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
@@ -79,6 +84,7 @@ VERBS: dict[str, tuple[str, str]] = {
 """Verb -> ("module:function", one line for `--help`)."""
 
 GROUPS: dict[str, str] = {
+    "cluster": "Queues of jobs and scheduling policies, simulated.",
     "comm": "Communication between ranks.",
     "trace": "Read, convert and describe traces.",
     "data": "The input side of a run.",

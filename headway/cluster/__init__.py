@@ -1,0 +1,36 @@
+"""Queues of training jobs: policies, simulated; what a recorded queue suffered, and what each would have made of it.
+
+Public names are resolved on first use, through one literal table; none of them needs torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.core.lazy import lazily
+
+if TYPE_CHECKING:
+    from headway.cluster.compare import compare_policies as compare_policies
+    from headway.cluster.estimate import fit_rates as fit_rates
+    from headway.cluster.model import Cluster as Cluster
+    from headway.cluster.model import Jobs as Jobs
+    from headway.cluster.model import Rates as Rates
+    from headway.cluster.policies.table import POLICIES as POLICIES
+    from headway.cluster.programs.leximin import leximin as leximin
+    from headway.cluster.programs.maxmin import maxmin as maxmin
+    from headway.cluster.simulate import simulate as simulate
+
+PUBLIC: dict[str, str] = {
+    "Cluster": "headway.cluster.model:Cluster",
+    "Jobs": "headway.cluster.model:Jobs",
+    "Rates": "headway.cluster.model:Rates",
+    "POLICIES": "headway.cluster.policies.table:POLICIES",
+    "compare_policies": "headway.cluster.compare:compare_policies",
+    "fit_rates": "headway.cluster.estimate:fit_rates",
+    "leximin": "headway.cluster.programs.leximin:leximin",
+    "maxmin": "headway.cluster.programs.maxmin:maxmin",
+    "simulate": "headway.cluster.simulate:simulate",
+}
+"""Public name -> "module:attribute"."""
+
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -1,0 +1,66 @@
+"""Microsoft's Philly trace, and queues as CSV.
+
+Philly (Jeon et al., ATC 2019), as a Parquet file with the columns
+submitted_unix_s, duration_s, num_devices, virtual_cluster: when jobs started
+is not part of it. A CSV has a header; columns id, arrival_s, run_s and
+num_devices, and, where known, start_s, device_type, owner, model.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pyarrow.parquet
+
+from headway.cluster.logs.record import Record, RecordedQueue
+from headway.cluster.logs.slurm import read_piped, read_sacct
+from headway.core.errors import FormatError
+
+PHILLY = ("submitted_unix_s", "duration_s", "num_devices", "virtual_cluster")
+NEEDED = ("id", "arrival_s", "run_s", "num_devices")
+
+
+def read_philly(path: Path, virtual_cluster: str = "") -> RecordedQueue:
+    """Read the Philly trace, all of it or one virtual cluster; raises `FormatError`."""
+    try:
+        table = pyarrow.parquet.read_table(path, columns=list(PHILLY))
+    except (OSError, pyarrow.ArrowException) as fault:
+        raise FormatError(f"{path} is no queue of Philly's ({fault}). Pass its jobs.parquet.") from None
+    rows = zip(*(table.column(name).to_pylist() for name in PHILLY), strict=True)
+    records = [
+        Record(str(number), int(count), float(submit), float(run_s), owner=owner)
+        for number, (submit, run_s, count, owner) in enumerate(rows)
+        if virtual_cluster in ("", owner) and run_s > 0 and count > 0
+    ]
+    return RecordedQueue.of(records, f"{path} {virtual_cluster}".strip(), table.num_rows - len(records))
+
+
+def read_csv(path: Path) -> RecordedQueue:
+    """Read a queue from CSV; raises `FormatError` that names file and line."""
+    records = []
+    with path.open(newline="") as file:
+        table = csv.DictReader(file)
+        missing = [name for name in NEEDED if name not in (table.fieldnames or ())]
+        if missing:
+            raise FormatError(f"{path} has no column {missing[0]}. Write a header with {', '.join(NEEDED)}.")
+        for number, row in enumerate(table, 2):
+            try:
+                numbers = (int(row["num_devices"]), float(row["arrival_s"]), float(row["run_s"]))
+                start_s = float(row.get("start_s") or math.nan)
+            except (ValueError, TypeError) as fault:
+                raise FormatError(f"{path}:{number}: {fault}. Write num_devices and seconds as numbers.") from None
+            words = (row.get("device_type") or "", row.get("owner") or "", row.get("model") or "")
+            records.append(Record(row["id"], *numbers, start_s, *words))
+    return RecordedQueue.of(records, path)
+
+
+def read_queue(path: Path, virtual_cluster: str = "") -> RecordedQueue:
+    """Read a log by its ending: .json (sacct), .parquet (Philly), .csv, anything else `sacct -P`."""
+    if not path.is_file():
+        raise FormatError(f"{path} does not exist or is no file. Pass what `sacct --json` printed.")
+    if path.suffix == ".parquet":
+        return read_philly(path, virtual_cluster)
+    readers = {".json": read_sacct, ".csv": read_csv}
+    return readers.get(path.suffix, read_piped)(path)

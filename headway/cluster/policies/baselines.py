@@ -1,0 +1,103 @@
+"""Policies to compare with: first in first out, AlloX, Gandiva. The filling of bubbles is in `fill`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from headway.cluster.model import Allocation, Cluster, QueueState
+from headway.core.errors import InputError
+from headway.core.linear import minimise
+
+
+def _in_order(state: QueueState, cluster: Cluster, *, aware: bool) -> Allocation:
+    """Give whole pools in order of arrival; a job that fits nowhere blocks those behind it."""
+    x, free = np.zeros(state.rates.shape), cluster.count.copy()
+    running = (state.previous.max(axis=1, initial=0.0) > 0.5) & (not aware)
+    x[running] = state.previous[running]  # blind: a job stays where it began
+    free -= (x * state.scale[:, None]).sum(axis=0).astype(np.int64)
+    for row in np.flatnonzero(~running):
+        fits = np.flatnonzero((free >= state.scale[row]) & (state.rates[row] > 0))
+        if not fits.size:
+            break
+        j = fits[state.rates[row, fits].argmax()] if aware else state.rng.choice(fits)
+        x[row, j] = 1.0
+        free[j] -= state.scale[row]
+    return Allocation(x, strict=True, aware=aware)
+
+
+def fifo(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """First in, first out, on a random type with room, to the end."""
+    return _in_order(state, cluster, aware=False)
+
+
+def fifo_aware(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """First in, first out, each on its fastest type with room, chosen again at each decision."""
+    return _in_order(state, cluster, aware=True)
+
+
+def allox(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """Least total completion time of jobs of one device (AlloX, EuroSys 2020): an assignment to queue positions.
+
+    The k-th last job of a device delays k jobs, itself included, so that its
+    cost is k x its time there. Devices of one type are alike: position k of
+    type j has count[j] places. Those at the head of their queue run, to the end.
+    """
+    if (state.scale > 1).any():
+        row = int((state.scale > 1).argmax())
+        raise InputError(
+            f"allox takes jobs of one device; job {state.index[row]} needs {state.scale[row]}. Use las_aware."
+        )
+    x = np.where(state.previous > 0.5, state.previous, 0.0)
+    free = cluster.count - x.sum(axis=0).astype(np.int64)
+    waiting = np.flatnonzero(x.max(axis=1, initial=0.0) == 0)
+    if not waiting.size or not free.any():
+        return Allocation(x, strict=True)
+    time_s = state.left[waiting, None] / np.maximum(state.rates[waiting], 1e-12)
+    depth = 2 + math.ceil(waiting.size / free.sum())
+    # Cells: waiting job x type x position, position fastest.
+    job, kind, position = (part.reshape(-1) for part in np.indices((waiting.size, free.size, depth)))
+    cells = np.arange(job.size)
+    cost = time_s[job, kind] * (position + 1) / time_s.min()
+    rows = (
+        np.concatenate((job, waiting.size + kind * depth + position)), np.concatenate((cells, cells)),
+        np.ones(2 * cells.size),
+    )  # fmt: skip
+    high = np.concatenate((np.ones(waiting.size), np.repeat(free, depth)))
+    low = np.concatenate((np.ones(waiting.size), np.zeros(free.size * depth)))
+    # A vertex of an assignment program is whole, so no integer search is needed.
+    chosen = minimise(cost, rows=rows, num_rows=len(high), row_low=low, row_high=high).x > 0.5
+    for j in np.flatnonzero(free):
+        behind = 0
+        for k in reversed(range(depth)):
+            here = np.sort(job[chosen & (kind == j) & (position == k)])
+            x[waiting[here[: max(here.size - behind, 0)]], j] = 1.0
+            behind = max(here.size, behind)
+    return Allocation(x, strict=True)
+
+
+def gandiva(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """Equal shares; when more devices are asked for than there are, random pairs of equal gangs share them (OSDI 2018).
+
+    A pair stays as long as its normalised rates add up to 1 or more on every type.
+    """
+    partner = np.full(len(state.left), -1)
+    if state.scale.sum() > cluster.count.sum() and state.shared.size:
+        alone = np.maximum(state.rates, 1e-300)
+        kept = np.flatnonzero((state.partner >= 0) & (np.arange(len(partner)) < state.partner))
+        old = [(int(a), int(state.partner[a])) for a in kept]
+        loose = set(range(len(partner))) - {row for pair in old for row in pair}
+        shuffled = state.rng.permutation(sorted(loose))
+        by_scale = [shuffled[state.scale[shuffled] == size] for size in np.unique(state.scale)]
+        new = [(int(a), int(b)) for rows in by_scale for a, b in zip(rows[::2], rows[1::2], strict=False)]
+        for a, b in old + new:
+            here, there = (state.shared[state.kind[i], state.kind[k]] for i, k in ((a, b), (b, a)))
+            if (here > 0).all() and (there > 0).all() and (here / alone[a] + there / alone[b] >= 1).all():
+                partner[a], partner[b] = b, a
+    first = np.flatnonzero((partner >= 0) & (np.arange(len(partner)) < partner))
+    num_rows = len(partner) - first.size
+    share = cluster.count / (num_rows * state.scale[:, None])
+    share = np.where(state.rates > 0, share / np.maximum(share.sum(axis=1, keepdims=True), 1.0), 0.0)
+    x = np.where((partner < 0)[:, None], share, 0.0)
+    return Allocation(x, np.column_stack((first, partner[first])), share[first])

@@ -1,0 +1,44 @@
+"""Every policy by name; adding one is adding a line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from headway.cluster.model import Allocation, Cluster, QueueState
+from headway.cluster.policies import baselines, fairness
+from headway.cluster.policies.fill import fill, fill_deadline, fill_makespan
+from headway.cluster.policies.hadar import hadar
+
+
+class PolicyFn(Protocol):
+    """A policy. Write a function of this shape; there is nothing to subclass."""
+
+    def __call__(self, state: QueueState, cluster: Cluster, now_s: float, /) -> Allocation:
+        """Decide who should run where, from now on."""
+        ...
+
+
+POLICIES: Mapping[str, PolicyFn] = {
+    "fifo": baselines.fifo,
+    "fifo_aware": baselines.fifo_aware,
+    "las": fairness.las,
+    "las_aware": fairness.las_aware,
+    "las_packed": fairness.las_packed,
+    "ftf": fairness.ftf_blind,
+    "ftf_aware": fairness.ftf,
+    "makespan": fairness.makespan,
+    "max_sum": fairness.max_sum,
+    "min_cost": fairness.min_cost,
+    "hierarchical": fairness.hierarchical,
+    "allox": baselines.allox,
+    "gandiva": baselines.gandiva,
+    "fill": fill,
+    "fill_makespan": fill_makespan,
+    "fill_deadline": fill_deadline,
+    "hadar": hadar,
+}
+"""Policies of a queue."""
+
+MIXING: frozenset[PolicyFn] = frozenset({hadar})
+"""Those that run a gang on several types at once."""

@@ -1,0 +1,1 @@
+"""The allocation problems of a queue as linear programs."""

@@ -1,0 +1,191 @@
+"""The round mechanism: from fractions of time to jobs on devices, a round at a time.
+
+A row of the ledger is a job, or two jobs that share devices. For each row and
+type it holds the share `x`, the time received since the last decision, and
+what the row is still owed from before:
+
+    row    a    b   scale    x[r, j]        time_on[r, j]      owed[r, j]
+    0      7   -1     1    [1.0 0.0 0.0]    [540 180 180]      [  0   0   0]
+    1      9   -1     8    [0.1 0.2 0.0]    [180 180 180]      [ 90  70   0]
+    2      7   12     1    [0.0 0.3 0.0]    [180 540 180]      [  0   0   0]
+
+Types are filled one after the other; on each, rows in order of urgency, gang
+or nothing. Two orders are here. `gavel` is the published one exactly: share /
+time received, then what is owed, then the share (Narayanan et al., OSDI 2020,
+section 5, and the released code). `deficit` serves what is owed, over resets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """What may run: `r` rows, `W` types. Changed in place between two decisions."""
+
+    a: Indices
+    """[r] A job, as index into all jobs."""
+
+    b: Indices
+    """[r] The job that shares its devices, or -1."""
+
+    scale: Indices
+    """[r] Devices needed."""
+
+    x: Values
+    """[r, W] Fraction of time that the last decision gives."""
+
+    rate_a: Values
+    """[r, W] Steps per second of job a; 0 = not there."""
+
+    rate_b: Values
+    """[r, W] Steps per second of job b."""
+
+    time_on: Values
+    """[r, W] Seconds received since the last decision, plus half a round."""
+
+    owed: Values
+    """[r, W] Seconds owed from before the last decision."""
+
+    decided: Flags
+    """[r] The last decision knew the row."""
+
+    starving: Values
+    """[r] By how much a gang is later than it should be; 0 = it is not."""
+
+    @classmethod
+    def singles(cls, a: Indices, scale: Indices, x: Values, rate: Values, half_s: float, decided: bool) -> Rows:
+        """Return rows of jobs alone, with half a round of credit."""
+        return cls(
+            a, np.full(a.size, -1), scale, x, rate, np.zeros(rate.shape), np.full(rate.shape, half_s),
+            np.zeros(rate.shape), np.full(a.size, decided),
+            np.zeros(a.size),
+        )  # fmt: skip
+
+    @classmethod
+    def none(cls, num_types: int) -> Rows:
+        """Return no rows."""
+        empty, nothing = np.zeros(0, np.int64), np.zeros((0, num_types))
+        return cls.singles(empty, empty, nothing, nothing, 0.0, False)
+
+    def keep(self, rows: Flags | Indices) -> None:
+        """Drop all rows but these."""
+        for name in ("a", "b", "scale", "x", "rate_a", "rate_b", "time_on", "owed", "decided", "starving"):
+            setattr(self, name, getattr(self, name)[rows])
+
+    def append(self, more: Rows) -> None:
+        """Add rows behind those that are here."""
+        for name in ("a", "b", "scale", "x", "rate_a", "rate_b", "time_on", "owed", "decided", "starving"):
+            setattr(self, name, np.concatenate((getattr(self, name), getattr(more, name))))
+
+
+def runnable(rows: Rows) -> Flags:
+    """[r, W] Where a row makes progress: both jobs of it."""
+    return np.asarray((rows.rate_a > 0) & ((rows.b < 0)[:, None] | (rows.rate_b > 0)))
+
+
+def fill(order: Indices, scale: Indices, free: int, first: Indices, second: Indices, taken: Flags) -> list[int]:
+    """Return the rows that get devices, in the given order: each that still fits, and none of whose jobs is taken.
+
+    Without pairs, whole prefixes that fit are taken at once: the first row
+    that does not fit removes all rows as large as it, so there are at most as
+    many passes as gang sizes. `taken` [jobs] is updated.
+    """
+    chosen: list[int] = []
+    if (second[order] >= 0).any():
+        for row in order.tolist():
+            if not free:
+                break
+            a, b = first[row], second[row]
+            if scale[row] <= free and not taken[a] and not (b >= 0 and taken[b]):
+                chosen.append(row)
+                free -= int(scale[row])
+                taken[a] = True
+                if b >= 0:
+                    taken[b] = True
+        return chosen
+    order = order[~taken[first[order]] & (scale[order] <= free)]
+    while order.size and free:
+        used = np.cumsum(scale[order])
+        fits = int(np.searchsorted(used, free, "right"))
+        chosen.extend(order[:fits].tolist())
+        free -= int(used[fits - 1])
+        order = order[fits:]
+        order = order[scale[order] <= free]
+    taken[first[chosen]] = True
+    return chosen
+
+
+class Order(NamedTuple):
+    """How rows are ordered on a type, and what is carried over a decision."""
+
+    keys: Callable[[Rows, float, float], tuple[Values, ...]]
+    """(rows, seconds since the decision, half a round) -> [r, W] each, most significant first, larger = sooner."""
+
+    carry: Callable[[Rows, float, float], Values]
+    """The same -> [r, W] what a row is owed when the next decision is made."""
+
+
+def lag(rows: Rows, elapsed_s: float, half_s: float) -> Values:
+    """[r, W] Seconds that a row should have received by now and has not."""
+    return np.asarray(rows.owed + rows.x * elapsed_s - (rows.time_on - half_s))
+
+
+def gavel_keys(rows: Rows, elapsed_s: float, half_s: float) -> tuple[Values, ...]:
+    """Order by share / time received, then what was owed at the decision, then share: the published order.
+
+    Shares are rounded to 9 digits, so that a solver's noise orders nothing.
+    """
+    share = np.round(rows.x, 9)
+    return share / np.maximum(rows.time_on, 1e-9), rows.owed, share
+
+
+def deficit_keys(rows: Rows, elapsed_s: float, half_s: float) -> tuple[Values, ...]:
+    """Order starving gangs first, then rows with a share by what they are owed, then the others by all of it."""
+    behind = lag(rows, elapsed_s, half_s)
+    urgent = np.broadcast_to(rows.starving[:, None], rows.x.shape)
+    return (
+        urgent,
+        np.asarray(rows.x > 1e-9, np.float64),
+        np.where(rows.x > 1e-9, behind, behind.sum(axis=1, keepdims=True)),
+    )
+
+
+ORDERS: Mapping[str, Order] = {"headway": Order(deficit_keys, lag), "gavel": Order(gavel_keys, lag)}
+"""Rules of rounds by name."""
+
+
+def chosen_rows(
+    rows: Rows, types: list[int], count: Indices, num_jobs: int, order: Order, strict: bool, elapsed_s: float,
+    half_s: float,
+) -> tuple[Indices, Indices]:  # fmt: skip
+    """Fill the types in the given order; return the rows that run [k] and the type of each [k].
+
+    A row that no decision knew takes its devices and does not run: the
+    published mechanism does that; our own rules give new rows a share.
+    """
+    keys = order.keys(rows, elapsed_s, half_s)
+    may, taken = runnable(rows), np.zeros(num_jobs, np.bool_)
+    if strict:
+        may = may & (rows.x > 0)
+    found: list[int] = []
+    kinds: list[int] = []
+    for j in types:
+        able = np.flatnonzero(may[:, j])
+        sooner = np.lexsort([-key[able, j] for key in reversed(keys)])  # the last key of lexsort leads; ties keep order
+        chosen = fill(able[sooner], rows.scale, int(count[j]), rows.a, rows.b, taken)
+        found.extend(chosen)
+        kinds.extend([j] * len(chosen))
+    row, kind = np.array(found, np.int64), np.array(kinds, np.int64)
+    runs = rows.decided[row]
+    return row[runs], kind[runs]

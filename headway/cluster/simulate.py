@@ -1,0 +1,327 @@
+"""A queue played through under a policy: who would have run when, where, and how long each job would have taken.
+
+Rounds of `round_s` seconds. At the end of one the steps that were done are
+credited, finished jobs leave, arrivals enter; when the set of jobs changed
+and `reset_s` has passed, the policy decides anew. Deterministic in the seed.
+
+>>> jobs = Jobs(["a", "b"], [1, 1], [3600.0, 7200.0], [0.0, 0.0])
+>>> outcome = simulate(jobs, Cluster.of({"v100": 1}), "fifo", rates=[[1.0], [1.0]])
+>>> outcome.jct_s.tolist()
+[3600.0, 10800.0]
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from headway.cluster.model import Allocation, Cluster, Indices, Jobs, QueueState, Rates, Values, check_fits
+from headway.cluster.outcome import Outcome
+from headway.cluster.policies.table import MIXING, POLICIES, PolicyFn
+from headway.cluster.rounds import ORDERS, Rows, chosen_rows
+from headway.core.errors import HeadwayError, InputError
+from headway.core.tables import pick
+from headway.sim.process import Process
+
+LATEST, GRACE_S = 1.6, 3600.0
+"""A gang that is this many times as late as jobs are on average is served first; an hour counts for nothing."""
+
+MOST_IDLE_ROUNDS = 1000
+"""Rounds in a row in which a policy may run nothing, with jobs waiting and none to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When rounds end and decisions are made."""
+
+    rules: str = "headway"
+    """A name of `rounds.ORDERS`."""
+
+    round_s: float = 360.0
+    """Longest round."""
+
+    reset_s: float = 1920.0
+    """Least time between two decisions."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` on an unknown rule or times that are not above 0."""
+        pick(ORDERS, self.rules, "rules")
+        if not (0 < self.round_s < math.inf and 0 <= self.reset_s < math.inf):
+            raise InputError(
+                f"round_s is {self.round_s:g}, reset_s {self.reset_s:g}; give finite seconds, rounds above 0."
+            )
+
+
+def simulate(
+    jobs: Jobs,
+    cluster: Cluster | Mapping[str, int],
+    policy: str | PolicyFn,
+    *,
+    rates: ArrayLike | Rates,
+    seed: int = 0,
+    window: tuple[int, int] | None = None,
+    round_s: float = 360.0,
+    reset_s: float = 1920.0,
+    rules: str = "headway",
+) -> Outcome:
+    """Play a queue through; `rates` [n, W] are steps/s of each whole job on each type of the cluster.
+
+    `window` (first, last) ends the simulation when jobs first..last-1 are
+    done; figures are means over them. `rules` "gavel" is the published
+    mechanism. Raises `InputError` on jobs that fit no pool, on NaN or negative
+    rates, and on an unknown policy.
+    """
+    pools = cluster if isinstance(cluster, Cluster) else Cluster.of(cluster)
+    decide = pick(POLICIES, policy, "policy") if isinstance(policy, str) else policy
+    table = Rates.of(rates, jobs, pools)
+    check_fits(jobs, pools, table.alone, mixed=decide in MIXING)
+    first, last = window or (0, len(jobs))
+    if not 0 <= first < last <= len(jobs):
+        raise InputError(f"the window is {first}:{last}, there are {len(jobs)} jobs; choose 0 <= first < last <= that.")
+    return _Engine(jobs, pools, decide, table, seed, (first, last), Timing(rules, round_s, reset_s)).run()
+
+
+class _Engine:
+    """The state of one simulation."""
+
+    def __init__(
+        self, jobs: Jobs, cluster: Cluster, decide: PolicyFn, rates: Rates, seed: int, window: tuple[int, int],
+        timing: Timing,
+    ) -> None:  # fmt: skip
+        n, num_types = rates.alone.shape
+        self.jobs, self.cluster, self.decide, self.rates, self.timing = jobs, cluster, decide, rates, timing
+        self.process = Process(seed)
+        self.shuffler = random.Random(seed + 5)  # the stream of types that the published mechanism draws from
+        self.window = window
+        self.entity = np.unique(np.array(jobs.entity), return_inverse=True)[1].reshape(-1)
+        # Where a pool is smaller than the gang, the job does not run on it.
+        self.able = np.where(jobs.scale[:, None] <= cluster.count, rates.alone, 0.0)
+        self.allowed = rates.alone if decide in MIXING else self.able
+        self.fastest = self.able.max(axis=1, initial=0.0).clip(1e-300)
+        self.left, self.finish_s, self.start_s = jobs.steps.copy(), np.full(n, math.nan), np.full(n, math.nan)
+        self.isolated_s, self.isolated_rate = np.zeros(n), np.zeros(n)
+        self.moves, self.previous = np.zeros(n, np.int64), np.zeros((n, num_types))
+        self.partner, self.ran_on, self.debt_s = np.full(n, -1), np.full(n, -1), np.zeros(n)
+        self.used_s = np.zeros(num_types)  # device-seconds
+        self.next_job, self.waiting_window = 0, window[1] - window[0]
+        self.active = self.picked_jobs = np.zeros(0, np.int64)
+        self.rows = Rows.none(num_types)
+        self.need, self.reset_at_s, self.idle_rounds = False, -math.inf, 0
+        self.allocation = Allocation(np.zeros((0, num_types)))
+        self.running: tuple[Indices, Indices, Values, Values, Values] | None = None
+        self.started_s, self.decide_s, self.notes = 0.0, [0.0], dict[str, None]()
+        self.prices: list[tuple[float, tuple[float, ...]]] = []
+
+    def run(self) -> Outcome:
+        """Let everything happen."""
+        if len(self.jobs):
+            self.process.after(float(max(self.jobs.arrival_s[0], 0.0)), self.round)
+        self.process.run()
+        return Outcome(
+            self.jobs, self.cluster, self.window, self.start_s, self.finish_s, self.isolated_s,
+            np.asarray(self.jobs.steps / self.able.max(axis=1, initial=0.0, where=self.able > 0).clip(1e-300)),
+            self.moves, self.used_s, max(self.decide_s), tuple(self.notes), tuple(self.prices),
+        )  # fmt: skip
+
+    def round(self) -> None:
+        """End a round and begin the next one."""
+        now_s = self.process.now_s
+        self.credit()
+        self.arrive(now_s)
+        arrivals = self.next_job < len(self.jobs)
+        if not self.waiting_window or not (arrivals or self.active.size):
+            return
+        due = now_s - self.reset_at_s >= self.timing.reset_s or self.allocation.devices is not None
+        # Where jobs without a share wait, free devices wait too: by our own rules such policies decide each round.
+        due = due or (self.allocation.strict and self.timing.rules != "gavel")
+        if self.active.size and self.need and due:
+            self.solve(now_s)
+        length_s = self.start(now_s) if self.active.size else 0.0
+        if length_s > 0:
+            self.idle_rounds = 0
+        elif arrivals:
+            length_s = self.jobs.arrival_s[self.next_job] - now_s
+        else:  # nobody runs and nobody comes: decide at once, then let time pass
+            self.idle_rounds += 1
+            length_s = 0.0 if self.need else self.timing.round_s
+            self.reset_at_s = -math.inf
+            if self.idle_rounds > MOST_IDLE_ROUNDS:
+                raise HeadwayError(
+                    f"the policy leaves {self.active.size} jobs waiting for ever. Choose another policy."
+                )
+        self.process.after(max(length_s, 0.0), self.round)
+
+    def credit(self) -> None:
+        """Book the steps and the time of the round that ends now."""
+        if self.running is None:
+            return
+        row, kind, seconds, steps_a, steps_b = self.running
+        self.running = None
+        rows = self.rows
+        rows.time_on[row, kind] += seconds
+        done: list[int] = []
+        for jobs, steps in ((rows.a[row], steps_a), (rows.b[row], steps_b)):
+            there = jobs >= 0
+            who, amount = jobs[there], steps[there]
+            self.left[who] -= amount
+            self.isolated_s[who] += amount / self.isolated_rate[who]
+            over = self.left[who] <= 1e-9 * self.jobs.steps[who]
+            self.finish_s[who[over]] = (self.started_s + seconds[there])[over]
+            done.extend(who[over].tolist())
+        if done:
+            gone = np.isfinite(self.finish_s)
+            self.waiting_window -= sum(self.window[0] <= job < self.window[1] for job in done)
+            self.active = self.active[~gone[self.active]]
+            rows.keep(~(gone[rows.a] | ((rows.b >= 0) & gone[rows.b])))
+            self.need = True
+
+    def arrive(self, now_s: float) -> None:
+        """Let in the jobs that have been submitted by now."""
+        last = int(np.searchsorted(self.jobs.arrival_s, now_s, "right"))
+        if last == self.next_job:
+            return
+        new = np.arange(self.next_job, last)
+        self.next_job = last
+        self.active = np.concatenate((self.active, new))
+        self.need = True
+        self.isolated_rate[new] = self.isolated(new)
+        share = np.zeros((new.size, len(self.cluster.names)))
+        decided = self.timing.rules != "gavel"
+        if decided and not self.allocation.strict:  # an equal share until the next decision
+            share = self.equal(new)
+        self.rows.append(
+            Rows.singles(new, self.jobs.scale[new], share, self.able[new], self.timing.round_s / 2, decided)
+        )
+
+    def equal(self, jobs: Indices) -> Values:
+        """[k, W] An equal share of the cluster for each job, where it runs, at most its whole time."""
+        share = self.cluster.count / (max(self.active.size, 1) * self.jobs.scale[jobs, None])
+        return np.asarray(share / np.maximum(share.sum(axis=1, keepdims=True), 1.0))
+
+    def isolated(self, jobs: Indices) -> Values:
+        """[k] Steps per second with an equal share of the cluster (Themis' and Gavel's normaliser)."""
+        return np.asarray((self.rates.alone[jobs] * self.equal(jobs)).sum(axis=1)).clip(1e-300)
+
+    def solve(self, now_s: float) -> None:
+        """Ask the policy, and begin a new ledger."""
+        at, jobs, rates = self.active, self.jobs, self.rates
+        position = np.full(len(jobs), -1)
+        position[at] = np.arange(at.size)
+        partner = np.where(self.partner[at] >= 0, position[self.partner[at]], -1)
+        self.isolated_rate[at] = self.isolated(at)
+        state = QueueState(
+            at, self.allowed[at], rates.kind[at], rates.shared, self.left[at], jobs.scale[at], jobs.weight[at],
+            self.entity[at], jobs.arrival_s[at], jobs.deadline_s[at], self.isolated_s[at], jobs.restart_s[at],
+            self.previous[at], partner, self.process.rng("policy"),
+        )  # fmt: skip
+        clock = time.perf_counter()
+        found = self.allocation = self.decide(state, self.cluster, now_s)
+        self.decide_s.append(time.perf_counter() - clock)
+        self.notes.update((f"the deadline of job {jobs.ids[job]!r} cannot be met", None) for job in found.late)
+        if found.prices.size:
+            self.prices.append((now_s, tuple(found.prices.tolist())))
+        self.previous[at] = found.x
+        self.partner[at] = -1
+        elapsed_s = min(now_s - self.reset_at_s, now_s)
+        half_s = self.timing.round_s / 2
+        alone = self.rows.b < 0
+        owed = np.zeros((len(jobs), len(self.cluster.names)))
+        owed[self.rows.a[alone]] = ORDERS[self.timing.rules].carry(self.rows, elapsed_s, half_s)[alone]
+        self.rows = Rows.singles(at, jobs.scale[at], found.x, self.able[at], half_s, True)
+        self.rows.owed = owed[at]
+        if len(found.pairs):
+            a, b = at[found.pairs[:, 0]], at[found.pairs[:, 1]]
+            self.partner[a], self.partner[b] = b, a
+            pairs = Rows.singles(a, jobs.scale[a], found.pair_x, self.able[a], half_s, True)
+            pairs.b, pairs.rate_a = b, rates.shared[rates.kind[a], rates.kind[b]]
+            pairs.rate_b = rates.shared[rates.kind[b], rates.kind[a]]
+            self.rows.append(pairs)
+        self.need, self.reset_at_s, self.picked_jobs = False, now_s, at
+
+    def start(self, now_s: float) -> float:
+        """Give devices to rows, and return how long the round lasts (0: nothing runs)."""
+        rows, found, count = self.rows, self.allocation, self.cluster.count
+        if found.devices is not None:
+            row, kind, used, rate = self.picked(found.devices)
+        else:
+            types = list(range(len(count)))
+            if self.timing.rules == "headway":
+                rows.starving = self.starving(now_s)
+            if self.timing.rules == "gavel" and not found.aware:
+                self.shuffler.shuffle(types)
+            elif not found.aware:
+                types = self.process.rng("types").permutation(len(count)).tolist()
+            row, kind = chosen_rows(
+                rows, types, count, len(self.jobs), ORDERS[self.timing.rules], found.strict,
+                now_s - self.reset_at_s, self.timing.round_s / 2,
+            )  # fmt: skip
+            used, rate = np.zeros((row.size, count.size)), rows.rate_a[row, kind]
+            used[np.arange(row.size), kind] = rows.scale[row]
+        if not row.size:
+            self.ran_on[:] = -1
+            return 0.0
+        a, b = rows.a[row], rows.b[row]
+        lost_s = self.moved(a, b, kind, used)
+        steps_a, seconds_a = self.work(a, rate, lost_s)
+        steps_b, seconds_b = np.zeros(row.size), np.zeros(row.size)
+        paired = np.flatnonzero(b >= 0)
+        if paired.size:
+            steps_b[paired], seconds_b[paired] = self.work(
+                b[paired], rows.rate_b[row[paired], kind[paired]], lost_s[paired]
+            )
+        seconds = np.maximum(seconds_a, seconds_b)
+        first = a[np.isnan(self.start_s[a])]
+        self.start_s[first] = now_s
+        first = b[paired][np.isnan(self.start_s[b[paired]])]
+        self.start_s[first] = now_s
+        self.used_s += (used * seconds[:, None]).sum(axis=0)
+        self.running, self.started_s = (row, kind, seconds, steps_a, steps_b), now_s
+        return float(seconds.max())
+
+    def starving(self, now_s: float) -> Values:
+        """[r] How late a gang is, where beyond the limit: (age + an hour) / (work done, in time alone, + an hour)."""
+        at = self.rows.a
+        done_s = (self.jobs.steps[at] - self.left[at]) / self.fastest[at]
+        late = (now_s - self.jobs.arrival_s[at] + GRACE_S) / (done_s + GRACE_S)
+        limit = LATEST * late[self.rows.b < 0].mean() if at.size else 1.0
+        return np.where((self.jobs.scale[at] > 1) & (late > limit), late, 0.0)
+
+    def picked(self, devices: Indices) -> tuple[Indices, Indices, Values, Values]:
+        """Return rows, their slowest types, devices and rates of whole picks."""
+        position = np.full(len(self.jobs), -1)
+        position[self.rows.a] = np.arange(len(self.rows.a))
+        decided = self.picked_jobs
+        alive = np.flatnonzero((devices.sum(axis=1) > 0) & np.isnan(self.finish_s[decided]))
+        used = devices[alive]
+        rates = np.where(used > 0, self.rates.alone[decided[alive]], math.inf)
+        return position[decided[alive]], rates.argmin(axis=1), used.astype(np.float64), rates.min(axis=1)
+
+    def moved(self, a: Indices, b: Indices, kind: Indices, used: Values) -> Values:
+        """Count the jobs that start again elsewhere or after a pause, and return the time that each row loses to it."""
+        radix = float(self.cluster.count.max() + 1)
+        here = np.asarray(used @ radix ** np.arange(used.shape[1]), np.int64)
+        before, self.ran_on = self.ran_on, np.full(len(self.jobs), -1)
+        for who, at in ((a, here), (b[b >= 0], here[b >= 0])):
+            again = who[np.isfinite(self.start_s[who]) & (before[who] != at)]
+            self.moves[again] += 1
+            self.debt_s[again] = self.jobs.restart_s[again]
+            self.ran_on[who] = at
+        lost_s = np.minimum(self.debt_s[a], self.timing.round_s)
+        lost_s[b >= 0] = np.minimum(np.maximum(lost_s[b >= 0], self.debt_s[b[b >= 0]]), self.timing.round_s)
+        self.debt_s[a] = np.maximum(self.debt_s[a] - lost_s, 0.0)
+        self.debt_s[b[b >= 0]] = np.maximum(self.debt_s[b[b >= 0]] - lost_s[b >= 0], 0.0)
+        return lost_s
+
+    def work(self, jobs: Indices, rate: Values, lost_s: Values) -> tuple[Values, Values]:
+        """Return the steps that jobs do in a round, and the seconds that takes; the published rules do whole steps."""
+        steps = rate * (self.timing.round_s - lost_s)
+        if self.timing.rules == "gavel":
+            steps = np.where(steps >= 1, np.floor(steps), steps)
+        steps = np.minimum(steps, self.left[jobs])
+        return steps, lost_s + steps / rate

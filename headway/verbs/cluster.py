@@ -1,0 +1,260 @@
+"""`headway cluster sim|compare`: queues of training jobs under scheduling policies, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from headway.cluster.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies
+from headway.cluster.logs.gavel import RateTable, read_trace
+from headway.cluster.logs.generate import generate
+from headway.cluster.logs.philly import read_queue
+from headway.cluster.model import Cluster, Jobs, Rates
+from headway.cluster.policies.table import POLICIES
+from headway.cluster.simulate import simulate
+from headway.core.errors import InputError
+from headway.core.tables import pick
+from headway.core.units import format_fraction
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.verbs.output import emit
+
+GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
+"""Generated trace -> gangs of several devices, all jobs at time 0."""
+
+SPARE_JOBS = 3000
+"""Jobs generated behind the window: the queue goes on while its last jobs are served."""
+
+
+def sim(
+    *, trace: str, devices: str, policy: str, data: Path | None = None, jobs_per_hour: float = 4.0,
+    num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
+    speed: str = "", round_s: float = 360.0, reset_s: float = 1920.0, explain: bool = False, json: bool = False,
+) -> int:  # fmt: skip
+    """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
+
+    Generated traces are Gavel's jobs of any seed; their rates are measured
+    ones, read from `cluster/gavel/throughputs.parquet` in the data folder.
+    All figures are simulated.
+
+    Example: `headway cluster sim --trace gavel:multi --data shared --devices v100=36,p100=36,k80=36 --policy las`
+
+    Parameters
+    ----------
+    trace
+        gavel:single, gavel:multi, gavel:static, a .trace file of Gavel's, or a log as `cluster compare` reads.
+    devices
+        Type=count, separated by commas.
+    policy
+        A name; a wrong one lists them all.
+    data
+        Folder with cluster/gavel/throughputs.parquet.
+    jobs_per_hour
+        Rate of arrivals of a generated trace.
+    num_jobs
+        Jobs of a generated trace; 0: those of the window and 3,000 more, or 100.
+    seed
+        Seed of the generator and of random choices.
+    window
+        First:last job (excluded) that the figures are means of; the simulation ends when they are done.
+    rules
+        headway: what a job is owed is carried over decisions; gavel: the published round mechanism.
+    usd_per_h
+        Dollars per device and hour, type=price, separated by commas.
+    speed
+        Relative speeds of device types for logs, type=speed, separated by commas.
+    round_s
+        Seconds of a round.
+    reset_s
+        Least seconds between two decisions.
+    explain
+        Print the prices of devices at each decision, for policies that have prices (hadar).
+    json
+        Print one JSON object instead of text.
+    """
+    cluster, chosen = Cluster.parse(devices, usd_per_h), pick(POLICIES, policy, "policy")
+    span = _window(window)
+    jobs, rates = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed)
+    found = simulate(
+        jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules
+    )
+    result = {
+        "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": rules, "policy": policy,
+        **found.figures(),
+    }  # fmt: skip
+    if explain:
+        result["prices"] = [
+            {"time_s": at_s, **dict(zip(cluster.names, prices, strict=True))} for at_s, prices in found.prices
+        ]
+    emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
+    return 0
+
+
+def compare(
+    *, jobs: Path, devices: str, policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
+    virtual_cluster: str = "", seed: int = 0, round_s: float = 360.0, json: bool = False,
+) -> int:  # fmt: skip
+    """Say what a recorded queue suffered, and what each policy would have made of it.
+
+    The log is first played again as it was. Where that misses the observed
+    mean completion time by more than 5 %, the named devices do not explain the
+    queue, and nothing is ranked (exit 3). Policies are simulated.
+
+    Example: `headway cluster compare --jobs sacct.json --devices a100=16,v100=16`
+
+    Parameters
+    ----------
+    jobs
+        What `sacct --json` (.json) or `sacct -P` printed, a CSV, or Philly's jobs (.parquet).
+    devices
+        Type=count, separated by commas: what the jobs ran on.
+    policies
+        Names, separated by commas.
+    usd_per_h
+        Dollars per device and hour, type=price, separated by commas.
+    speed
+        Relative speeds of device types, type=speed; without it the makers' peak rates of 16-bit arithmetic.
+    virtual_cluster
+        One virtual cluster of Philly's.
+    seed
+        Seed of random choices.
+    round_s
+        Seconds of a round.
+    json
+        Print one JSON object instead of text.
+    """
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    for name in names:
+        pick(POLICIES, name, "policy")
+    cluster = Cluster.parse(devices, usd_per_h)
+    queue = read_queue(jobs, virtual_cluster)
+    rates = queue.rates(cluster, _numbers(speed, "--speed"))
+    result = answer(compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s))
+    result["skipped"] = queue.skipped
+    emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
+    return 3 if result["refused"] else 0
+
+
+def _numbers(text: str, option: str) -> dict[str, float]:
+    """Read "a=1.5,b=2"."""
+    try:
+        return {
+            name.strip(): float(value) for name, _, value in (p.partition("=") for p in text.split(",") if p.strip())
+        }
+    except ValueError:
+        raise InputError(f"{option} is {text!r}; write type=number, separated by commas.") from None
+
+
+def _window(text: str) -> tuple[int, int] | None:
+    """Read "4000:5000"."""
+    first, colon, last = text.partition(":")
+    if not text:
+        return None
+    if not (colon and first.isdigit() and last.isdigit()):
+        raise InputError(f"--window is {text!r}; write first:last, such as 4000:5000.")
+    return int(first), int(last)
+
+
+def _queue(
+    trace: str, cluster: Cluster, data: Path | None, jobs_per_hour: float, num_jobs: int, seed: int,
+    window: tuple[int, int] | None, speed: str,
+) -> tuple[Jobs, Rates]:  # fmt: skip
+    """Return the jobs of a trace and their rates."""
+    measured = trace in GENERATED or trace.endswith(".trace")
+    if not measured and trace.startswith("gavel:"):
+        pick(GENERATED, trace, "trace")
+    if not measured:
+        queue = read_queue(Path(trace))
+        return queue.jobs, Rates.of(queue.rates(cluster, _numbers(speed, "--speed")), queue.jobs, cluster)
+    if data is None:
+        raise InputError(f"--trace {trace} needs measured rates; pass --data FOLDER with cluster/gavel in it.")
+    places = (data / "data/cluster/gavel", data / "cluster/gavel", data / "gavel", data)
+    folder = next((place for place in places if (place / "throughputs.parquet").exists()), data)
+    table = RateTable.read(folder / "throughputs.parquet")
+    if trace not in GENERATED:
+        jobs = read_trace(Path(trace), table.alone["v100"])
+        return jobs, table.of(jobs, cluster)
+    multi, static = GENERATED[trace]
+    if not static and not 0 < jobs_per_hour < 1e6:
+        raise InputError(f"--jobs-per-hour is {jobs_per_hour:g}; pass a rate above 0.")
+    size = num_jobs or (window[1] + SPARE_JOBS * (not static) if window else 100)
+    jobs = generate(size, seed, table.alone["v100"], jobs_per_hour=0.0 if static else jobs_per_hour, multi=multi)
+    return jobs, table.of(jobs, cluster)
+
+
+def _hours(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds / 3600:.2f}"
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one way in which a queue went."""
+    rho, usd = figures["mean_rho"], figures["usd"]
+    return [
+        name, *(_hours(figures[key]) for key in ("mean_jct_s", "p99_jct_s", "max_jct_s", "makespan_s")),
+        "-" if rho is None else f"{rho:.2f}", format_fraction(figures["used_fraction"]),
+        "-" if usd is None else f"{usd:,.0f}", f"{figures['moves']:,}",
+    ]  # fmt: skip
+
+
+HEAD = ("", "mean JCT, h", "p99", "worst", "makespan", "rho", "in use", "USD", "moves")
+
+
+def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
+    """Return a row per gang size."""
+    rows = grid("left", "right", "right", "right", "right")
+    add_row(rows, title, "jobs", "device-hours", "mean JCT, h", "slowdown", style="dim")
+    for size, row in figures["by_scale"].items():
+        jobs, hours = f"{row['num_jobs']:,}", f"{row['device_hours']:,.0f}"
+        add_row(rows, f"{size} devices", jobs, hours, _hours(row["mean_jct_s"]), f"{row['mean_slowdown']:.2f}")
+    return uncut(rows)
+
+
+WORDS = (
+    "JCT: completion less arrival. rho: finish-time fairness, that time over the time with an equal share of "
+    "one's own; slowdown: over the time alone on the fastest type. Policies are simulated."
+)
+
+
+def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+    rows = grid("left", *["right"] * (len(HEAD) - 1))
+    add_row(rows, *HEAD, style="dim")
+    add_row(rows, *_row(result["policy"], result))
+    notes = [paragraph(note) for note in result["notes"][:8]]
+    head = Text(f"  {result['trace']}: {result['num_jobs']:,} jobs, rules {result['rules']}, simulated")
+    return draw(
+        [head, "", uncut(rows), "", _gangs("gang", result), "", *notes, paragraph(WORDS, style="dim")], **screen
+    )
+
+
+def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+    rows = grid("left", *["right"] * (len(HEAD) - 1))
+    add_row(rows, *HEAD, style="dim")
+    parts: list[Any] = []
+    if result["observed"]:
+        add_row(rows, *_row("observed", result["observed"]))
+        add_row(rows, *_row("replayed as it was", result["replayed"]))
+    for figures in result["policies"]:
+        add_row(rows, *_row(figures["policy"], figures), style="bold" if figures["policy"] == result["best"] else "")
+    if result["observed"]:
+        owners = grid("left", "right")
+        add_row(owners, "owner", "device-hours", style="dim")
+        for owner, hours in list(result["observed"]["device_hours_by_owner"].items())[:10]:
+            add_row(owners, owner, f"{hours:,.1f}")
+        parts = ["", _gangs("observed, by gang", result["observed"]), "", uncut(owners)]
+    elif result["policies"]:
+        parts = ["", _gangs("by gang", result["policies"][0])]
+    if result["refused"]:
+        limit = format_fraction(FIDELITY)
+        verdict = (
+            f"No ranking: {result['refused']}, more than {limit}. Check --devices: they do not explain this queue."
+        )
+    elif result["observed"]:
+        error = format_fraction(result["replay_error_fraction"], signed=True)
+        verdict = f"Replay error {error}. Least mean JCT: {result['best']}."
+    else:
+        verdict = (
+            f"The log does not say when or where jobs started: no check by replay. Least mean JCT: {result['best']}."
+        )
+    return draw([uncut(rows), *parts, "", paragraph(verdict), "", paragraph(WORDS, style="dim")], **screen)

@@ -1,0 +1,158 @@
+"""Recorded queues: Slurm, Philly, CSV; what was observed beside what policies would have made of it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from headway.cli import main
+from headway.cluster import Cluster, compare_policies
+from headway.cluster.compare import FIDELITY
+from headway.cluster.logs.philly import read_queue
+from headway.core.errors import FormatError, InputError
+from tests.paths import shared
+
+
+def served_in_order(seed=0, n=60, devices=8):
+    """A queue that a first-come scheduler served: (arrival, run, devices, start), walked through second by second."""
+    rng = np.random.default_rng(seed)
+    arrival = np.sort(rng.integers(0, 40_000, n))
+    run, size = rng.integers(600, 9000, n), rng.choice([1, 2, 4, 8], n)
+    rows, ends, last = [], [], 0
+    for when, seconds, scale in zip(arrival.tolist(), run.tolist(), size.tolist(), strict=True):
+        at = max(when, last)
+        while sum(k for end, k in ends if end > at) + scale > devices:
+            at = min(end for end, _ in ends if end > at)
+        ends.append((at + seconds, scale))
+        rows.append((when, seconds, scale, at))
+        last = at
+    return rows
+
+
+def sacct(rows, *, newer):
+    """What `sacct --json` prints of them, in the shape of older or newer versions."""
+    wrap = (lambda n: {"set": True, "infinite": False, "number": n}) if newer else (lambda n: n)
+    base = 1_700_000_000
+    jobs = [
+        {
+            "job_id": number, "name": f"job{number}", "user": "ada" if number % 3 else "bob", "array": {"job_id": 0},
+            "time": {"submission": base + when, "start": base + at, "end": base + at + run, "elapsed": run},
+            "state": {"current": ["COMPLETED"] if newer else "COMPLETED"},
+            "tres": {"allocated": [
+                {"type": "cpu", "name": None, "count": 8}, {"type": "gres", "name": "gpu", "count": wrap(scale)},
+                {"type": "gres", "name": "gpu:a100", "count": wrap(scale)},
+            ]},
+        }
+        for number, (when, run, scale, at) in enumerate(rows)
+    ]  # fmt: skip
+    never = {**jobs[0], "job_id": 999, "time": {"submission": base, "start": 0, "end": base + 5, "elapsed": 0}}
+    return {"jobs": [*jobs, never], "meta": {"slurm": {"release": "24.05.1"}}}
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_an_export_of_sacct_is_replayed_as_it_was_and_policies_are_ranked(tmp_path, newer, capsys):
+    rows = served_in_order()
+    path = tmp_path / "sacct.json"
+    path.write_text(json.dumps(sacct(rows, newer=newer)))
+    with pytest.raises(SystemExit) as leaving:
+        main(["cluster", "compare", "--jobs", str(path), "--devices", "a100=8", "--policies", "fifo,las", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+
+    assert leaving.value.code == 0
+    assert answer["observed"]["mean_jct_s"] == pytest.approx(np.mean([at + run - when for when, run, _, at in rows]))
+    assert abs(answer["replay_error_fraction"]) < 1e-9
+    assert [found["policy"] for found in answer["policies"]] == ["fifo", "las"]
+    best = min(answer["policies"], key=lambda found: found["mean_jct_s"])
+    assert answer["best"] == best["policy"]
+    assert answer["skipped"] == 1
+    hours = answer["observed"]["device_hours_by_owner"]
+    assert sum(hours.values()) == pytest.approx(sum(run * scale for _, run, scale, _ in rows) / 3600)
+
+
+def test_devices_that_do_not_explain_the_queue_give_no_ranking(tmp_path, capsys):
+    path = tmp_path / "sacct.json"
+    path.write_text(json.dumps(sacct(served_in_order(), newer=True)))
+    with pytest.raises(SystemExit) as leaving:
+        main(["cluster", "compare", "--jobs", str(path), "--devices", "a100=32", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+
+    assert leaving.value.code == 3
+    assert answer["replay_error_fraction"] < -FIDELITY
+    assert (answer["policies"], answer["best"]) == ([], None)
+    with pytest.raises(SystemExit):
+        main(["cluster", "compare", "--jobs", str(path), "--devices", "a100=32"])
+    assert "No ranking: the replay misses the observed mean completion time" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"the log names devices 'a100'; --devices has v100, k80"):
+        compare_policies(read_queue(path), Cluster.parse("v100=32,k80=4"), np.ones((60, 2)))
+    with pytest.raises(InputError, match=r"job '\d+' needs 8 devices of one type|ran on 8 devices of a100"):
+        compare_policies(read_queue(path), Cluster.parse("a100=4"), np.ones((60, 1)))
+
+
+def test_the_piped_form_and_a_csv_hold_the_same_queue(tmp_path):
+    rows = served_in_order(n=5)
+    text = ["JobID|User|Submit|Start|End|State|AllocTRES"]
+    day = "2026-01-01T"
+    clock = lambda s: f"{day}{s // 3600:02}:{s // 60 % 60:02}:{s % 60:02}"  # noqa: E731 - one line is clearer here
+    for number, (when, run, scale, at) in enumerate(rows):
+        times = "|".join(clock(t) for t in (when, at, at + run))
+        text += [f"{number}|ada|{times}|COMPLETED|cpu=8,gres/gpu:a100={scale},gres/gpu={scale},node=1",
+                 f"{number}.batch||{times}|COMPLETED|cpu=8"]  # fmt: skip
+    text.append(f"77|ada|{clock(5)}|Unknown|Unknown|PENDING|")
+    piped, table = tmp_path / "sacct.txt", tmp_path / "queue.csv"
+    piped.write_text("\n".join(text))
+    lines = [f"{i},{when},{run},{scale},{at},a100" for i, (when, run, scale, at) in enumerate(rows)]
+    table.write_text("\n".join(["id,arrival_s,run_s,num_devices,start_s,device_type", *lines]))
+    first, second = read_queue(piped), read_queue(table)
+
+    assert first.skipped == 1
+    assert first.device_type == second.device_type == ("a100",) * 5
+    for name in ("steps", "arrival_s", "scale"):
+        assert getattr(first.jobs, name).tolist() == getattr(second.jobs, name).tolist()
+    assert first.start_s.tolist() == second.start_s.tolist()
+
+
+def test_speeds_of_types_come_from_the_makers_or_from_the_caller(tmp_path):
+    table = tmp_path / "queue.csv"
+    table.write_text("id,arrival_s,run_s,num_devices,device_type\na,0,100,1,v100\nb,0,100,1,\n")
+    queue = read_queue(table)
+    cluster = Cluster.parse("a100=1,v100=1")
+
+    assert queue.rates(cluster, {})[0].tolist() == pytest.approx([312 / 125, 1.0])
+    assert queue.rates(cluster, {"a100": 1.5, "v100": 1.0}).tolist() == [[1.5, 1.0], [1.0, 1.0]]
+    with pytest.raises(InputError, match=r"no speed of device type 'zz9' is known. Pass --speed zz9=1.0"):
+        queue.rates(Cluster.parse("zz9=1,v100=1"), {})
+
+
+def test_a_part_of_philly_is_ranked_without_a_check_by_replay():
+    queue = read_queue(shared("cluster/philly/jobs.parquet"), "11cb48")
+    part = type(queue)(queue.jobs.take(slice(0, 300)), queue.start_s[:300], queue.device_type[:300])
+    found = compare_policies(part, Cluster.parse("v100=16"), np.ones((300, 1)), ["fifo", "las"])
+
+    assert len(queue.jobs) == 16091
+    assert found.observed is None
+    assert found.best in ("fifo", "las")
+    assert all(math.isfinite(outcome.jct_s.mean()) for outcome in found.policies.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"jobs": [{"job_id": 1, "times": {}}], "meta": {"slurm": {"release": "99.05"}}}',
+         r"job 0 of Slurm 99\.05 has another shape than known ones .* Export with `sacct -P"),
+        ("a.json", '{"rows": []}', r"has no list 'jobs'"),
+        ("a.json", '{"jobs": []}', r"holds no job that ran on devices"),
+        ("a.csv", "id,arrival_s\n", r"has no column run_s. Write a header"),
+        ("a.csv", "id,arrival_s,run_s,num_devices\na,0,long,1\n", r"a\.csv:2: could not convert"),
+        ("a.txt", "JobID|Submit\n", r"has no column Start. Export with"),
+        ("a.csv", "id,arrival_s,run_s,num_devices,start_s\na,50,10,1,3\n", r"job 'a' starts before it is submitted"),
+    ],
+)  # fmt: skip
+def test_files_that_are_no_queue_say_what_to_do(tmp_path, name, text, message):
+    path = tmp_path / name
+    path.write_text(text)
+
+    with pytest.raises(FormatError, match=message):
+        read_queue(path)

@@ -1,0 +1,186 @@
+"""The simulated queue: laws of rounds, the published generator and figures, bad input."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.cli import main
+from headway.cluster import POLICIES, Cluster, Jobs, simulate
+from headway.cluster.logs.gavel import RateTable, read_trace
+from headway.cluster.logs.generate import MODELS, generate
+from headway.core.errors import FormatError, InputError, UnknownNameError
+from tests.paths import shared
+
+
+@pytest.fixture(scope="module")
+def table():
+    return RateTable.read(shared("cluster/gavel/throughputs.parquet"))
+
+
+def some_jobs(rng, n, *, restart_s=0.0):
+    arrival_s = np.sort(rng.uniform(0, 5000, n))
+    scale = rng.choice([1, 1, 2, 4], n)
+    return Jobs(
+        [f"j{i}" for i in range(n)], scale, rng.uniform(500, 20000, n), arrival_s, restart_s=np.full(n, restart_s)
+    )
+
+
+@given(st.integers(0, 1000), st.sampled_from(["headway", "gavel"]))
+@settings(max_examples=3)
+def test_every_job_ends_no_sooner_than_alone_and_one_seed_gives_one_history(seed, rules):
+    rng = np.random.default_rng(seed)
+    jobs = some_jobs(rng, 8)
+    rates = rng.uniform(0.5, 3.0, (8, 2))
+    cluster = Cluster.of({"v100": 4, "k80": 4})
+    for name in sorted(set(POLICIES) - {"allox"}):
+        outcome = simulate(jobs, cluster, name, rates=rates, seed=seed, rules=rules)
+        again = simulate(jobs, cluster, name, rates=rates, seed=seed, rules=rules)
+
+        assert (outcome.jct_s >= outcome.alone_s * (1 - 1e-9)).all()
+        assert outcome.jct_s.tolist() == again.jct_s.tolist()
+        assert outcome.figures()["used_fraction"] <= 1 + 1e-9
+        work = (jobs.steps * jobs.scale / rates.max(axis=1)).sum() / 8
+        assert outcome.makespan_s >= max(work, outcome.alone_s.max()) * (1 - 1e-9)
+
+
+def test_a_share_is_received_within_two_rounds_of_what_it_says():
+    jobs = Jobs([f"j{i}" for i in range(6)], [1, 1, 1, 2, 2, 4], [3e4] * 6, [0.0] * 6)
+    outcome = simulate(jobs, {"v100": 4}, "las", rates=np.ones((6, 1)), reset_s=1e9)
+
+    # Equal device time: 11 devices are asked for, of 4; with scale x share equal, gangs get 1/2 and 1/4 of the others.
+    assert outcome.finish_s[:3].max() - outcome.finish_s[:3].min() <= 2 * 360
+    assert outcome.finish_s[3:5].min() > outcome.finish_s[:3].max()
+    assert outcome.finish_s[5] == outcome.finish_s.max()
+
+
+def test_moving_costs_what_the_job_says_and_staying_costs_nothing():
+    rng = np.random.default_rng(1)
+    rates = np.ones((20, 2))
+    free, dear = (
+        simulate(some_jobs(np.random.default_rng(1), 20, restart_s=cost), {"a": 3, "b": 4}, "las", rates=rates, seed=1)
+        for cost in (0.0, 120.0)
+    )
+    stays = simulate(some_jobs(rng, 3, restart_s=1e4), {"a": 16}, "fifo", rates=np.ones((3, 1)))
+
+    assert dear.makespan_s > free.makespan_s
+    assert dear.moves.sum() > 0
+    assert stays.moves.sum() == 0
+
+
+def test_no_gang_starves_among_many_small_jobs_by_our_rules():
+    arrival_s = np.arange(60) * 1800.0
+    scale = np.where(np.arange(60) % 10 == 5, 8, 1)
+    jobs = Jobs([str(i) for i in range(60)], scale, np.full(60, 9 * 3600.0), arrival_s)
+    ours, published = (
+        simulate(jobs, {"v100": 16}, "las", rates=np.ones((60, 1)), rules=rules).figures()
+        for rules in ("headway", "gavel")
+    )
+    ratio = [found["by_scale"]["8"]["mean_slowdown"] / found["mean_slowdown"] for found in (ours, published)]
+
+    assert ratio[0] < 0.8 * ratio[1]
+
+
+def test_gangs_of_odd_sizes_need_types_mixed_and_are_refused_otherwise():
+    jobs = Jobs(["six", "seven"], [6, 7], [1000.0, 1000.0], [0.0, 0.0])
+    cluster, rates = Cluster.of({"v100": 5, "p100": 4, "k80": 3}), [[3.0, 2.0, 1.0]] * 2
+    with pytest.raises(
+        InputError, match=r"'six' needs 6 devices of one type; the largest pool that runs it, v100, has 5"
+    ):
+        simulate(jobs, cluster, "las_aware", rates=rates)
+    outcome = simulate(jobs, cluster, "hadar", rates=rates)
+
+    # One after the other, on 5 v100 and one or two p100, at the rate of the p100.
+    assert sorted(outcome.jct_s) == pytest.approx([500.0, 1000.0])
+    assert outcome.prices
+
+
+@pytest.mark.parametrize("name", ["single", "multi"])
+def test_the_generator_gives_the_published_jobs_bit_for_bit(table, name):
+    stored = pyarrow.parquet.read_table(shared(f"cluster/gavel/jobs_seed0_{name}.parquet")).to_pydict()
+    jobs = generate(7000, 0, table.alone["v100"], jobs_per_hour=1.0, multi=name == "multi")
+
+    assert list(jobs.model) == stored["model"]
+    assert jobs.scale.tolist() == stored["scale"]
+    assert jobs.steps.tolist() == stored["steps"]
+    assert (jobs.arrival_s / 3600).tolist() == stored["arrival_unit"]
+
+
+def test_the_published_makespan_of_500_jobs_is_reached(table):
+    cluster = Cluster.parse("v100=36,p100=36,k80=36")
+    jobs = generate(500, 1, table.alone["v100"], jobs_per_hour=0, multi=True)
+    outcome = simulate(jobs, cluster, "makespan", rates=table.of(jobs, cluster), rules="gavel", seed=1)
+
+    assert outcome.makespan_s / 3600 == pytest.approx(177.5, rel=0.02)  # 169.4 is the published mean of three seeds
+
+
+def test_a_queue_without_the_shared_table_has_rates_of_its_own():
+    v100 = {(model, scale): 10.0 for model in MODELS for scale in (1, 2, 4, 8)}
+    jobs = generate(50, 3, v100, jobs_per_hour=6.0, multi=True)
+    later = generate(60, 3, v100, jobs_per_hour=6.0, multi=True)
+
+    assert jobs.arrival_s.tolist() == later.arrival_s[:50].tolist()
+    assert list(jobs.model) == list(later.model[:50])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ids": ["a", "a"]}, "job id 'a' occurs twice"),
+        ({"weight": np.array([1.0, 0.0])}, r"job 'b' has weight 0: give a number above 0"),
+        ({"arrival_s": [5.0, 1.0]}, "job 'b' has arrival_s 1: it is before that of the job in front; sort"),
+        ({"deadline_s": np.array([9.0, 0.5])}, "job 'b' has deadline_s 0.5: it has passed when the job arrives"),
+        ({"scale": [1, 0]}, "job 'b' has scale 0: a job needs at least 1 device"),
+        ({"steps": [1.0, np.nan]}, "job 'b' has steps nan"),
+        ({"scale": [1, 16]}, "'b' needs 16 devices of one type; the largest pool that runs it, v100, has 4"),
+        ({"rates": [[1.0, 1.0], [np.nan, 1.0]]}, r"job 'b' has nan steps/s on v100"),
+        ({"rates": [[1.0, 1.0], [-1.0, 1.0]]}, r"job 'b' has -1 steps/s on v100"),
+        ({"rates": [[1.0, 1.0], [0.0, 0.0]]}, "job 'b' runs on none of v100, k80; add a device type"),
+        ({"cluster": {}}, "give at least one type a count above 0"),
+        ({"window": (1, 9)}, "the window is 1:9, there are 2 jobs"),
+        ({"policy": "min_cost", "cluster": {"v100": 4, "x9": 4}}, "device type 'x9' has no price above 0"),
+    ],
+)
+def test_bad_input_names_the_job_and_the_field(change, message):
+    given_ = {"ids": ["a", "b"], "scale": [1, 1], "steps": [1.0, 1.0], "arrival_s": [0.0, 1.0], **change}
+    given_ = {key: value for key, value in given_.items() if key not in ("rates", "cluster", "policy", "window")}
+    rates = change.get("rates", [[1.0, 1.0], [1.0, 1.0]])
+
+    with pytest.raises(InputError, match=message):
+        simulate(
+            Jobs(**given_), change.get("cluster", {"v100": 4, "k80": 4}), change.get("policy", "las"), rates=rates,
+            window=change.get("window"),
+        )  # fmt: skip
+
+
+def test_unknown_names_list_the_valid_ones(tmp_path, table):
+    jobs = Jobs(["a"], [1], [1.0], [0.0])
+    with pytest.raises(
+        UnknownNameError, match=r"unknown policy 'last'. Did you mean 'las'\? Choose one of: allox, fifo"
+    ):
+        simulate(jobs, {"v100": 1}, "last", rates=[[1.0]])
+    with pytest.raises(InputError, match=r"no rates of device type 'v10'"):
+        table.of(jobs, Cluster.of({"v10": 1}))
+    trace = tmp_path / "a.trace"
+    trace.write_text("A3C\tonly three\tfields\n")
+    with pytest.raises(FormatError, match=r"a\.trace:1 has 3 fields; a trace has 10"):
+        read_trace(trace, {})
+
+
+def test_the_verb_prints_one_object(capsys, table):
+    arguments = "--trace gavel:multi --jobs-per-hour 6 --num-jobs 40 --seed 1 --window 10:30 --devices v100=8,k80=8"
+    with pytest.raises(SystemExit) as leaving:
+        main(["cluster", "sim", *arguments.split(), "--data", str(shared("cluster").parent), "--policy", "hadar",
+              "--explain", "--json"])  # fmt: skip
+    answer = json.loads(capsys.readouterr().out)
+
+    assert leaving.value.code == 0
+    assert answer["schema"] == "headway.cluster-sim/1"
+    assert answer["num_jobs"] == 20
+    assert answer["prices"][0].keys() == {"time_s", "v100", "k80"}
+    assert sum(row["num_jobs"] for row in answer["by_scale"].values()) == 20
