@@ -11,8 +11,8 @@
 How often is the policy's to decide (3.5 % of the time by default). No save
 waits for another rank's: ranks meet in the folder, through their agents. What
 fails in the background is a warning at the next call, and the next save tries
-again; it is raised after three in a row, with on_error="raise", and by whatever
-waits for a save.
+again; it is raised after three in a row over ten minutes, with on_error="raise",
+and by whatever waits for a save.
 
 A step ends with the update, so an attached optimizer begins the save there.
 What comes after the update belongs to the step too (a scheduler, a gradient
@@ -116,7 +116,7 @@ class Checkpointer(Closing):
             Whether CUDA tensors are copied inside the device first, straight to the host, or as measured ("auto").
         on_error
             What the training loop gets of a save that failed in the background: a RuntimeWarning ("warn"), which after
-            three in a row becomes an error, or a `BackgroundError` at the next call ("raise").
+            three in a row over ten minutes becomes an error, or a `BackgroundError` at the next call ("raise").
 
         Raises `InputError` where an argument cannot be, or agents have no private folder on this host.
         """

@@ -39,7 +39,7 @@ from headway.checkpoint.runtime.kept_cut import KeptCut
 from headway.checkpoint.runtime.replica_holders import ReplicaHolders
 from headway.checkpoint.runtime.shards import LocalState
 from headway.checkpoint.runtime.snapshot import Snapshot
-from headway.checkpoint.runtime.tickets import LISTEN_S, MOST_FAILED, Commit, SaveTicket
+from headway.checkpoint.runtime.tickets import LISTEN_S, Commit, FailedSaves, SaveTicket
 from headway.checkpoint.sums import TornError
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
@@ -122,7 +122,7 @@ class Saver:
         self._cut = KeptCut()
         self._stored: dict[str, tuple[str, bytes]] = {}  # fqn -> a plain value as text, and as it is stored
         self._last = self._furthest = -1  # steps: of the last save, and the highest of all saves
-        self._num_failed = 0  # saves in a row that failed in the background
+        self._failed_saves = FailedSaves()
         self._num_steps = 0
         self._num_returns = 0  # how often a save went back to a step that was passed
         self._layout: tuple[Any, Layout] | None = None
@@ -222,7 +222,7 @@ class Saver:
             if isinstance(message, Persisted) and ticket is not None:
                 ticket.persist_s = sum(phase.end_ns - phase.start_ns for phase in message.phases) / NS_PER_S
             elif isinstance(message, Committed):
-                self._num_failed = 0
+                self._failed_saves.committed(message.path)
                 begun_ns, self._spare = self._begun.pop(message.step)
                 durable_s = self.durable_s = (message.ended_ns - begun_ns) / NS_PER_S
                 if ticket is not None:
@@ -233,19 +233,19 @@ class Saver:
         """Tell the caller of failures that it has not been told of yet: as a warning, for the next save tries again.
 
         Raises `BackgroundError` instead where the caller `is_asked` for it, with on_error="raise", and after
-        `MOST_FAILED` saves in a row: then a job that goes on loses more than one that ends.
+        several in a row (`FailedSaves`). The error names the newest checkpoint.
         """
         for step, ticket in list(self._tickets.items()):
             if ticket.failure is not None:
                 del self._tickets[step]
                 if not ticket.is_told:
                     self.failures.append(ticket.error())
-        raises = is_asked or self._options.on_error == "raise" or self._num_failed >= MOST_FAILED
+        raises = is_asked or self._options.on_error == "raise" or self._failed_saves.end_the_job
         while self.failures:
             error = self.failures.pop(0)
             if raises:
-                raise error
-            warnings.warn(str(error), RuntimeWarning, stacklevel=4)
+                raise BackgroundError(self._failed_saves.error(str(error))) from error
+            warnings.warn(self._failed_saves.warning(str(error)), RuntimeWarning, stacklevel=4)
 
     def wait(self) -> None:
         """Wait until every save is over."""
@@ -294,7 +294,7 @@ class Saver:
         if message.what == "save":
             self.is_torn = self.is_torn or message.kind == TornError.__name__
             self._begun.pop(message.step, None)
-            self._num_failed += 1
+            self._failed_saves.failed()
             if ticket is not None:
                 ticket.settle(why)
             return

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 from headway.core.errors import BackgroundError
 
-MOST_FAILED = 3
-"""After so many failed saves in a row the training loop gets an error, and no more warnings."""
+MOST_FAILED, FAILING_S = 3, 600.0
+"""After so many failed saves in a row, over so many seconds, the training loop gets an error and no more warnings: a
+disk that is full for a moment ends no job that saves every second."""
 
 LISTEN_S = 0.2
 """Longest single wait for the agent's next word."""
@@ -36,6 +37,40 @@ class Commit:
     """Of all its files."""
     durable_s: float
     """From the start of the save to the commit."""
+
+
+@dataclass(slots=True)
+class FailedSaves:
+    """The saves in a row that failed in the background, and the checkpoint before them."""
+
+    count: int = 0
+    since_s: float = 0.0
+    """When the first of them failed, on the monotonic clock."""
+    newest: str = ""
+    """Folder of the newest checkpoint that this process committed; '' = none."""
+
+    def failed(self) -> None:
+        """Count one more."""
+        self.since_s = self.since_s if self.count else time.monotonic()
+        self.count += 1
+
+    def committed(self, path: str) -> None:
+        """Begin anew: there is a checkpoint."""
+        self.count, self.newest = 0, path
+
+    @property
+    def end_the_job(self) -> bool:
+        """Whether a job that goes on loses more than one that ends."""
+        return self.count >= MOST_FAILED and time.monotonic() - self.since_s >= FAILING_S
+
+    def warning(self, text: str) -> str:
+        """Return a failure's text with how many failed, and how many end the job."""
+        limits = f"{MOST_FAILED} in a row over {FAILING_S / 60:.0f} minutes end the job"
+        return f"{text} ({self.count} of {MOST_FAILED}: {limits})" if self.count else text
+
+    def error(self, text: str) -> str:
+        """Return a failure's text with the checkpoint that there is."""
+        return f"{text} {f'The newest checkpoint is {self.newest}.' if self.newest else 'No save has succeeded yet.'}"
 
 
 class SaveTicket:
