@@ -164,3 +164,16 @@ def test_no_byte_of_a_secret_is_in_the_run_folder_but_in_the_users_own_output(tm
     for path in files:
         content = path.read_bytes()
         assert not [secret for secret in (*SECRETS.values(), SIGNED) if secret.encode() in content], path
+
+
+@pytest.mark.parametrize(
+    ("argv", "stored"),
+    [
+        (["--login", "me:pw"], ["--login", "<redacted>"]), (["-u", "a:b"], ["-u", "<redacted>"]),
+        (["--smtp=user:secret"], ["--smtp=<redacted>"]), (["-u", "3"], ["-u", "3"]),
+        (["--user", "bob"], ["--user", "bob"]),
+        (["--hours", "9:17"], ["--hours", "9:17"]),
+    ],
+)  # fmt: skip
+def test_the_value_of_a_login_is_replaced_where_it_holds_a_password(argv, stored):
+    assert arguments(argv) == stored

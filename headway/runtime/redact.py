@@ -45,6 +45,10 @@ _COUNTED = frozenset({"n", "num", "max", "min"})
 _MEASURED = frozenset({"dim", "len", "length", "count", "size", "drop", "frame", "point", "word"})
 """Words behind `token` or `key` that make it one of a model."""
 
+_LOGIN = re.compile(r"--?(?:u|user|login|smtp|auth|proxy-user)")
+"""Options whose value may be `name:password`, as curl's."""
+_NAME_AND_SECRET = re.compile(r"[^:/\s]+:[^/\s]\S*")
+
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,30}://)(?:[^/\s@\"'<>]+|[^/\s@:\"'<>]*:[^\s\"'<>]*)@")
 """Credentials end at the first @, or, where a password has a / or an @ in it, at the last."""
 _QUERY = re.compile(r"(?P<head>[?&;#](?P<name>[^=&;\s]+)=)(?P<value>[^&;\s]+)")
@@ -74,8 +78,11 @@ def arguments(argv: Sequence[str]) -> list[str]:
         # Only what looks like a name is stored as one: before an = may stand a URL, or half a header.
         is_pair = bool(equals) and re.fullmatch(r"[-\w.+]+", name) is not None
         is_hidden, hide_next = hide_next, argument.startswith("-") and not equals and says_secret(argument)
-        if is_hidden:
+        follows_login = bool(kept) and _LOGIN.fullmatch(argv[len(kept) - 1]) is not None
+        if is_hidden or (follows_login and _NAME_AND_SECRET.fullmatch(argument)):
             kept.append(MARK)
+        elif is_pair and _LOGIN.fullmatch(name) and _NAME_AND_SECRET.fullmatch(value_text):
+            kept.append(f"{name}={MARK}")
         elif is_pair:
             kept.append(f"{name}={MARK if says_secret(name) and value_text else value(value_text)}")
         else:
