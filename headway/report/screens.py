@@ -91,7 +91,7 @@ def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
         error = prediction_error(row)
         off = "-" if error is None else f"{100 * error:+.1f} %"
         style = "bold" if row.get("name") == WHOLE_PLAN else ""
-        measured = speedup(row.get("measured_speedup"))
+        measured = "withdrawn" if row.get("withdrawn") else speedup(row.get("measured_speedup"))
         add_row(table, clean(row.get("name")), predicted(row), measured, off, style=style)
     heading = Text.assemble(
         "  ", ("Predicted and measured", "bold"), (f"  against {clean(baseline)}" * bool(baseline), "dim")

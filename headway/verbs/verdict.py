@@ -49,7 +49,10 @@ def applied_rows(
     measured_speedup: float | None,
     taken_away: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """Return one row per remedy, and one for the whole plan: only what ran alone has a measured gain of its own."""
+    """Return one row per remedy, and one for the whole plan: only what ran alone has a measured gain of its own.
+
+    A remedy that was `taken_away` while the job ran has none: neither the steps with it nor those without are its gain.
+    """
     rows: list[dict[str, Any]] = []
     for remedy in plan.remedies:
         outcome = found.get(remedy.name)
@@ -60,7 +63,9 @@ def applied_rows(
             "facts": (outcome or {}).get("facts", {}),
             "predicted_speedup": remedy.predicted_speedup,
             "interval": list(remedy.interval) if remedy.interval else None,
-            "measured_speedup": measured_speedup if len(plan.remedies) == 1 and not reason else None,
+            "measured_speedup": measured_speedup
+            if len(plan.remedies) == 1 and not reason and remedy.name not in taken_away
+            else None,
             "reason_not_applied": reason,
             "withdrawn": taken_away.get(remedy.name),
         })  # fmt: skip
@@ -68,7 +73,7 @@ def applied_rows(
         "name": WHOLE_PLAN,
         "predicted_speedup": plan.predicted_speedup,
         "interval": list(plan.interval) if plan.interval else None,
-        "measured_speedup": measured_speedup,
+        "measured_speedup": None if any(row["withdrawn"] for row in rows) else measured_speedup,
         "reason_not_applied": "none of its remedies could be" if all(r["reason_not_applied"] for r in rows) else None,
         "withdrawn": None,
     })  # fmt: skip

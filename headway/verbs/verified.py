@@ -26,11 +26,18 @@ def verified(path: Path) -> dict[str, Any] | None:
 
 
 def withdrawn(path: Path) -> dict[str, str]:
-    """Return remedy -> why it was taken away from a loader while the run at `path` went on."""
+    """Return remedy -> why it was taken away from a loader, or gave one back, while the run at `path` went on."""
     found: dict[str, dict[str, None]] = {}
     for row in _rows(path):
-        for entry in row.get("facts", {}).get("withdrawn", ()):
+        facts = row.get("facts", {})
+        for entry in facts.get("withdrawn", ()):
             found.setdefault(row["name"], {})[f"{entry['dataset']}: {entry['reason']}"] = None
+        taken = set()
+        for entry in facts.get("loaders", ()):  # in the order of the decisions
+            if "reason_not_applied" not in entry:
+                taken.add(entry.get("dataset"))
+            elif row.get("applied") and entry.get("dataset") in taken:
+                found.setdefault(row["name"], {})[f"{entry['dataset']}: {entry['reason_not_applied']}"] = None
     return {name: "; ".join(reasons) for name, reasons in found.items()}
 
 
