@@ -25,7 +25,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import ItemsView, Iterator
 from dataclasses import dataclass
 from dis import get_instructions
-from functools import cache, lru_cache, partial
+from functools import cache, partial
 from itertools import chain, islice
 from operator import attrgetter, itemgetter, methodcaller
 from pathlib import PurePath
@@ -175,7 +175,10 @@ def attributes(value: Any) -> dict[str, Any]:
     return found
 
 
-@lru_cache(maxsize=1024)
+_SLOTS: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()
+"""Class -> its slots. Weak: a script's class that lived on would keep its module's files from being flushed at exit."""
+
+
 def slots_of(kind: type) -> tuple[str, ...]:
     """Return the names of the slots of a class and of its bases, as `getattr` takes them.
 
@@ -184,13 +187,16 @@ def slots_of(kind: type) -> tuple[str, ...]:
     >>> slots_of(Level), slots_of(int)
     (('now', '_Level__last'), ())
     """
+    if (known := _SLOTS.get(kind)) is not None:
+        return known
     found = []
     for base in kind.__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             private = name.startswith("__") and not name.endswith("__")
             found.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+    _SLOTS[kind] = tuple(name for name in found if name not in ("__dict__", "__weakref__"))
+    return _SLOTS[kind]
 
 
 OF_PYTHON = frozenset({"__slotnames__", "__dict__", "__weakref__"})

@@ -30,9 +30,10 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import chain
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -272,12 +273,19 @@ NAMED_LOOKS = {
 """The same for classes of packages that not every script imports."""
 
 
-@lru_cache(maxsize=4096)
+_LOOKS_FOR: WeakKeyDictionary[type, Callable[[_Look, Any], object] | None] = WeakKeyDictionary()
+"""Class -> how what is in its objects is read. Weak, so that a script's classes end with it."""
+
+
 def _look_for(kind: type[Any]) -> Callable[[_Look, Any], object] | None:
     """Return how what is in objects of a class is read; None where it shows in a picture, or nowhere."""
+    if kind in _LOOKS_FOR:
+        return _LOOKS_FOR[kind]
     names = [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
     named = [NAMED_LOOKS[name] for name in names if name in NAMED_LOOKS]
-    return next((look for known, look in LOOKS if issubclass(kind, known)), named[0] if named else None)
+    found = next((look for known, look in LOOKS if issubclass(kind, known)), named[0] if named else None)
+    _LOOKS_FOR[kind] = found
+    return found
 
 
 def _is_looked_at(kind: type) -> bool:

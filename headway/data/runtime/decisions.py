@@ -148,7 +148,8 @@ class Decisions:
         self, question: str, loader: DataLoader[Any], tried: Callable[[], tuple[str | None, int]], *,
         settings: bool = True,
     ) -> tuple[str | None, int]:  # fmt: skip
-        facts, budget = facts_of(loader, settings=settings), self.budget
+        # By its hash: classes of the script that lived on would keep its files from being flushed at exit.
+        facts, budget = hash(facts_of(loader, settings=settings)), self.budget
         if (question, facts) not in self._known:
             if facts in budget.hung:
                 return budget.hung[facts], 0

@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -150,6 +150,39 @@ def aliased(value: object) -> bool:
     """
     found = _places(value)
     return len({address for _, address in found}) < len(found)
+
+
+def lost_in_copy(value: object) -> str | None:
+    """Say what another process could not hand over of a batch, or None: pickling loses it without a word.
+
+    Lost are attributes that hang on a tensor or array, the class of an array, a lazy conjugation, and memory that an
+    array shares with another part of the batch. Tensors that share memory go on sharing it.
+
+    >>> row = torch.zeros(2)
+    >>> lost_in_copy([row, row[:1]]), lost_in_copy([row, row.numpy()])
+    (None, 'an array of it shares memory with another part')
+    """
+    parts = list(_arrays(value))
+    for part in parts:
+        if isinstance(part, np.ndarray) and type(part) not in (np.ndarray, np.memmap):
+            return f"a {type(part).__name__} of it is more than an array"
+        if isinstance(part, torch.Tensor) and (part.__dict__ or part.is_conj() or part.is_neg()):
+            return "a tensor of it has attributes of its own, or is conjugated lazily"
+    if any(isinstance(part, np.ndarray) for part in parts) and aliased(parts):
+        return "an array of it shares memory with another part"
+    return None
+
+
+def _arrays(value: object) -> Iterator[Any]:
+    """Yield the tensors and arrays in a batch, those of objects too."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield value
+    elif isinstance(value, (str, bytes, int, float, type(None))):
+        return
+    else:
+        inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        for part in (*inside, *getattr(value, "__dict__", {}).values()):
+            yield from _arrays(part)
 
 
 def _places(value: object) -> set[tuple[int, int]]:

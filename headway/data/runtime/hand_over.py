@@ -33,7 +33,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.data.runtime import account
 from headway.data.runtime.aligned import Aligned
 from headway.data.runtime.circumstances import data_of
-from headway.data.runtime.examples import encode_plain
+from headway.data.runtime.examples import encode_plain, lost_in_copy
 from headway.data.runtime.files_read import FILE, FilesRead, Noted, changed, written_since
 from headway.data.runtime.keyed import set_generators
 from headway.data.runtime.outcome import OfDataset
@@ -202,6 +202,8 @@ def _packing(
                 return Unmade(OfDataset(f"reading a batch {acts[0]}"))
             if (path := written_since(noted, begins.began_ns)) is not None:
                 return Unmade(OfDataset(FILE.format(path)))
+            if begins.states is not None and (lost := lost_in_copy(made[0])) is not None:
+                return Unmade(f"a batch cannot be handed over by another process: {lost}")
             entries = aligned.of(index if isinstance(index, list) else [index])
             return replace(packed(made[0]), files=noted, entries=entries)
         except BaseException as failure:  # whatever it is, the training process meets it where the script would

@@ -144,6 +144,7 @@ class PassDraws:
         self.restore()
         torch.empty((), dtype=torch.int64).random_(generator=self.loader.generator)
         self._before = self._states()
+        self._facts = self._read_with_the_first_batch()  # this process may have read its first examples since
 
     def now(self) -> bool:
         """Go on to where the iterator was when it had been made.

@@ -35,6 +35,7 @@ from headway.data.runtime.circumstances import LISTENS, listens, outside
 from headway.data.runtime.hand_over import Packed, Ready, Unmade, WorkerBegins, outdated
 from headway.data.runtime.keyed import generator_states
 from headway.data.runtime.read_ahead import CHANGED, Bounded, PassDraws
+from headway.data.runtime.trial import read_here
 from headway.data.runtime.verification import FOLLOWED
 from headway.data.runtime.views import View
 from headway.runtime.guard import OfScript
@@ -78,9 +79,12 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
 
     def __init__(
         self, loader: DataLoader[Any], settings: Settings, ended: Callable[[ScriptWorkers], None],
-        left: Callable[[str], None],
+        left: Callable[[str], None], *, reads_first: bool = False,
     ) -> None:  # fmt: skip
-        """Start the workers; `ended` is called at the end of a pass, `left` with the reason when one leaves them."""
+        """Start the workers; `ended` is called at the end of a pass, `left` with the reason when one leaves them.
+
+        With `reads_first` this process reads the first examples once the workers are there (`trial.read_here`).
+        """
         self._settings, self._ended, self._left = settings, ended, left
         self._own_workers, self._pid = loader.num_workers, os.getpid()
         self._script_pins = loader.pin_memory and torch.accelerator.is_available()
@@ -100,6 +104,9 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
             _end(getattr(self, "_workers", []), self._pid)
             raise
         if not self._own_workers:
+            if reads_first:
+                read_here(loader)
+                self._seen = outside((loader.dataset, loader.collate_fn))
             self._hide()
             weakref.finalize(self, _end, self._workers, self._pid)
         if self._draws is not None:

@@ -30,7 +30,7 @@ import torch
 from torch.utils.data._utils import worker as _worker
 
 from headway.data.runtime.circumstances import data_of
-from headway.data.runtime.examples import decode, encode, equal
+from headway.data.runtime.examples import decode, encode, equal, lost_in_copy
 from headway.data.runtime.keyed import generator_states, set_generators
 from headway.data.runtime.outcome import OfDataset, OfReading
 from headway.data.runtime.purity import impurity
@@ -94,7 +94,10 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
             loader.worker_init_fn(0)
         listen_here()
         with noting() as acts, Sums() as sums:
-            batch = encode(batches[0])
+            made = batches[0]
+            lost, batch = lost_in_copy(made), encode(made)
+        if lost is not None:
+            return OfReading(f"another process cannot hand its batches over: {lost}"), b""
         if num_threads > 1 and sums.operator:
             return OfReading(SUMMED.format(sums.operator, num_threads)), b""
         return (OfDataset(f"reading it {acts[0]}") if acts else None), batch
@@ -107,6 +110,19 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         return finding if isinstance(finding, OfReading) else f"in a worker, {finding}", 0
     same = equal(decode(there), decode(here))
     return (None if same else "in a worker, it reads something else"), len(here)
+
+
+def read_here(loader: Any) -> None:
+    """Read the first examples in this process, after `unfit` has found nothing and the workers were forked.
+
+    What the first reading opens or computes, a script finds in its dataset afterwards, to close a file for example.
+    Workers that were forked before have none of it.
+    """
+    states = generator_states()
+    try:
+        TriedBatch(loader)[0]
+    finally:
+        set_generators(states)
 
 
 def with_threads(num_threads: int, work: Callable[[], tuple[str | None, Any]]) -> tuple[str | None, Any]:
@@ -191,7 +207,7 @@ def _leaves(loader: Any, batches: TriedBatch) -> str | None:
     What the first reading of all opens or computes is a handle or a memo, which each worker may have for itself.
     """
     read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
-    before = data_of(read)
+    before, memos = data_of(read), _memos(read)
     batches[0]
     if data_of(read) != before:
         return "reading it changes a variable that workers would not share"
@@ -199,7 +215,13 @@ def _leaves(loader: Any, batches: TriedBatch) -> str | None:
         return None
     with contextlib.suppress(Exception):  # as it would raise in the script's own process
         loader.dataset[last]
-    return "it keeps something of each example that it reads" if data_of(read) != before else None
+    same = data_of(read) == before and _memos(read) == memos
+    return None if same else "it keeps something of each example that it reads"
+
+
+def _memos(read: Any) -> list[object]:
+    """Return how many results the functions that remember theirs have: one more for each example is a cache of them."""
+    return [value.cache_info().currsize for value, _ in reached(*read) if hasattr(value, "cache_info")]
 
 
 def open_handle(*holders: Any) -> str | None:

@@ -225,7 +225,7 @@ class Verification:
         followed = iterator.__dict__.setdefault(FOLLOWED, Followed())
         if followed.source is None:
             # Names: an object that collates may have no hash, and would be kept in memory.
-            facts = (type(loader.dataset), name_of(loader.collate_fn), loader.batch_size, own_workers)
+            facts = (name_of(type(loader.dataset)), name_of(loader.collate_fn), loader.batch_size, own_workers)
             followed.counts = self._counts.setdefault(facts, Counts())
             followed.loader, followed.source = weakref.ref(loader), Source.of(loader)
             followed.own_workers, followed.persistent = own_workers, loader.persistent_workers

@@ -27,7 +27,7 @@ from headway.data.runtime.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.outcome import Report, impure, reporter
 from headway.data.runtime.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.runtime.script_workers import ScriptWorkers, Settings, Waited
-from headway.data.runtime.trial import EXAMPLES, keeps, unfit
+from headway.data.runtime.trial import EXAMPLES, keeps, open_handle, unfit
 from headway.data.runtime.verification import Verification, verification_of
 from headway.data.runtime.withdrawal import Withdrawal, withdrawal_of
 from headway.data.runtime.worker_start import beside_seeding
@@ -125,6 +125,8 @@ class _Tuning:
     """How long training has waited in the last pass."""
     kept: ScriptWorkers | None = None
     """The iterator whose workers the next pass may have."""
+    is_read: bool = False
+    """Whether this process has read the first examples."""
 
 
 @dataclass(slots=True)
@@ -270,7 +272,14 @@ class LoaderTuner:
             pin_memory=loader.pin_memory or (self.pin_memory and in_use()),
             may_draw=self.may_draw,
         )
-        iterator = ScriptWorkers(loader, settings, partial(self._ended, ref(loader)), partial(self._left, ref(loader)))
+        reads_first = not loader.num_workers and not tuning.is_read
+        if not loader.num_workers and tuning.is_read and (found := open_handle(loader.dataset, loader.collate_fn)):
+            raise RuntimeError(found)  # these workers would be forked with what the first reading has opened
+        iterator = ScriptWorkers(
+            loader, settings, partial(self._ended, ref(loader)), partial(self._left, ref(loader)),
+            reads_first=reads_first,
+        )  # fmt: skip
+        tuning.is_read = True
         self.iterators.add(iterator)
         return iterator
 
