@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pkgutil
+
+import pytest
 
 import headway
 from headway.catalog import ADVISERS, CAUSES_OF_REMEDY, REMEDIES
@@ -38,3 +42,12 @@ def test_every_public_name_resolves_and_they_stay_few():
 def test_every_remedy_is_proposed_by_a_room_and_acts_against_a_cause():
     assert {name.split(".")[0] for name in REMEDIES} <= set(ADVISERS)
     assert set(REMEDIES) <= set(CAUSES_OF_REMEDY)
+
+
+@pytest.mark.parametrize("room", ["headway", *(f"headway.{room}" for room in ("cluster", "data", "parallel"))])
+def test_no_public_name_is_that_of_a_module_beside_it(room):
+    """Importing the module would put it in the place of what is public."""
+    package = importlib.import_module(room)
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+
+    assert not package.PUBLIC.keys() & modules

@@ -11,6 +11,7 @@ from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.cluster.compare import compare_policies as compare_policies
+    from headway.cluster.engine import simulate as simulate
     from headway.cluster.estimate import fit_rates as fit_rates
     from headway.cluster.model import Cluster as Cluster
     from headway.cluster.model import Jobs as Jobs
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from headway.cluster.policies.table import POLICIES as POLICIES
     from headway.cluster.programs.leximin import leximin as leximin
     from headway.cluster.programs.maxmin import maxmin as maxmin
-    from headway.cluster.simulate import simulate as simulate
 
 PUBLIC: dict[str, str] = {
     "Cluster": "headway.cluster.model:Cluster",
@@ -29,7 +29,7 @@ PUBLIC: dict[str, str] = {
     "fit_rates": "headway.cluster.estimate:fit_rates",
     "leximin": "headway.cluster.programs.leximin:leximin",
     "maxmin": "headway.cluster.programs.maxmin:maxmin",
-    "simulate": "headway.cluster.simulate:simulate",
+    "simulate": "headway.cluster.engine:simulate",
 }
 """Public name -> "module:attribute"."""
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from headway.cluster.engine import simulate
 from headway.cluster.logs.record import RecordedQueue
 from headway.cluster.model import Cluster, Indices, Values, check_fits
 from headway.cluster.outcome import Outcome
-from headway.cluster.simulate import simulate
 from headway.core.errors import InputError
 from headway.sim.process import Process
 

@@ -9,12 +9,12 @@ from typing import Any
 from rich.text import Text
 
 from headway.cluster.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies
+from headway.cluster.engine import simulate
 from headway.cluster.logs.gavel import RateTable, read_trace
 from headway.cluster.logs.generate import generate
 from headway.cluster.logs.philly import read_queue
 from headway.cluster.model import Cluster, Jobs, Rates
 from headway.cluster.policies.table import POLICIES
-from headway.cluster.simulate import simulate
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_fraction
