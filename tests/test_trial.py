@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import socket
@@ -207,3 +208,30 @@ def test_what_intra_op_threads_share_is_read_with_as_many_of_them_as_the_script_
     assert sums[0] != sums[1]
     assert "with one intra-op thread, as workers do, gives another result" in found[0]
     assert found[1] is None
+
+
+@functools.lru_cache
+def remembered(index):
+    return index
+
+
+def with_an_attribute(rows):
+    batch = torch.stack([torch.tensor([row]) for row in rows])
+    batch.source = "here"
+    return batch
+
+
+def with_its_array(rows):
+    batch = torch.stack([torch.tensor([row]) for row in rows])
+    return batch, batch.numpy()
+
+
+def test_a_function_that_remembers_each_example_keeps_them():
+    assert "keeps something of each example" in unfit(DataLoader(Reading(remembered), 4))[0]
+
+
+@pytest.mark.parametrize(
+    ("collate", "why"), [(with_an_attribute, "attributes of its own"), (with_its_array, "shares memory")]
+)
+def test_a_batch_that_its_copy_would_not_equal_is_refused(collate, why):
+    assert why in unfit(DataLoader(Reading(int), 4, collate_fn=collate))[0]
