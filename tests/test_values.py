@@ -56,7 +56,8 @@ def test_values_are_told_by_name_type_and_short_text(new):
         "config.deep.flag": ("bool", "True"), "config.empty": ("dict", "{}"), "groups.0.lr": ("float", "0.1"),
         "groups.1.lr": ("float", "0.2"), "bytes": ("bytes", r"b'\x00\x01'"), "args.data": ("str", "'/x'"),
         "dtype": ("torch.float16", ""), "size": ("torch.Size", "(2, 3)"),
-        "path": ("pathlib.PurePosixPath", "'/', 'a', 'b'"), "array": ("numpy.ndarray", ""), "ordered.a": ("int", "1"),
+        "path": (f"{PurePosixPath.__module__}.PurePosixPath", "'/', 'a', 'b'"), "array": ("numpy.ndarray", ""),
+        "ordered.a": ("int", "1"),
     }  # fmt: skip
 
 

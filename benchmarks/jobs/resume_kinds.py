@@ -3,6 +3,7 @@ they are. Each is made anew, as a script that is started again does, and played 
 
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,58 @@ class Rotating(Sampler):
         self._passes = state["passes"]
 
 
+class Hidden(Sampler):
+    """Keeps what the next pass rests on under names, and in places, of its own: `how` says where."""
+
+    __slots__ = ("_draws",)
+
+    def __init__(self, how: str) -> None:
+        self.how, self._passes_read = how, 0
+        self.helper = SimpleNamespace(draws=random.Random(4), turns=[0, 0])
+        self.by_name: dict[str, Any] = {"numpy": np.random.default_rng(3), "torch": [seeded()], "left": 0}
+        self.parts = [SubsetRandomSampler(range(12), generator=seeded()), SubsetRandomSampler(range(12, 23))]
+        self._draws = seeded(8)
+
+    def __len__(self) -> int:
+        return len(ITEMS)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(ITEMS)
+        if self.how == "counter":
+            self._passes_read += 1
+            order = order[self._passes_read :] + order[: self._passes_read]
+        elif self.how == "helper":
+            self.helper.turns[1] += 1
+            self.helper.draws.shuffle(order)
+            order = order[:: -1 if self.helper.turns[1] % 2 else 1]
+        elif self.how == "containers":
+            order = self.by_name["numpy"].permutation(order).tolist()
+            order = [order[place] for place in torch.randperm(len(order), generator=self.by_name["torch"][0])]
+        elif self.how == "slots":
+            order = torch.randperm(len(order), generator=self._draws).tolist()
+        else:
+            order = [item for part in self.parts for item in part]
+        return iter(order)
+
+
+class LeftOver(Sampler):
+    """Batches whose rest of a pass goes into the first batch of the next one."""
+
+    def __init__(self) -> None:
+        self._left: list[int] = []
+        self._sampler = RandomSampler(ITEMS, generator=seeded())
+
+    def __len__(self) -> int:
+        return (len(self._left) + len(ITEMS)) // 5
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for item in self._sampler:
+            self._left.append(item)
+            if len(self._left) == 5:
+                yield self._left
+                self._left = []
+
+
 class Stream(IterableDataset):
     """Numbers, sharded over workers; each pass draws anew from a generator that runs on."""
 
@@ -120,6 +173,12 @@ SAMPLED: dict[str, Callable[..., DataLoader]] = {
     "batch sampler of a user's": lambda **more: DataLoader(
         ITEMS, batch_sampler=BatchSampler(Shuffled(), 3, drop_last=True), **more
     ),
+    "hidden counter": by(lambda: Hidden("counter")),
+    "generator in a helper object": by(lambda: Hidden("helper")),
+    "generators in containers": by(lambda: Hidden("containers")),
+    "generator in slots": by(lambda: Hidden("slots")),
+    "samplers in a list": by(lambda: Hidden("list")),
+    "indices left over": lambda **more: DataLoader(ITEMS, batch_sampler=LeftOver(), **more),
 }
 """Kinds that all kinds of workers can load."""
 

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.runtime.reach import attributes
+
 MOST_SAMPLERS = 64
 """Samplers inside each other, and beside each other, that are looked into."""
 
@@ -78,12 +80,12 @@ def generators_within(*samplers: Any) -> list[Any]:
     """Return the torch generators that `samplers` and the samplers inside them hold, each once."""
     from torch import Generator
 
-    values = [value for sampler in samplers_within(*samplers) for value in _attributes(sampler).values()]
+    values = [value for sampler in samplers_within(*samplers) for value in attributes(sampler).values()]
     return list({id(value): value for value in values if isinstance(value, Generator)}.values())
 
 
 def samplers_within(*samplers: Any) -> list[Any]:
-    """Return `samplers` and the samplers inside them, each once, whatever attribute they are in.
+    """Return `samplers` and the samplers inside them, each once, whatever attribute, or short container, they are in.
 
     What a sampler reads the length of, its data source, is no sampler: nothing inside a dataset is returned.
     """
@@ -96,13 +98,10 @@ def samplers_within(*samplers: Any) -> list[Any]:
         if sampler is None or id(sampler) in found:
             continue
         found[id(sampler)] = sampler
-        stack += [
-            value
-            for name, value in _attributes(sampler).items()
-            if name in ("sampler", "batch_sampler") or isinstance(value, Sampler)
-        ]
+        for name, value in attributes(sampler).items():
+            if name in ("sampler", "batch_sampler") or isinstance(value, Sampler):
+                stack.append(value)
+            elif isinstance(value, (list, tuple, dict)) and len(value) <= MOST_SAMPLERS:
+                parts = value.values() if isinstance(value, dict) else value
+                stack += [part for part in parts if isinstance(part, Sampler)]
     return list(found.values())
-
-
-def _attributes(sampler: Any) -> dict[str, Any]:
-    return getattr(sampler, "__dict__", {})

@@ -44,6 +44,7 @@ from headway.data.serving.messages import (
     Join,
     Over,
     Rings,
+    Waiting,
     Welcome,
     packed_items,
 )
@@ -146,6 +147,8 @@ class Link:
                 os.close(fd)
             if isinstance(message, Failed):
                 raise _refusal(message)
+            if isinstance(message, Waiting):
+                _warn_of_missing(message)
             if isinstance(message, Decided):
                 self._told = {n: told for n, told in self._told.items() if n >= self._num_begun}
                 self._told[message.begun] = message
@@ -333,3 +336,15 @@ def _collates_by_default(loader: Any) -> bool:
 def _refusal(failed: Failed) -> HeadwayError:
     kinds = {"DataShareError": DataShareError, "BackgroundError": BackgroundError}
     return kinds.get(failed.kind, InputError)(failed.text)
+
+
+def _warn_of_missing(waiting: Waiting) -> None:
+    ranks = ", ".join(map(str, waiting.ranks))
+    text = (
+        f"the data server has waited {waiting.since_s:g} s for rank {ranks} of this job, which was connected when the "
+        "last server was lost: only it knows which batches it had. The wait ends when it comes back, or with an error "
+        f"after {waiting.grace_s:g} s (DataServer(grace_s=...)). If that rank has ended, start the job again from its "
+        "last state."
+    )
+    with contextlib.suppress(RuntimeWarning):  # a script that makes errors of warnings loses no batch by it
+        warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -55,7 +55,8 @@ LOG.addHandler(logging.NullHandler())
 def start(path: Path, dataset: Any, options: DataServer, *, timeout_s: float | None = None) -> None:
     """Start a server for `dataset` at `path`, unless one is there; returns when it can be connected to.
 
-    Raises `HeadwayError` when it does not come up: with what it said; `TimeoutError` when it is not there within
+    Raises `HeadwayError` when it does not come up: with what it said; `ChannelClosed` when it was killed while it
+    started, and another try may succeed; `TimeoutError` when it is not there within
     `timeout_s`: it goes on to start then, and who asks later finds it.
     """
     deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -72,9 +73,10 @@ def start(path: Path, dataset: Any, options: DataServer, *, timeout_s: float | N
         finally:
             os.close(writes)
         said = _said(reads, deadline)
+        if not said:
+            raise ChannelClosed(f"it was killed while it started; see {log}")
         if said != b"ready":
-            text = said.decode(errors="replace") or f"it ended without a word; see {log}"
-            raise HeadwayError(f"the data server did not start: {text}")
+            raise HeadwayError(f"the data server did not start: {said.decode(errors='replace')}")
     finally:
         starting.unlink(missing_ok=True)
         os.close(lock)

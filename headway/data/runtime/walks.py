@@ -21,7 +21,7 @@ from headway.data.audit import AuditSum
 from headway.data.orders.order import Permutation, Sequence, occurrences
 from headway.data.runtime.deliveries import Deliveries
 from headway.data.runtime.keyed import WORD, DrawsApart, Keys
-from headway.data.runtime.sampler_states import put_back, taken
+from headway.data.runtime.sampler_states import put_back, taken, warn_of_unsaved
 from headway.runtime.samplers import innermost
 
 State = dict[str, Any]
@@ -167,12 +167,15 @@ class SamplerWalk(Taken):
         """Return epoch, batches, and what the sampler's order depends on: of the next pass where this one is over."""
         if self.finished:
             return between_passes(self.sampler, self.epoch + 1)
+        warn_of_unsaved(self.sampler, self.before)
         return {"epoch": self.epoch, "batches": self.skip + self.taken, "sampler": self.before}
 
 
 def between_passes(sampler: Any, epoch: int) -> State:
     """Return the state before pass `epoch` over a sampler."""
-    return {"epoch": epoch, "batches": 0, "between": taken(sampler)}
+    between = taken(sampler)
+    warn_of_unsaved(sampler, between)
+    return {"epoch": epoch, "batches": 0, "between": between}
 
 
 @dataclass(slots=True)

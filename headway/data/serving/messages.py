@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import InputError
 from headway.data.serving.jobs import Known
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of these messages; both ends must speak the same one."""
 
 
@@ -179,8 +179,18 @@ class Told(msgspec.Struct, tag=True, frozen=True):
     facts: dict[str, Any]
 
 
+class Waiting(msgspec.Struct, tag=True, frozen=True):
+    """The job waits for other ranks: they were connected to a server that was lost, and have not come to this one."""
+
+    ranks: list[int]
+    since_s: float
+    """How long it has waited, at least."""
+    grace_s: float
+    """How long it waits in all, before the job is given up."""
+
+
 FROM_CLIENT = Join | Begin | Freed | Ask
-FROM_SERVER = Welcome | Rings | Filled | Decided | Over | Failed | Told
+FROM_SERVER = Welcome | Rings | Filled | Decided | Over | Failed | Told | Waiting
 
 
 def packed_items(items: ArrayLike | range) -> bytes:

@@ -52,6 +52,7 @@ from headway.data.serving.messages import (
     Over,
     Rings,
     Told,
+    Waiting,
     Welcome,
     packed_items,
     unpacked_items,
@@ -66,6 +67,9 @@ LOG.addHandler(logging.NullHandler())
 
 SEND_S = 10.0
 """A client that does not read for so long is dropped."""
+
+WAITS_S = 10.0
+"""How long ranks wait for one that has gone before they are told so."""
 
 WORK_S = 0.5
 """How long a thread waits for work before it looks whether the server ends."""
@@ -156,6 +160,8 @@ class Client:
     join: Join | None = None
     begun: int = -1
     """Number of its pass."""
+    warned: bool = False
+    """Whether it has been told which other ranks its job waits for."""
     rings: dict[int, Ring] = field(default_factory=dict)
     """Number -> ring; batches go into the newest, earlier ones wait for their slots to be freed."""
 
@@ -362,11 +368,21 @@ class Daemon:
 
     def _give_up(self) -> None:
         """Let the jobs go whose missing ranks do not come, and tell the ranks that wait for them."""
-        for job, missing in self._service.overdue().items():
+        for job, missing in self._service.overdue(WAITS_S).items():
+            self._say_who_is_missing(job, missing)
+        for job, missing in self._service.overdue(self._options.grace_s).items():
             self._service.give_up(job, missing)
             for client in [client for (name, _), client in self._ranks.items() if name == job]:
                 self._refuse(client, not_come(job, missing, self._options.grace_s))
             LOG.warning("job %s was given up: rank %s did not come", job, missing)
+
+    def _say_who_is_missing(self, job: str, missing: list[int]) -> None:
+        """Tell each rank of a job, once, which other ranks it waits for."""
+        here = [(rank, client) for (name, rank), client in self._ranks.items() if name == job]
+        for client in [client for rank, client in here if rank not in missing and not client.warned]:
+            client.warned = True
+            with contextlib.suppress(ChannelClosed, TimeoutError):  # what follows that is seen where it is read next
+                client.channel.send(Waiting(missing, WAITS_S, self._options.grace_s), timeout_s=SEND_S)
 
     def _tell_others(self, join: Join) -> None:
         """Tell the ranks of a job what they need to go on without one that has left, or has had its last batch."""

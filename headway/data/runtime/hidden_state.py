@@ -1,0 +1,228 @@
+"""State of a sampler under names that nobody has agreed on: counters, lists of left-over indices, helper objects.
+
+What the sampler holds is looked at before its first pass in this process, and again whenever a state is taken. What
+has changed in between decides the passes that follow, so it travels in the state, and is written to the same places
+when that is loaded into the sampler of a script that was started again.
+
+    sampler -> attributes and slots -> short containers and helper objects -> ... -> values (numbers, texts, arrays,
+                                                                                   lists of numbers, generators)
+
+A dataset is not looked into: what has a length and items is data, unless it is a list, a tuple or a dict. Values that
+cannot be written back (an iterator in the middle of its pass, a value of more than 16 MiB) are named in a warning.
+
+>>> from types import SimpleNamespace
+>>> sampler = SimpleNamespace(passes=0, kept=[4, 2], size=9)
+>>> before = values_in(sampler)
+>>> sampler.passes, sampler.kept[:] = 3, [7]
+>>> changes = changed(before, values_in(sampler))
+>>> fresh = SimpleNamespace(passes=0, kept=[4, 2], size=9)
+>>> write_back(fresh, changes)
+>>> fresh
+namespace(passes=3, kept=[7], size=9)
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Container, Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from headway.core.errors import InputError
+from headway.runtime.reach import attributes, of_library
+
+MOST_PLACES = 4096
+"""Places that are looked at in one sampler."""
+
+MOST_BYTES = 16 << 20
+"""What all values of one sampler that travel in a state may take together."""
+
+PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+CODE = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.nn.Module)
+DATA = frozenset({"data_source", "dataset"})
+"""Attributes by which samplers hold what they only need the length of."""
+
+RECORDS = frozenset({"types", "argparse", "collections", "dataclasses"})
+"""Modules of the standard library whose objects hold what the script puts into them."""
+
+Path = tuple[tuple[str, Any], ...]
+"""Steps from the sampler to a place: ("attribute", name) or ("item", index or key)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Opaque:
+    """A value that cannot be copied; the object itself, so that no other gets its address."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drawn:
+    """The state of a random number generator."""
+
+    state: Any
+
+
+def values_in(sampler: Any, known: Container[int] = ()) -> dict[Path, Any]:
+    """Return a copy of each value that the sampler reaches, by its place; of generators, a `Drawn`.
+
+    Objects whose `id` is among the `known` ones are left out, with what they hold.
+    """
+    found: dict[Path, Any] = {}
+    seen: dict[int, Any] = {}
+    left = MOST_BYTES
+    queue: deque[tuple[Path, Any]] = deque([((), sampler)])
+    while queue and len(found) < MOST_PLACES and len(seen) < MOST_PLACES:
+        path, value = queue.popleft()
+        if type(value) in PLAIN:
+            found[path] = value
+            continue
+        if isinstance(value, CODE) or id(value) in seen or id(value) in known:
+            continue
+        seen[id(value)] = value
+        size = _size(value, left)
+        if size is not None:
+            left -= size
+            found[path] = _copied(value)
+            continue
+        parts = _parts(value, is_root=not path)
+        if parts is None:
+            found[path] = Opaque(value)
+        else:
+            queue.extend(((*path, step), part) for step, part in parts)
+    return found
+
+
+def changed(before: dict[Path, Any], now: dict[Path, Any]) -> dict[Path, Any]:
+    """Return the values of `now` that are new or differ from those of `before`, `Opaque` ones too, and all `Drawn`."""
+    missing = object()
+    return {path: value for path, value in now.items() if not _equal(before.get(path, missing), value)}
+
+
+def write_back(sampler: Any, values: dict[Path, Any]) -> None:
+    """Write values to their places in a sampler like the one that they were taken from.
+
+    Raises `InputError` where it has no such place.
+    """
+    for path, value in values.items():
+        try:
+            holder = sampler
+            if not path:  # the sampler is a list itself
+                sampler[:] = value
+                continue
+            for step in path[:-1]:
+                holder = _at(holder, step)
+            _write(holder, path[-1], value)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(
+                f"the state holds a value of {type(sampler).__name__}{shown(path)}, which this sampler does not have "
+                f"({error}). Give the loader the sampler that it had."
+            ) from None
+
+
+def shown(path: Path) -> str:
+    """Return a place as code that follows the sampler's name.
+
+    >>> shown((("attribute", "left"), ("item", 0)))
+    '.left[0]'
+    """
+    return "".join(f".{name}" if kind == "attribute" else f"[{name!r}]" for kind, name in path)
+
+
+def _parts(value: Any, *, is_root: bool) -> list[tuple[tuple[str, Any], Any]] | None:
+    """Return the steps into a value and what is there; None where it is looked at as a whole."""
+    if isinstance(value, (Iterator, set, frozenset, deque, torch.Tensor, np.ndarray)):
+        return None
+    if isinstance(value, (list, tuple, dict)):
+        if len(value) > MOST_PLACES:
+            return None
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return [(("item", key), part) for key, part in pairs if type(key) in PLAIN]
+    module = type(value).__module__
+    if isinstance(value, Sampler) and of_library(module):  # torch's own: nothing else of theirs changes
+        names = ("sampler", "generator")
+        return [(("attribute", name), getattr(value, name)) for name in names if hasattr(value, name)]
+    is_data = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
+    if not is_root and (is_data or (of_library(module) and module not in RECORDS)):
+        return []
+    return [(("attribute", name), part) for name, part in attributes(value).items() if name not in DATA]
+
+
+def _size(value: Any, most: int) -> int | None:
+    """Return the bytes, roughly, of a value that is copied as a whole; None for one that is not or takes more."""
+    size: int | None = None
+    if isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        return 0  # always copied: a few kilobytes at most
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and not value.dtype.hasobject):
+        size = value.nbytes
+    elif isinstance(value, (list, tuple, set, frozenset, deque)) and 8 * len(value) <= most:
+        size = _size_of_plain(value)
+    return size if size is not None and size <= most else None
+
+
+def _size_of_plain(value: Any) -> int | None:
+    """Return the bytes of a container of plain values, or of lists and tuples of those; None for any other."""
+    sizes = [
+        8 if type(part) in PLAIN else _size_of_plain(part) if type(part) in (list, tuple) else None for part in value
+    ]
+    return None if None in sizes else 64 + sum(size for size in sizes if size is not None)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, (torch.Generator, np.random.RandomState)):
+        return Drawn(value.get_state())
+    if isinstance(value, np.random.Generator):
+        return Drawn(value.bit_generator.state)
+    if isinstance(value, random.Random):
+        return Drawn(value.getstate())
+    return value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Opaque) and isinstance(other, Opaque):
+        # An iterator may have moved on; anything else of one identity is taken for unchanged.
+        return one.value is other.value and not isinstance(one.value, Iterator)
+    if type(one) is not type(other) or isinstance(one, Drawn):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other)
+
+
+def _at(holder: Any, step: tuple[str, Any]) -> Any:
+    kind, name = step
+    return getattr(holder, name) if kind == "attribute" else holder[name]
+
+
+def _write(holder: Any, step: tuple[str, Any], value: Any) -> None:
+    """Put a value at its place: into the object that is there where that can be changed, for others may share it."""
+    kind, name = step
+    value = value.state if isinstance(value, Drawn) else value
+    there = getattr(holder, name, None) if kind == "attribute" else (holder[name] if _has(holder, name) else None)
+    if isinstance(there, torch.Generator):
+        there.set_state(value)
+    elif isinstance(there, np.random.Generator):
+        there.bit_generator.state = value
+    elif isinstance(there, np.random.RandomState):
+        there.set_state(value)
+    elif isinstance(there, random.Random):
+        there.setstate(value)
+    elif type(there) is list and type(value) is list:
+        there[:] = value
+    elif kind == "attribute":
+        setattr(holder, name, value)
+    else:
+        holder[name] = value
+
+
+def _has(holder: Any, key: Any) -> bool:
+    return key in holder if isinstance(holder, dict) else key < len(holder)
