@@ -133,8 +133,12 @@ def change(data: bytearray, draw: random.Random) -> None:
     """Change bytes in place, in one of the ways that break readers."""
     at = draw.randrange(len(data) + 1) if data else 0
     size = draw.choice((1, 1, 2, 4, 8, 30, 300))
-    kind = draw.randrange(9)
-    if kind < 2 and data:
+    kind = draw.randrange(11)
+    if kind == 9:
+        digits(data, draw)
+    elif kind == 10:
+        entries(data, draw)
+    elif kind < 2 and data:
         data[min(at, len(data) - 1)] ^= 1 << draw.randrange(8)
     elif kind == 2:
         data[at : at + size] = bytes(draw.randrange(256) for _ in range(size))
@@ -149,6 +153,23 @@ def change(data: bytearray, draw: random.Random) -> None:
         del data[at:]
     else:
         text(data, draw)
+
+
+def digits(data: bytearray, draw: random.Random) -> None:
+    """Change a digit of a number, or give it a few or hundreds more."""
+    places = [at for at, byte in enumerate(data) if byte in b"0123456789"]
+    if places:
+        at = draw.choice(places)
+        data[at : at + 1] = str(draw.randrange(10)).encode() * draw.choice((1, 1, 2, 20, 301))
+
+
+def entries(data: bytearray, draw: random.Random) -> None:
+    """Repeat an entry of a list, once or many times."""
+    commas = [at for at, byte in enumerate(data) if byte in b","]
+    if len(commas) > 1:
+        place = draw.randrange(len(commas) - 1)
+        first, last = commas[place], commas[place + 1]
+        data[first:first] = data[first:last] * draw.choice((1, 2, 62, 300))
 
 
 def text(data: bytearray, draw: random.Random) -> None:

@@ -9,9 +9,11 @@ missed; `run` exits with the first failing rank's code (128 + signal).
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -175,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     leave_stdout()
+    # Python gives Ctrl-C its default effect while it ends: a second one would put the code of a signal in place of ours.
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 
 

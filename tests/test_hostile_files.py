@@ -87,6 +87,7 @@ ATTACKS = {
     "shared payload.pt": (shared_payload(20_000), 3),
     "shape of truth.safetensors": (safetensors({"w": {**SAVED, "shape": [True, 2]}}), 3),
     "shape of halves.safetensors": (safetensors({"w": {**SAVED, "shape": [0.5, 4]}}), 3),
+    "huge shape.safetensors": (safetensors({"w": {**SAVED, "shape": [10**300] * 64}}), 3),
     "negative shape.safetensors": (safetensors({"w": {**SAVED, "shape": [-1, -2]}}), 3),
     "metadata is a number.safetensors": (safetensors({"w": SAVED, "__metadata__": 5}), 3),
     "metadata is no text.safetensors": (safetensors({"w": SAVED, "__metadata__": {"a": 1}}), 3),

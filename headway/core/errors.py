@@ -18,6 +18,8 @@ headway.core.errors.InputError: world_size is 0; it must be at least 1. Pass --n
 
 from __future__ import annotations
 
+import re
+
 
 class HeadwayError(Exception):
     """Root of the tree."""
@@ -41,7 +43,17 @@ class UnknownNameError(InputError, KeyError):
 
 
 class FormatError(InputError):
-    """A file cannot be read as the format it claims; the message says where."""
+    """A file cannot be read as the format it claims; the message says where.
+
+    Numbers of more than 40 digits, which only broken files and hostile ones hold, are cut in it.
+
+    >>> raise FormatError(f"a.npy has {10**50} items")
+    Traceback (most recent call last):
+    headway.core.errors.FormatError: a.npy has 100000000000... (51 digits) items
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(re.sub(r"\d{41,}", lambda found: f"{found[0][:12]}... ({len(found[0])} digits)", message))
 
 
 class CycleError(InputError):

@@ -121,9 +121,10 @@ def _tensor(fqn: str, facts: _Facts, base: int, name: str) -> HeaderTensor:
         raise FormatError(f"{name}: {fqn!r} has the dtype {facts.dtype!r}, which headway does not know. Install a \
 newer one.")  # fmt: skip
     if len(shape) > MOST_DIMS or stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
-        needed = math.prod(shape[:MOST_DIMS]) * ITEM_BYTES[dtype]
+        product = math.prod(shape[:MOST_DIMS]) * ITEM_BYTES[dtype]  # of so many digits that Python prints none of them
+        needed = product if product < 1 << 64 else "more than any file has"
         raise FormatError(
-            f"{name}: {fqn!r} has {stop - start} bytes; {facts.dtype} {list(shape[:MOST_DIMS])} needs {needed}. "
+            f"{name}: {fqn!r} has {stop - start} bytes; {facts.dtype} {list(shape[:8])} needs {needed}. "
             "Use another copy."
         )
     return HeaderTensor(dtype, shape, base + start, stop - start)
