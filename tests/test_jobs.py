@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from functools import cache
 
 import pytest
@@ -51,8 +52,13 @@ def environment(tmp_path, **more: str) -> dict[str, str]:
 
 
 @cache
-def plain(job: str, out: str) -> list[str]:
+def plain(job: str) -> list[str]:
     """Run the job without headway, once per session."""
+    with tempfile.TemporaryDirectory() as out:
+        return run_plain(job, out)
+
+
+def run_plain(job: str, out: str) -> list[str]:
     script, arguments, ranks = JOBS[job]
     command = [sys.executable, script, *arguments]
     if ranks > 1:
@@ -79,7 +85,7 @@ def recorded(job: str, tmp_path, **more: str) -> tuple[list[str], dict]:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_losses_are_the_same_bit_for_bit(job, tmp_path):
-    bare = plain(job, str(tmp_path))
+    bare = plain(job)
 
     with_headway, run = recorded(job, tmp_path)
 
@@ -95,7 +101,7 @@ def test_losses_are_the_same_bit_for_bit(job, tmp_path):
 
 @pytest.mark.parametrize("job", ["image with workers", "iterable with workers", "ddp", "spawned"])
 def test_a_headway_whose_patches_all_fail_still_lets_the_job_finish(job, tmp_path):
-    bare = plain(job, str(tmp_path))
+    bare = plain(job)
 
     with_headway, run = recorded(job, tmp_path, HEADWAY_BREAK="all")
 
@@ -104,7 +110,7 @@ def test_a_headway_whose_patches_all_fail_still_lets_the_job_finish(job, tmp_pat
 
 
 def test_switched_off_it_does_nothing(tmp_path):
-    bare = plain("gan", str(tmp_path))
+    bare = plain("gan")
 
     with_headway, run = recorded("gan", tmp_path, HEADWAY="off")
 

@@ -6,66 +6,64 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from headway.trace.vocabulary import COLLECTIVES
 from tests.recorded import FSDP2, rows, run_script
 
 TRAIN = """
-    import contextlib, os, torch, torch.distributed as dist
+    import contextlib, os, time, torch, torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo", init_method=os.environ["STORE"])
     rank = dist.get_rank()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
-    ddp = DistributedDataParallel(model, OPTIONS)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    for step in range(6):
-        for micro in range(MICRO):
-            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + rank))
-            with ddp.no_sync() if micro < MICRO - 1 else contextlib.nullcontext():
-                loss = ddp(x).square().mean()
-                loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(loss.item().hex())
+    for options, num_micro, late_s in CASES:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(3)])
+        ddp = DistributedDataParallel(model, process_group=dist.new_group([0, 1]), **options)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        for step in range(6):
+            for micro in range(num_micro):
+                x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step * 10 + rank))
+                with ddp.no_sync() if micro < num_micro - 1 else contextlib.nullcontext():
+                    loss = ddp(x).square().mean()
+                    time.sleep(late_s * rank)
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            print(loss.item().hex())
     dist.destroy_process_group()
 """
 
 CASES = {
-    "plain": ("", 1, 6),
-    "static_graph": ("static_graph=True", 1, 5),
-    "unused": ("find_unused_parameters=True", 1, 6),
-    "accumulation": ("", 2, 6),
+    "plain": ({}, 1, 6),
+    "static_graph": ({"static_graph": True}, 1, 5),
+    "unused": ({"find_unused_parameters": True}, 1, 6),
+    "accumulation": ({}, 2, 6),
 }
+"""Case -> arguments of DistributedDataParallel, backwards per step, steps of six whose wait is seen."""
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_ddp_gives_the_same_losses_and_one_exposed_wait_per_step_on_each_rank(case, tmp_path):
-    options, micro, waits = CASES[case]
-    source = TRAIN.replace("OPTIONS", options).replace("MICRO", str(micro))
+def test_ddp_gives_the_same_losses_and_one_exposed_wait_per_step_on_each_rank(tmp_path):
+    source = TRAIN.replace("CASES", repr([(options, micro, 0) for options, micro, _ in CASES.values()]))
     recorded = run_script(source, tmp_path, ranks=2)
     plain = run_script(source, tmp_path, ranks=2, recorded=False)
     assert recorded == plain
 
     found = [rows(tmp_path / "run", rank=rank) for rank in (0, 1)]
-    numbers = [[(row["a"], row["b"]) for row in each["comm.wait"]] for each in found]
-    assert numbers[0] == numbers[1] == [(0, seq) for seq in range(6 - waits, 6)]
-    for each in found:
-        steps = each["optimizer.step"][6 - waits :]
-        ends = [row["start_ns"] + row["duration_ns"] for row in each["comm.wait"]]
-        assert all(end <= step["start_ns"] for end, step in zip(ends, steps, strict=True))
-        assert all(row["c"] == 3 * (32 * 32 + 32) * 4 for row in each["comm.wait"])
+    groups = list(dict.fromkeys(row["a"] for row in found[0]["comm.wait"]))
+    assert len(groups) == len(CASES)
+    for number, (group, (_, _, waits)) in enumerate(zip(groups, CASES.values(), strict=True)):
+        for each in found:
+            seen = [row for row in each["comm.wait"] if row["a"] == group]
+            assert [row["b"] for row in seen] == list(range(6 - waits, 6))
+            steps = each["optimizer.step"][6 * number + 6 - waits : 6 * number + 6]
+            ends = [row["start_ns"] + row["duration_ns"] for row in seen]
+            assert all(end <= step["start_ns"] for end, step in zip(ends, steps, strict=True))
+            assert all(row["c"] == 3 * (32 * 32 + 32) * 4 for row in seen)
 
 
 def test_the_exposed_wait_ends_after_ddps_own_finaliser(tmp_path):
     """A slow peer: the wait of the fast rank is as long as the peer is late, and the late one's is not."""
-    source = TRAIN.replace("OPTIONS", "").replace("MICRO", "1")
-    source = source.replace("loss.backward()", "time.sleep(0.05 * rank); loss.backward()").replace(
-        "import contextlib", "import time, contextlib"
-    )
-    run_script(source, tmp_path, ranks=2)
+    run_script(TRAIN.replace("CASES", "[({}, 1, 0.05)]"), tmp_path, ranks=2)
     waits = [[row["duration_ns"] for row in rows(tmp_path / "run", rank=rank)["comm.wait"]] for rank in (0, 1)]
 
     assert sorted(waits[0])[3] >= 30_000_000

@@ -109,7 +109,7 @@ def test_finished_rows_are_the_caches_or_the_kept_ones_and_nothing_runs(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CASES.is_dir(), reason="the cases of known truth are not beside this checkout")
-@pytest.mark.parametrize("number", ["03", "04", "06"])
+@pytest.mark.parametrize("number", ["03"])
 def test_a_case_has_its_true_steps_and_seconds_and_prints_the_same_with_every_remedy(number):
     (result,) = bench("cases", number)["rows"].values()
 
@@ -117,7 +117,7 @@ def test_a_case_has_its_true_steps_and_seconds_and_prints_the_same_with_every_re
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [4, 7])
+@pytest.mark.parametrize("seed", [7])
 def test_evaluation_script_and_closures_have_the_seconds_of_the_loops_own_clock(seed):
     (result,) = bench("eval_script_time", seed)["rows"]
 
