@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     leave_stdout()
-    # Python gives Ctrl-C its default effect while it ends: a second one would put the code of a signal in place of ours.
+    # While Python ends, Ctrl-C has its default effect: a second one would put a signal's code in place of ours.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
 

@@ -11,11 +11,13 @@ from hypothesis import settings
 settings.register_profile("headway", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("headway")
 
-LONGEST = """jobs world breakers engine_ranks checkpoint_life full_disk save_and_leave bootstrap windows served_kills probes_comm
-left_behind measure device_run elastic ring_folders remedy resume_places draws_planned launch_attempts launch_ends fleet
-pretend hang_watch resume_check snapshot_races failing_remedies cli switch prometheus""".split()
-"""Test files that take the longest, which begin first: whoever runs files side by side does not wait for one at the
-end."""
+LONGEST = [
+    "jobs", "world", "breakers", "engine_ranks", "checkpoint_life", "full_disk", "save_and_leave", "bootstrap",
+    "windows", "served_kills", "probes_comm", "left_behind", "measure", "device_run", "elastic", "ring_folders",
+    "remedy", "resume_places", "draws_planned", "launch_attempts", "launch_ends", "fleet", "pretend",
+    "hang_watch", "resume_check", "snapshot_races", "failing_remedies", "cli", "switch", "prometheus",
+]  # fmt: skip
+"""Test files that take longest, and so begin first: a run on several processes does not wait for one at its end."""
 
 
 def pytest_collection_modifyitems(items):
