@@ -140,12 +140,30 @@ class Device:
 _SEEN: dict[tuple[str, int], Device] = {}
 """(kind, index) -> a device of which a tensor was seen."""
 
+_forked = False
+"""Whether this process is a fork of one that used a device: a driver does not survive that, and torch raises."""
+
+
+def _forget() -> None:
+    """In a forked child: forget the parent's devices, so that nothing here asks them for anything."""
+    global _forked
+    _forked = _forked or bool(_SEEN)
+    _SEEN.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
 _EMULATED: list[Callable[[Any], Device | None]] = []
 """What stands in for `device_of` where devices are emulated, see `emulate`."""
 
 
 def device_of(tensor: Any) -> Device | None:
-    """Return the device that holds a tensor; None for one in the host's memory, and for what is no tensor."""
+    """Return the device that holds a tensor; None for one in the host's memory, and for what is no tensor.
+
+    None too in a forked child of a process that used a device.
+    """
+    if _forked:
+        return None
     if _EMULATED:
         return _EMULATED[-1](tensor)
     place = getattr(tensor, "device", None)
@@ -190,6 +208,8 @@ def kinds_in_use() -> list[str]:
 
 def _initialised() -> list[str]:
     """Return the kinds that torch has initialised in this process; an emulated device is none of torch's."""
+    if _forked:
+        return []
     found, names = [], _MODULES
     if unlisted := {kind: f"torch.{kind}" for kind, _ in _SEEN if kind not in names}:
         names = names | unlisted
