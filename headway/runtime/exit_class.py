@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from headway.runtime.recording import Exit
@@ -238,6 +238,9 @@ def failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alo
     how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
     how = "ended for making no progress" if first.hung else how
     do = f"who was waited for says: headway hang {shlex.quote(str(run))}" if first.hung else advice(first, end.cls)
+    if end.cls == "user" and not first.hung and (names := in_force(run, first.rank)):
+        do = f"an error while {', '.join(names)} changed how the script runs: run it once more without --apply, and "
+        do += "report it if that succeeds"
     begin = "\n" if first.rank == 0 and first.stderr and not first.stderr.endswith("\n") else ""
     head = f"{begin}headway: rank {first.rank} failed first ({how}): {do}. The run is in {run}\n"
     if end.traceback:
@@ -251,11 +254,20 @@ def failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alo
 
 def failed_at_exit(run: Path, rank: int) -> bool:
     """Say whether a remedy has noted in the folder `run` that work of this rank's script failed after its last line."""
+    return any(FAILED_AT_EXIT in remedy.get("facts", {}) for remedy in _remedies(run, rank))
+
+
+def in_force(run: Path, rank: int) -> list[str]:
+    """Return the names of the remedies that this rank applied."""
+    return [str(remedy.get("name")) for remedy in _remedies(run, rank) if remedy.get("applied")]
+
+
+def _remedies(run: Path, rank: int) -> list[dict[str, Any]]:
     try:
-        remedies = json.loads((run / "applied" / f"r{rank}.json").read_text())["remedies"]
-        return any(FAILED_AT_EXIT in remedy["facts"] for remedy in remedies)
+        found: list[dict[str, Any]] = json.loads((run / "applied" / f"r{rank}.json").read_text())["remedies"]
     except (OSError, ValueError, KeyError):  # no remedies, or a file that tells nothing
-        return False
+        return []
+    return found
 
 
 FLUSH_CODE: Final = 120

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway.data.runtime.circumstances import data_of
 from headway.data.runtime.examples import aliased, encode, equal, is_plain_data
-from headway.data.runtime.outcome import OfDataset
+from headway.data.runtime.outcome import OfDataset, read_by
 from headway.data.runtime.purity import impurity
 from headway.data.runtime.trial import pretend_worker
 from headway.data.runtime.trial_child import in_child
@@ -67,7 +67,7 @@ def probed(loader: DataLoader[Any], *, fresh: bool = True) -> tuple[str | None, 
         if finding is None and aliased(example):
             finding = "parts of an example share memory, and parts of a copy would not"
         finding = finding or _differs_in_workers(loader, [0, last])
-        return (type(finding)(f"its dataset is not pure: {finding}"), 0) if finding else (None, num_bytes)
+        return (type(finding)(f"{read_by(dataset)}: {finding}"), 0) if finding else (None, num_bytes)
 
     # Never here: a dataset may count its readings, and what it opens at its first one must not be there already when
     # the script's own workers are forked.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from torch.utils.data import Subset
+
 from headway.data.caches.scrutiny import Scrutiny
+from headway.runtime.reach import is_installed
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.trace.in_force import DATASET, READING
 
@@ -24,14 +28,35 @@ class OfDataset(OfReading):
     __slots__ = ()
 
 
-def impure(finding: str) -> OfReading:
+def impure(finding: str, dataset: Any) -> OfReading:
     """Return the reason that `finding` is, found where a batch was made as another process would make it.
 
-    >>> type(impure("it is an open file")).__name__, type(impure(OfDataset("it draws"))).__name__
-    ('OfReading', 'OfDataset')
+    >>> impure("reading it twice gives two results", range(3)), type(impure(OfDataset("it draws"), [])).__name__
+    ('range: reading it twice gives two results', 'OfDataset')
     """
     kind = type(finding) if isinstance(finding, OfReading) else OfReading
-    return kind(f"its dataset is not pure: {finding}")
+    return kind(f"{read_by(dataset)}: {finding}")
+
+
+def read_by(dataset: Any) -> str:
+    """Name what reads an example, with its line where that is the user's: `Toy.__getitem__ (train.py:31)`.
+
+    Subsets are looked through. A class of an installed package is named alone.
+    """
+    for _ in range(MOST_SUBSETS):
+        if type(dataset) is not Subset:
+            break
+        dataset = dataset.dataset
+    kind = type(dataset)
+    for name in ("__getitems__", "__getitem__", "__iter__"):
+        code = getattr(getattr(kind, name, None), "__code__", None)
+        if code is not None and not is_installed(kind.__module__):
+            return f"{kind.__name__}.{name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+    return kind.__name__
+
+
+MOST_SUBSETS = 8
+"""Subsets of subsets that are looked through for the dataset's name."""
 
 
 def about(reason: str) -> dict[str, str]:

@@ -67,9 +67,9 @@ def impurity(
             if picture(dataset) != attributes:
                 return OfDataset(f"reading example {index} changes attributes of the dataset")
             if not equal(decode(encode(first)), first):
-                return f"example {index} does not survive being copied"
+                return f"a copy of example {index} is not equal to it: it holds objects that a pickle does not keep"
     except Exception as failure:
-        return f"the probe of an example raised {type(failure).__name__}: {failure}"
+        return f"reading an example in a test process raised {type(failure).__name__}: {failure}"
     finally:
         set_generators(states)
         restore_own()

@@ -70,7 +70,7 @@ def followed(loader: DataLoader[Any], options: DataServer, decisions: Decisions 
     if finding == NOT_TRIED:
         return finding
     if finding:
-        return impure(finding)
+        return impure(finding, loader.dataset)
     own = OwnLoader(
         loader.dataset, loader.batch_size, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory,
         timeout=loader.timeout, server=options, seed=torch.initial_seed() >> 1, **order,

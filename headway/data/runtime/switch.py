@@ -254,7 +254,7 @@ def different(loader: DataLoader[Any]) -> str | None:
     read = loader.dataset, loader.collate_fn
     finding = unfit(loader)[0]
     if finding:
-        return impure(finding)
+        return impure(finding, loader.dataset)
 
     def tried() -> tuple[str | None, int]:
         before = surroundings(read)

@@ -52,7 +52,7 @@ def limited(seconds: float) -> Iterator[Limit]:
 
     >>> with limited(0.2) as limit:
     ...     in_child(signal.pause)[0], limit.reached
-    ('the probe of an example ended or hung in a forked process', True)
+    ('reading an example in a forked process took over 0.2 s: it waits for a lock of another thread, or hangs', True)
     """
     limit = Limit(seconds)
     token = _LIMIT.set(limit)
@@ -82,7 +82,7 @@ def in_child(
         try:
             answer = worked()
         except Exception as failure:
-            answer = f"the probe of an example raised {type(failure).__name__}: {failure}", 0, -1
+            answer = f"reading an example in a forked process raised {type(failure).__name__}: {failure}", 0, -1
         return pickle.dumps(answer)
 
     if (limited_to := address_limit()) is not None:  # nothing that is tried here may be applied then
@@ -93,8 +93,13 @@ def in_child(
         answered_bytes, code = said(answered, seconds, apart="lose writes" if lose_writes else "end at writes")
         answer = pickle.loads(answered_bytes)
     except Exception:
-        limit.reached = limit.reached or monotonic() - began >= seconds
-        answer = ENDS.get(code, "the probe of an example ended or hung in a forked process"), 0
+        took = monotonic() - began >= seconds
+        limit.reached = limit.reached or took
+        reason = f"reading an example ended the forked process that tried it ({code})"
+        if took:
+            reason = f"reading an example in a forked process took over {seconds:g} s: "
+            reason += "it waits for a lock of another thread, or hangs"
+        answer = ENDS.get(code, reason), 0
     else:
         waited_ns[0] += max(answer[2], 0)
     return answer[0], answer[1]

@@ -88,7 +88,7 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
     # Its seeds need not be those of torch, which differ from worker to worker: so it may draw nothing.
     finding, tried_bytes = unfit(loader, may_draw=may_draw and not starts, starts=starts)
     if finding:
-        return impure(finding)
+        return impure(finding, loader.dataset)
     needed = 2 * batches_ahead * tried_bytes * max(1, (loader.batch_size or 1) // EXAMPLES)
     return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
 
