@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
+from headway.core.host_load import HostLoad
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.compare import compare
 from headway.ledger.ledger import Ledger
@@ -125,3 +127,44 @@ def test_a_run_without_steps_cannot_be_compared():
 
     with pytest.raises(InputError, match=r"second run has no complete step.*Record a longer one"):
         compare(ledger(BASE), empty)
+
+
+def noisy(seed, factor=1.0, steps=200):
+    """A ledger whose steps differ from each other by 15 %, those of ten in a row alike; `factor` of the usual time."""
+    rng = np.random.default_rng(seed)
+    drift = np.repeat(rng.normal(0, 0.05, -(-steps // 10)), 10)[:steps]
+    ns = (5 * MS * factor * np.exp(rng.normal(0, 0.15, steps) + drift)).astype(int)
+    return ledger(replace(BASE, steps=steps, compute_ns=lambda rank, step: int(ns[step])))
+
+
+@pytest.mark.parametrize("pair", range(10))
+def test_equal_runs_are_told_apart_by_no_noise_and_a_true_change_of_a_fifth_is_found(pair):
+    equal, slower = compare(noisy(pair), noisy(100 + pair)), compare(noisy(pair), noisy(100 + pair, 1.4))
+
+    assert (equal.verdict, equal.exit_code) == ("not resolved", 0)
+    assert equal.interval[0] < 1 < equal.interval[1]
+    assert (slower.verdict, slower.exit_code) == ("slower", 3)
+
+
+def load(other):
+    return HostLoad(cores=2, cores_available=2.0, other_cores=other, readings=9)
+
+
+def test_what_other_load_explains_is_inconclusive_and_closes_no_gate():
+    before, after = ledger(BASE), ledger(SLOWER["useful"])
+    found = compare(before, after, loads=(load(0.0), load(0.9)))
+
+    assert (found.verdict, found.exit_code, found.regressions) == ("inconclusive", 0, [])
+    assert found.inconclusive == "other processes took 0.90 cores beside the second run, 0.00 beside the first"
+    assert compare(after, before, loads=(load(0.9), load(0.0))).verdict == "inconclusive"
+    # Slower beside less load, or faster beside more, is the runs' own.
+    assert compare(before, after, loads=(load(0.9), load(0.0))).exit_code == 3
+    assert compare(after, before, loads=(load(0.0), load(0.9))).verdict == "faster"
+    assert compare(before, after, loads=(load(0.1), load(0.0))).exit_code == 3
+    assert compare(before, after, loads=(None, load(0.9))).exit_code == 3
+
+
+def test_too_few_steps_are_not_resolved():
+    found = compare(ledger(replace(BASE, steps=3)), ledger(replace(SLOWER["useful"], steps=3)))
+
+    assert (found.verdict, found.interval, found.exit_code) == ("not resolved", None, 0)

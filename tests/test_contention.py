@@ -18,7 +18,6 @@ from headway.sim.loader_costs import Costs
 from headway.sim.program import Program
 from headway.sim.recording import Recording
 from headway.trace.trace import concat
-from headway.verbs.compare import load_notes
 from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import time_sliced
 
@@ -137,28 +136,6 @@ def test_threads_of_kernels_share_the_cores_with_loads() -> None:
 
     assert program.predict(["workers=1"]).step_s == pytest.approx(0.010, rel=0.05)
     assert wide.predict(["workers=1"]).step_s == pytest.approx(0.015, rel=0.15)
-
-
-def test_compare_says_that_the_load_differs_and_what_that_alone_does() -> None:
-    made = RunMaker(ranks=1, steps=60, cores=2, num_workers=2, prep_ns=30 * MS, compute_ns=2 * MS, iter_ns=0).make()
-    before, after = (
-        _Run(made, load(sharing="sessions", seconds=9.0, other_cores=other, other_sessions=1.0)) for other in (0.0, 1.0)
-    )
-
-    [note] = load_notes(before, after)
-
-    assert "took 1.00 cores beside the second run, 0.00 beside the first (+1.00)" in note
-    assert "longer" in note
-    assert load_notes(before, before) == []
-    assert load_notes(_Run(made, None), after) == []
-
-
-class _Run:
-    """A made run with a load beside it, as `Run` looks."""
-
-    def __init__(self, made: Made, beside: HostLoad | None) -> None:
-        self.parts, self.trace = made.trace, made.trace
-        self.meta = {**made.meta, "host_load": msgspec.to_builtins(beside), "compute_cpu_fraction": 0.0}
 
 
 @pytest.mark.parametrize("between", [0, 2 * MS])

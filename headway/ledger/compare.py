@@ -7,18 +7,30 @@ unlike length compare and start-up, of which a short run mostly consists, does
 not decide: it is listed, and noted when it grew. `whole=True` judges whole
 runs instead: all that happened, per step, and what comes once, per run.
 
->>> slower = compare_steps({"input": 2.0, "useful": 8.0}, {"input": 3.5, "useful": 8.0}, 0.1)
->>> [row.bucket for row in slower if row.regressed]
-['input']
+How sure a difference is follows from the steps themselves. They are cut into
+blocks, since neighbours are alike; the blocks' means tell how far the mean of
+the run may be off, and two quiet runs of one job differ by `RUN_TO_RUN` besides:
+
+    sd(log speedup)^2 = sd(first)^2 + sd(second)^2 + RUN_TO_RUN^2
+
+The gate closes only where the whole interval lies beyond the threshold. What
+other load on the host explains is no difference of the runs: it is inconclusive.
+
+>>> spread(np.array([1.0, 1.2, 1.1, 0.9, 1.0, 1.1])).mean, spread(np.array([1.0, 1.0])) is None
+(1.05, True)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.core.errors import InputError
+from headway.core.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction, format_rate, format_seconds
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.ledger import Ledger
@@ -33,6 +45,22 @@ LOSSES = tuple(bucket for bucket in BUCKETS if bucket not in ("idle", "unknown")
 """Buckets whose growth can be a regression."""
 
 SCHEMA = "headway.compare/1"
+
+RUN_TO_RUN = 0.012
+"""Standard deviation of log(steps per second of one run / of another) on a quiet host, beyond that of their steps: what
+`headway bench calibration` finds between runs of one job."""
+
+MOST_BLOCKS = 20
+"""Blocks of steps whose means are compared, at most."""
+
+FEWEST_BLOCKS = 3
+"""With fewer steps than that nothing is said of their spread."""
+
+UNLIKE_CORES = 0.15
+"""Cores by which the other load of two runs has to differ to explain a difference: sampling is off by less."""
+
+UNLIKE_SHARE = 0.02
+"""The same as a share of the host's cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +113,27 @@ class Comparison:
     slower: bool
     """Whether steps per second fell by more than the threshold."""
 
+    interval: tuple[float, float] | None = None
+    """Range of the speedup that holds 95 % of pairs of runs like these; None with fewer than three steps to judge."""
+
+    inconclusive: str = ""
+    """What else explains the difference: other load on the host, in words; '' where nothing does."""
+
     whole: bool = False
     """Whether whole runs were judged, and not the steps alone."""
 
     notes: tuple[str, ...] = ()
     """What grew and was not judged."""
+
+    @property
+    def verdict(self) -> str:
+        """Return 'faster', 'slower', 'inconclusive' (other load explains it) or 'not resolved' (the noise does)."""
+        if self.inconclusive:
+            return "inconclusive"
+        if self.whole or self.interval is None:
+            return "not resolved" if self.interval is None and not self.whole else "slower" if self.slower else "faster"
+        low, high = self.interval
+        return "faster" if low > 1 else "slower" if high < 1 else "not resolved"
 
     @property
     def regressions(self) -> list[str]:
@@ -118,6 +162,9 @@ class Comparison:
             "schema": SCHEMA,
             "steps_per_s": list(self.steps_per_s),
             "speedup": self.speedup,
+            "interval": list(self.interval) if self.interval else None,
+            "verdict": self.verdict,
+            "inconclusive": self.inconclusive,
             "goodput": list(self.goodput),
             "step_goodput": list(self.step_goodput),
             "whole": self.whole,
@@ -139,10 +186,18 @@ class Comparison:
         }
 
 
-def compare(before: Ledger, after: Ledger, threshold: float = 0.05, *, whole: bool = False) -> Comparison:
+def compare(
+    before: Ledger,
+    after: Ledger,
+    threshold: float = 0.05,
+    *,
+    whole: bool = False,
+    loads: tuple[HostLoad | None, HostLoad | None] = (None, None),
+) -> Comparison:
     """Compare two ledgers of the same job; `threshold` is a fraction of the first one's step time (or wall).
 
-    Steps after the first are judged; with `whole`, everything that happened.
+    Steps after the first are judged; with `whole`, everything that happened. `loads` are what other processes took of
+    the host beside each run: a change that an unlike load explains is inconclusive, and closes no gate.
     Raises `InputError` when a ledger has no complete step, or on a threshold outside (0, 1).
     """
     if not 0.0 < threshold < 1.0:
@@ -151,26 +206,132 @@ def compare(before: Ledger, after: Ledger, threshold: float = 0.05, *, whole: bo
         if not ledger.steps or not len(ledger.step_wall_ns):
             raise InputError(f"the {label} run has no complete step, so there is no step time. Record a longer one.")
     rates = (steps_per_s(before), steps_per_s(after))
-    per_step = _per_step if whole else _in_steps
-    in_steps = compare_steps(per_step(before), per_step(after), threshold)
     once = [
         Change(b, "run", first, second, whole and _grew(b, first, second, before, threshold))
         for b in ONCE_PER_RUN
         for first, second in [(_per_device(before, b), _per_device(after, b))]
     ]
-    changes = {change.bucket: change for change in [*in_steps, *once]}
     unjudged = [change for change in once if _grew(change.bucket, change.before_s, change.after_s, before, threshold)]
-    return Comparison(
+    if whole:
+        interval, in_steps = None, _whole_steps(_per_step(before), _per_step(after), threshold)
+        slower = rates[1] < rates[0] * (1.0 - threshold)
+    else:
+        interval, in_steps = speedup_interval(before, after), _judged_steps(before, after, threshold)
+        slower = interval is not None and interval[1] < 1.0 - threshold
+    changes = {change.bucket: change for change in [*in_steps, *once]}
+    found = Comparison(
         steps_per_s=rates,
         speedup=rates[1] / rates[0],
         goodput=(before.goodput, after.goodput),
         step_goodput=(_step_goodput(before), _step_goodput(after)),
         changes=tuple(changes[bucket] for bucket in BUCKETS),
         threshold=threshold,
-        slower=rates[1] < rates[0] * (1.0 - threshold),
+        slower=slower,
+        interval=interval,
         whole=whole,
         notes=() if whole else tuple(_note(change) for change in unjudged),
     )
+    return _beside_loads(found, loads)
+
+
+def _beside_loads(found: Comparison, loads: tuple[HostLoad | None, HostLoad | None]) -> Comparison:
+    """Take back what the other load of the two runs explains by itself: more of it makes a run slower, less faster."""
+    unlike, sign = unlike_loads(*loads)
+    grew = found.slower or any(change.regressed for change in found.changes)
+    explained = (sign < 0 and (found.verdict == "slower" or grew)) or (sign > 0 and found.verdict == "faster")
+    if not explained:
+        return found
+    kept = tuple(replace(change, regressed=False) for change in found.changes)
+    return replace(found, changes=kept, slower=False, inconclusive=unlike)
+
+
+def unlike_loads(before: HostLoad | None, after: HostLoad | None) -> tuple[str, int]:
+    """Say how the hosts of two runs were occupied unlike, and which way that works: -1 = it slows the second run.
+
+    >>> unlike_loads(HostLoad(cores=2, cores_available=2, readings=9),
+    ...              HostLoad(cores=2, cores_available=2, other_cores=0.9, readings=9))
+    ('other processes took 0.90 cores beside the second run, 0.00 beside the first', -1)
+    """
+    if before is None or after is None or not (before.readings and after.readings):
+        return "", 0
+    words, slows = [], 0.0
+    if abs(after.cores_available - before.cores_available) > 0.01:
+        words.append(f"the second run could use {after.cores_available:g} cores, the first {before.cores_available:g}")
+        slows += before.cores_available - after.cores_available
+    more = after.other_cores - before.other_cores
+    if abs(more) >= max(UNLIKE_CORES, UNLIKE_SHARE * before.cores):
+        words.append(
+            f"other processes took {after.other_cores:.2f} cores beside the second run, {before.other_cores:.2f} "
+            "beside the first"
+        )
+        slows += more
+    return "; ".join(words), 0 if not words else -1 if slows > 0 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean, and how far it may be off."""
+
+    mean: float
+    sd: float
+    """Standard deviation of the mean."""
+    freedom: int
+    """Degrees of freedom behind it."""
+
+
+def spread(steps: NDArray[Any]) -> Spread | None:
+    """Return the mean of values by step, [k], and its spread from the means of blocks of steps; None for too few."""
+    if len(steps) < FEWEST_BLOCKS:
+        return None
+    means = np.array([block.mean() for block in np.array_split(steps, min(len(steps), MOST_BLOCKS))])
+    return Spread(float(steps.mean()), float(means.std(ddof=1)) / math.sqrt(len(means)), len(means) - 1)
+
+
+def student(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t: Cornish and Fisher's expansion, within 1 % from 3 on.
+
+    >>> [round(student(freedom), 2) for freedom in (3, 10, 1000)]
+    [3.16, 2.23, 1.96]
+    """
+    z = 1.959964
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
+def speedup_interval(before: Ledger, after: Ledger) -> tuple[float, float] | None:
+    """Return the range of the second run's steps per second over the first one's; None with too few steps."""
+    first, second = (spread(_judged(ledger.step_wall_ns)) for ledger in (before, after))
+    if first is None or second is None or not (first.mean and second.mean):
+        return None
+    parts = first.sd / first.mean, second.sd / second.mean
+    half = student(min(first.freedom, second.freedom)) * math.hypot(*parts)
+    half = math.hypot(half, student(math.inf) * RUN_TO_RUN)
+    ratio = first.mean / second.mean
+    return ratio * math.exp(-half), ratio * math.exp(half)
+
+
+def _judged_steps(before: Ledger, after: Ledger, threshold: float) -> list[Change]:
+    """Compare seconds per step and device of each bucket; it regressed where all of its interval is past the gate."""
+    first, second = _in_steps(before), _in_steps(after)
+    step_s = sum(first.values())
+    found = []
+    for bucket in first:
+        row = BUCKETS.index(bucket)
+        spreads = [spread(_judged(ledger.step_ns[row]) / (ledger.devices * NS_PER_S)) for ledger in (before, after)]
+        known = [one for one in spreads if one is not None]
+        half = math.inf
+        if len(known) == 2:
+            half = student(min(one.freedom for one in known)) * math.hypot(*(one.sd for one in known))
+            half = math.hypot(half, student(math.inf) * RUN_TO_RUN * step_s)
+        grown = second[bucket] - first[bucket]
+        found.append(Change(bucket, "step", first[bucket], second[bucket], grown - half > threshold * step_s))
+    return found
+
+
+def _judged(steps: NDArray[Any]) -> NDArray[Any]:
+    """Return the steps that are judged: without the first one, where there are others."""
+    return steps[1:] if len(steps) > 1 else steps
 
 
 def _grew(bucket: str, before_s: float, after_s: float, before: Ledger, threshold: float) -> bool:
@@ -185,7 +346,7 @@ def _note(change: Change) -> str:
     )
 
 
-def compare_steps(before_s: Mapping[str, float], after_s: Mapping[str, float], threshold: float) -> list[Change]:
+def _whole_steps(before_s: dict[str, float], after_s: dict[str, float], threshold: float) -> list[Change]:
     """Compare seconds per step and device, bucket by bucket; the threshold is a fraction of the first one's sum."""
     allowed = threshold * sum(before_s.values())
     return [Change(b, "step", before_s[b], after_s[b], after_s[b] - before_s[b] > allowed) for b in before_s]
@@ -197,7 +358,7 @@ def steps_per_s(ledger: Ledger) -> float:
     Start-up and teardown are left out, and so is step 0 where there are others: it holds the first fork of loader
     workers, lazy imports and cold caches, which come once however long a job is.
     """
-    walls = ledger.step_wall_ns[1:] if len(ledger.step_wall_ns) > 1 else ledger.step_wall_ns
+    walls = _judged(ledger.step_wall_ns)
     wall_ns = int(walls.sum())
     return len(walls) * NS_PER_S / wall_ns if wall_ns else 0.0
 

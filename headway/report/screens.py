@@ -306,12 +306,9 @@ def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **scr
     ratio = finite(comparison.get("speedup"))
     regressions = [_plain(r) for r in comparison.get("regressions") or ()]
     if ratio:
-        word = "faster" if ratio >= 1 else "slower"
         rates = [format_rate(rate) for raw in comparison.get("steps_per_s") or () if (rate := finite(raw)) is not None]
         detail = f" ({' -> '.join(rates)} steps/s)" if len(rates) == 2 else ""
-        times = speedup(max(ratio, 1 / ratio))
-        pace = "as fast as the first" if times == "1.00x" else f"{times} {word}"
-        text = f"The second run is {pace}{detail}."
+        text = _pace(comparison, ratio) + f"{detail}."
         parts.append(paragraph(text, style="bold red" if regressions else "bold"))
     shares = [percent(share) for raw in comparison.get("step_goodput") or () if (share := finite(raw)) is not None]
     if len(shares) == 2:
@@ -324,6 +321,23 @@ def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **scr
         parts += ["", paragraph(f"No regression past {percent(comparison['threshold'])}.", style="dim")]
     parts += [paragraph(Text.assemble(("note  ", "yellow"), _plain(note))) for note in comparison.get("notes") or ()]
     return draw(parts, **screen)
+
+
+def _pace(comparison: Json, ratio: float) -> str:
+    """Return which run is faster, with the range of the ratio, or why that cannot be said."""
+    ends = [end for raw in comparison.get("interval") or () if (end := finite(raw))]
+    word, verdict = "faster" if ratio >= 1 else "slower", comparison.get("verdict")
+    if verdict == "inconclusive":
+        return f"Inconclusive: {clean(comparison.get('inconclusive', ''))}"
+    if verdict == "not resolved":
+        if len(ends) < 2:
+            return "Not resolved: fewer than four steps; record more of them"
+        change, low, high = (f"{100 * (value - 1):+.1f} %" for value in (ratio, *ends))
+        return f"No difference resolved: {change} ({low} to {high})"
+    times = speedup(max(ratio, 1 / ratio))
+    between = " to ".join(f"{end:.2f}" for end in sorted(ends if ratio >= 1 else (1 / end for end in ends)))
+    between = between and f" ({between})"
+    return f"The second run is {'as fast as the first' if times == '1.00x' else f'{times} {word}{between}'}"
 
 
 def _changes(changes: Sequence[Json]) -> Table:
