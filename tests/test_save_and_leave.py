@@ -111,6 +111,21 @@ def test_a_job_that_is_stopped_again_and_again_ends_bit_for_bit_as_undisturbed(t
     assert [(tmp_path / f"final-{rank}").read_text() for rank in (0, 1)] == undisturbed(tmp_path / "plain", steps, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_job_that_is_stopped_while_it_saves_leaves_behind_a_later_step_and_goes_on_from_it(tmp_path):
+    """At every step a save of 32 MB begins: whenever the signal comes, one is under way."""
+    cls, stderr, _ = stopped(tmp_path, tmp_path / "run", 60, "saving", after_s=0.2)
+    (left,) = re.findall(r"step (\d+) is saved; leaving, as SIGTERM", stderr)
+    last = run(tmp_path / "run-last", [JOB, str(tmp_path), "60", "saving"], nproc_per_node=1)
+
+    assert (cls, last.returncode) == ("preempted", 0), stderr + last.stderr
+    assert 0 < int(left) < 60
+    (tmp_path / "plain").mkdir()
+    assert run(tmp_path / "plain" / "run", [JOB, str(tmp_path / "plain"), "60", "saving"]).returncode == 0
+    assert (tmp_path / "final-0").read_text() == (tmp_path / "plain" / "final-0").read_text()
+
+
 def test_the_scripts_own_handler_runs_after_the_save(tmp_path):
     cls, stderr, _ = stopped(tmp_path, tmp_path / "run", 100_000, "own")
 

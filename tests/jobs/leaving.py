@@ -1,7 +1,8 @@
 """A job that counts on being stopped: after each start it restores, and it ends by itself after some steps.
 
-leaving.py FOLDER STEPS [own|never|stuck]   own: with a SIGTERM handler, which ends the loop; never: it never saves;
-                                        stuck: its first step takes a minute
+leaving.py FOLDER STEPS [own|never|stuck|saving]   own: with a SIGTERM handler, which ends the loop; never: it never
+                                        saves; stuck: its first step takes a minute; saving: a save of 32 MB begins at
+                                        every step
 """
 
 import hashlib
@@ -26,6 +27,8 @@ if world > 1:
 
 torch.manual_seed(0), random.seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(), torch.nn.Linear(16, 1))
+if "saving" in sys.argv:
+    model.register_buffer("large", torch.zeros(1 << 23))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
 ckpt = headway.Checkpointer(f"{folder}/ckpt", model=model, optimizer=optimizer, schedule=schedule)
@@ -45,8 +48,13 @@ while step < steps and not stopped:
     optimizer.step()
     schedule.step()
     step += 1
+    if "saving" in sys.argv:
+        model.large.add_(1)
+        ckpt.save(step)
     time.sleep(60 if "stuck" in sys.argv else 0.002)
-state = [p.detach().numpy().tobytes() for p in model.parameters()] + [repr(optimizer.param_groups[0]["lr"]).encode()]
+state = [p.detach().numpy().tobytes() for p in model.state_dict().values()] + [
+    repr(optimizer.param_groups[0]["lr"]).encode()
+]
 if step == steps:
     with open(f"{folder}/final-{rank}", "w") as file:
         file.write(hashlib.sha256(b"".join(state)).hexdigest())
