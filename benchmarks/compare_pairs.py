@@ -22,7 +22,7 @@ JOB = """
 import sys, time, torch
 work, model = int(sys.argv[1]), torch.nn.Linear(8, 8)
 optimizer, square = torch.optim.SGD(model.parameters(), 0.01), torch.ones(96, 96)
-for _ in range(300):
+for _ in range(200):
     for _ in range(work):
         square = (square @ square).clamp(-1, 1)
     time.sleep(0.005)

@@ -235,14 +235,29 @@ def compare(
 
 
 def _beside_loads(found: Comparison, loads: tuple[HostLoad | None, HostLoad | None]) -> Comparison:
-    """Take back what the other load of the two runs explains by itself: more of it makes a run slower, less faster."""
-    unlike, sign = unlike_loads(*loads)
+    """Take back what the other load of the two runs explains by itself: more of it makes a run slower, less faster.
+
+    Where a run found no core free, any difference may come from how others took turns with it.
+    """
+    words, sign = unlike_loads(*loads)
     grew = found.slower or any(change.regressed for change in found.changes)
-    explained = (sign < 0 and (found.verdict == "slower" or grew)) or (sign > 0 and found.verdict == "faster")
-    if not explained:
+    slower, faster = found.verdict == "slower" or grew, found.verdict == "faster"
+    full = "; ".join(
+        f"other processes wanted {load.demand:.2f} cores beside the {label} run, which used {load.own_cores:.2f} of "
+        f"{load.cores}"
+        for label, load in zip(("first", "second"), loads, strict=True)
+        if load is not None and _is_full(load)
+    )
+    explained = (sign <= 0 and slower) or (sign >= 0 and faster)
+    if not explained or not (words or full):
         return found
     kept = tuple(replace(change, regressed=False) for change in found.changes)
-    return replace(found, changes=kept, slower=False, inconclusive=unlike)
+    return replace(found, changes=kept, slower=False, inconclusive=words or full)
+
+
+def _is_full(load: HostLoad) -> bool:
+    """Whether the job had no core to itself: what others wanted and what it used make up the cores that it has."""
+    return load.demand >= UNLIKE_CORES and load.own_cores + load.demand > load.cores_available - UNLIKE_CORES
 
 
 def unlike_loads(before: HostLoad | None, after: HostLoad | None) -> tuple[str, int]:
@@ -250,7 +265,7 @@ def unlike_loads(before: HostLoad | None, after: HostLoad | None) -> tuple[str, 
 
     >>> unlike_loads(HostLoad(cores=2, cores_available=2, readings=9),
     ...              HostLoad(cores=2, cores_available=2, other_cores=0.9, readings=9))
-    ('other processes took 0.90 cores beside the second run, 0.00 beside the first', -1)
+    ('other processes wanted 0.90 cores beside the second run, 0.00 beside the first', -1)
     """
     if before is None or after is None or not (before.readings and after.readings):
         return "", 0
@@ -258,11 +273,11 @@ def unlike_loads(before: HostLoad | None, after: HostLoad | None) -> tuple[str, 
     if abs(after.cores_available - before.cores_available) > 0.01:
         words.append(f"the second run could use {after.cores_available:g} cores, the first {before.cores_available:g}")
         slows += before.cores_available - after.cores_available
-    more = after.other_cores - before.other_cores
+    more = after.demand - before.demand
     if abs(more) >= max(UNLIKE_CORES, UNLIKE_SHARE * before.cores):
         words.append(
-            f"other processes took {after.other_cores:.2f} cores beside the second run, {before.other_cores:.2f} "
-            "beside the first"
+            f"other processes wanted {after.demand:.2f} cores beside the second run, {before.demand:.2f} beside the "
+            "first"
         )
         slows += more
     return "; ".join(words), 0 if not words else -1 if slows > 0 else 1
