@@ -3,8 +3,8 @@
 `headway --help` imports neither torch nor any room. Everything behind the
 first `--` belongs to the script that is run, and reaches it unchanged.
 
-Exit codes: 0 done, 1 our fault, 2 the caller's mistake, 3 damage found or bar
-missed; `run` exits with the first failing rank's code (128 + signal).
+Exit codes: 0 success, 1 internal error, 2 usage error, 3 check failed (damage, a bar
+missed); `run` exits with the first failing rank's code (128 + signal).
 """
 
 from __future__ import annotations

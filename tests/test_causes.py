@@ -193,9 +193,9 @@ def test_after_a_restart_the_evidence_says_what_the_replay_of_the_last_attempt_l
 
 def test_a_predicted_remedy_takes_the_place_of_general_advice():
     ledger = Ledger.of(FAULTS["input.fetch"].make())
-    fix = Fix("DataLoader(num_workers=6)", 2.1, (1.9, 2.2))
+    fix = Fix("data.workers: workers=6", 2.1, (1.9, 2.2), "DataLoader(..., num_workers=6)")
 
-    cause = find_causes(ledger, fixes={"input.fetch": fix})[0]
+    cause = replace(find_causes(ledger, fixes={"input.fetch": fix})[0], line="train.py:30")
 
     assert (cause.fix, cause.predicted_speedup, cause.interval) == (fix.text, 2.1, (1.9, 2.2))
     assert cause.to_json() == {
@@ -203,10 +203,11 @@ def test_a_predicted_remedy_takes_the_place_of_general_advice():
         "where": "MadeDataset, 0 workers per rank",
         "lost_device_s": cause.lost_device_s,
         "evidence": cause.evidence,
-        "fix": "DataLoader(num_workers=6)",
+        "fix": "data.workers: workers=6",
         "predicted_speedup": 2.1,
         "interval": [1.9, 2.2],
         "at_most": False,
+        "script": "DataLoader(..., num_workers=6)  # train.py:30",
     }
 
 

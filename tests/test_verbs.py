@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from headway.catalog import CAUSES_OF_REMEDY, REMEDIES
-from headway.core.errors import InputError
+from headway.core.errors import BarMissedError, InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.cause import Cause
 from headway.ledger.causes import Fix, find_causes
@@ -256,7 +256,7 @@ def test_a_fix_for_a_run_without_a_launcher_is_in_the_scripts_own_terms():
     launched, alone = (fixes_of(plan, launched=kind)["input.fetch"] for kind in (True, False))
 
     assert "headway run --apply" in launched.text
-    assert alone.text == "DataLoader(num_workers=8, prefetch_factor=2, persistent_workers=True)"
+    assert alone.text == "DataLoader(..., num_workers=8, prefetch_factor=2, persistent_workers=True)"
     assert alone.predicted_speedup == launched.predicted_speedup
     assert {*OF_REMEDY} >= {name for name in REMEDIES if CAUSES_OF_REMEDY.get(name)} - {"comm.order"}
 
@@ -271,7 +271,7 @@ def test_a_plan_of_a_run_without_a_launcher_ends_with_what_the_script_can_say():
     )
 
     assert "headway run --apply plan.json" in launched
-    assert "Next, in the script  DataLoader(num_workers=8, prefetch_factor=2, persistent_workers=True)" in alone
+    assert "Next, in the script  DataLoader(..., num_workers=8, prefetch_factor=2, persistent_workers=True)" in alone
     assert "--apply" not in alone
 
 
@@ -320,6 +320,26 @@ def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path
     assert "while data.workers changed how the script runs: run it once more without --apply" in told
     stopped = failure_text(first, end, tmp_path, interrupted=True, alone=True)
     assert stopped == f"headway: stopped by Ctrl-C. The run is in {tmp_path}\n"
+
+
+def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_predictions(tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(BEFORE, run, ignore=shutil.ignore_patterns("plan.json"))
+
+    def refuse(*_, **__):
+        raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
+
+    monkeypatch.setattr("headway.verbs.plan.Plan.of", refuse)
+    assert plan_verb(run) == 3
+    screen = capsys.readouterr().out
+    assert plan_verb(run, json=True) == 3
+    answer = json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    assert "No predictions, and no plan: the replay misses by 6.2 %" in " ".join(screen.split())
+    assert "edit   DataLoader(..., num_workers=" in screen
+    assert answer["chosen"] == answer["proposals"] == []
+    assert answer["hints"][0]["cause"] == "input.fetch"
+    assert not (run / "plan.json").exists()
 
 
 def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):

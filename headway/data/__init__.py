@@ -1,4 +1,4 @@
-"""Input data: where its time goes, what wins it back, and a loader whose place in the data survives anything.
+"""Input data: where its time goes, what wins it back, and a DataLoader that resumes mid-epoch, on any number of ranks.
 
 Public names are resolved on first use, through one literal table; only those of the loader need torch.
 

@@ -36,7 +36,7 @@ SLOT_BYTES = 256
 HEADROOM = 1.25
 """Memory asked for a cache / what its examples need on average: sizes vary, and pages are taken only when filled."""
 
-NO_DRAW = "a loader whose examples prove to be drawn is left alone"
+NO_DRAW = "loaders with random examples are not changed"
 """Risk of workers for a loader of which no draw is known: in the rank, a probe of its examples decides."""
 
 THREADS_WIN = 1.2
@@ -172,7 +172,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         },
         loaders=tuple(facts),
         cost=f"{count * setup.ranks_per_host} processes per host, about {format_bytes(memory)} per rank",
-        risk=f"{draws}, and workers draw others" if draws else NO_DRAW,
+        risk=f"{draws}, and workers would draw other ones, so augmentation differs" if draws else NO_DRAW,
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
         allow="result-equivalent" if draws else None,

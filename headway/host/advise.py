@@ -90,7 +90,7 @@ def straggler(program: Program) -> Proposal | Refusal:
         interval=prediction.interval,
         applies=False,
         cost="another host for the slow rank",
-        reason=f"Every rank would work like the typical one. {prediction.note}".strip(),
+        reason=f"This assumes that every rank becomes as fast as the median rank. {prediction.note}".strip(),
     )
 
 

@@ -44,6 +44,12 @@ class Cause:
     at_most: bool = False
     """Whether `predicted_speedup` is that of a run without the cause: what the fix wins of it is not known."""
 
+    script: str = ""
+    """What the user can write in the script instead, a line to copy; '' where the fix says all that is known."""
+
+    line: str = ""
+    """Where the script does what the cause is about, as `train.py:30`; '' where that is not known."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the row of the `causes` list of schema `headway.why/2`."""
         return {
@@ -55,6 +61,7 @@ class Cause:
             "predicted_speedup": self.predicted_speedup,
             "interval": None if self.interval is None else list(self.interval),
             "at_most": self.at_most,
+            "script": f"{self.script}  # {self.line}" if self.script and self.line else self.script,
         }
 
 

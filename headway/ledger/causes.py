@@ -105,6 +105,9 @@ class Fix:
     interval: tuple[float, float] | None = None
     """Range of the speedup."""
 
+    script: str = ""
+    """The same as a line of the user's script; '' leaves the rule's."""
+
 
 class Rule(Protocol):
     """Looks for one cause. Write a function of this shape and list it in `RULES`."""
@@ -180,20 +183,21 @@ def _fixed(cause: Cause, fix: Fix | None) -> Cause:
         return cause
     text = fix.text or _booked(cause).fix
     gain, bounds = fix.predicted_speedup, fix.interval
-    return replace(cause, fix=text, predicted_speedup=gain, interval=bounds, at_most=False)
+    script = fix.script or cause.script
+    return replace(cause, fix=text, predicted_speedup=gain, interval=bounds, at_most=False, script=script)
 
 
 # ---- the rules
 
 
 def _comm_exposed(ledger: Ledger) -> list[Cause]:
-    """Communication that nothing hides, after the last rank had arrived."""
+    """Communication that nothing hides."""
     own = ledger.ledger_ns["comm"] / NS_PER_S
     kernels = span_of(ledger, "kernel.comm") + span_of(ledger, "kernel.p2p")
     names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
     spans = [span_of(ledger, name) for name in names]
     count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
-    evidence = f"{count:,} waits lasted {mean_of(own, count)} after the last rank had arrived"
+    evidence = f"communication not hidden by compute: {mean_of(own, count)} x {count:,}"
     if size and count:
         evidence += f", for {format_bytes(size / count)} each"
     if kernels.count:
@@ -281,7 +285,10 @@ def _host_gc(ledger: Ledger) -> list[Cause]:
     if called.total_ns > span.total_ns / 2:  # no remedy puts these off: the script may wait for what they do
         evidence += f"; the script called gc.collect() for {called.count:,} of them"
         fix = "call gc.collect() less often"
-    return [Cause("host.gc", "training thread", own + waited, evidence + also_waited(waited), fix)]
+        script = ""
+    else:
+        script = "gc.freeze(); gc.disable()  # behind the set-up; then gc.collect() every 100 steps, on all ranks"
+    return [Cause("host.gc", "training thread", own + waited, evidence + also_waited(waited), fix, script=script)]
 
 
 def _host_logging(ledger: Ledger) -> list[Cause]:
@@ -290,7 +297,8 @@ def _host_logging(ledger: Ledger) -> list[Cause]:
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.logging"))
     evidence = f"{span.count:,} log records took {mean_of(own, span.count)} on the training thread"
     fix = "hand log records to a background thread: remedy host.logging; try --set logging=buffered"
-    return [Cause("host.logging", "training thread", own + waited, evidence + also_waited(waited), fix)]
+    script = "if step % 50 == 0: logger.info(...)"
+    return [Cause("host.logging", "training thread", own + waited, evidence + also_waited(waited), fix, script=script)]
 
 
 def _host_launch(ledger: Ledger) -> list[Cause]:

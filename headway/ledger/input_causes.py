@@ -126,7 +126,21 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     else:
         tried = f"{TRY}workers={2 * (workers or 2)}, or --set cache_fraction=1"
         fix = f"more workers than {workers or 'now'}, or a cache{tried}"
-    return Cause("input.fetch", loader.where, own + waited, evidence + also_waited(waited), fix)
+    return _cause(
+        "input.fetch", loader, own + waited, evidence + also_waited(waited), fix, _more_workers(ledger, loader)
+    )
+
+
+def _more_workers(ledger: Ledger, loader: LoaderWaits) -> str:
+    """Return the loader with twice its workers, or with as many as a rank has cores, up to four, where it has none."""
+    if _is_served(ledger) or loader.refusal or loader.workers is None:
+        return ""
+    each = int(ledger.meta.get("cores") or 4) // _ranks_per_host(ledger)
+    return f"DataLoader(..., num_workers={2 * loader.workers or max(1, min(4, each))}, persistent_workers=True)"
+
+
+def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, fix: str, script: str) -> Cause:
+    return Cause(name, loader.where, lost_s, evidence, fix, script=script, line=loader.facts.line or "")
 
 
 def input_prep(ledger: Ledger) -> list[Cause]:
@@ -152,7 +166,9 @@ def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
         fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"
     else:
         fix = f"more workers than {workers if workers is not None else 'now'}{TRY}workers={2 * (workers or 1)}"
-    return Cause("input.prep", loader.where, own + waited, evidence + also_waited(waited), fix)
+    return _cause(
+        "input.prep", loader, own + waited, evidence + also_waited(waited), fix, _more_workers(ledger, loader)
+    )
 
 
 def input_transfer(ledger: Ledger) -> list[Cause]:
@@ -179,4 +195,9 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
         fix = "hand over less: smaller dtypes, fewer and larger tensors per batch"
     else:
         fix = "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device"
-    return Cause("input.transfer", loader.where, hand + start + waited, evidence + also_waited(waited), fix)
+    script = ""
+    if start > hand and loader.workers and not loader.facts.persistent:
+        script = "DataLoader(..., persistent_workers=True)"
+    elif start <= hand and str(ledger.meta.get("device_type", "cpu")) != "cpu" and not loader.facts.pin_memory:
+        script = "DataLoader(..., pin_memory=True)  # and batch.to(device, non_blocking=True)"
+    return _cause("input.transfer", loader, hand + start + waited, evidence + also_waited(waited), fix, script)

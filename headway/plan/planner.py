@@ -38,6 +38,9 @@ class Adviser(Protocol):
         ...
 
 
+SCHEMA = "headway.plan/1"
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What was proposed, and which of it to apply."""
@@ -106,7 +109,7 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """Return the object of `headway plan --json`."""
         return {
-            "schema": "headway.plan/1",
+            "schema": SCHEMA,
             "proposals": [{**row.to_json(), "left_out": self._reason(row.name)} for row in self.proposals],
             "chosen": list(self.chosen),
             "predicted_speedup": self.predicted_speedup,

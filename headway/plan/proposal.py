@@ -79,7 +79,7 @@ class Proposal:
 
     @property
     def clear(self) -> bool:
-        """Say whether the gain is worth having and stands clear of its own uncertainty."""
+        """Say whether the gain is worth having and is larger than the error of the prediction."""
         return self.predicted_speedup >= MIN_SPEEDUP and self.interval[0] > 1 + (MIN_SPEEDUP - 1) / 2
 
     def to_json(self) -> dict[str, Any]:

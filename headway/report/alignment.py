@@ -46,9 +46,7 @@ def render_alignment(answer: Json, *, source: str = "", target: str = "", **scre
         )
     )
     if before == 0:
-        parts.append(
-            paragraph("The clocks as recorded keep every order: these offsets are estimates, not needs.", style="dim")
-        )
+        parts.append(paragraph("The clocks as recorded agree already: the offsets are informational.", style="dim"))
     for step in list(answer.get("steps") or ())[:SHOWN]:
         size = format_seconds(abs(float(step["by_us"])) / 1e6)
         way = "forward" if step["by_us"] > 0 else "back"

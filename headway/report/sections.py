@@ -257,6 +257,8 @@ def _cause(place: int, cause: Json, total_s: float) -> str:
         for label, key in (("Where", "where"), ("Evidence", "evidence"), ("Fix", "fix"))
         if cause.get(key)
     )
+    if cause.get("script"):
+        facts += f'<dt>Edit</dt><dd class="edit"><code>{text(cause["script"])}</code></dd>'
     head = (
         f'<div class="head"><h3>{swatch(name.partition(".")[0])}{text(name)}</h3><span class="lost">{text(lost)}</span>'
         f'<span class="won {style}">{text(won)}</span></div>'

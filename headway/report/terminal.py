@@ -68,6 +68,7 @@ __all__ = [
     "ScreenOptions",
     "render_compare",
     "render_doctor",
+    "render_hints",
     "render_plan",
     "render_run",
     "render_stalls",
@@ -87,7 +88,7 @@ MINOR_BUCKET = 0.01
 """Share of the device time below which a bucket's sub-lines are left to the report."""
 
 BASIS_PHRASES: dict[str, str] = {
-    "remainder": "by remainder",
+    "remainder": "time not otherwise explained",
     "sampled": "from sampled windows",
     "kernels": "from kernels",
 }
@@ -113,6 +114,16 @@ def render_why(why: Json, *, source: str = "", next_command: str = "", **screen:
     command = next_command or _next_command(why, source)
     if command:
         parts += ["", command_line("Next", command)]
+    return draw(parts, **screen)
+
+
+def render_hints(why: Json, *, reason: str, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway plan` where nothing can be predicted: why, and what to do about each cause."""
+    parts: list[RenderableType] = [
+        title("headway plan", clean(source), width=screen.get("width", 88)), "",
+        paragraph(f"No predictions, and no plan: {clean(reason)}", style="bold"),
+        *_causes(why),
+    ]  # fmt: skip
     return draw(parts, **screen)
 
 
@@ -208,7 +219,11 @@ def _causes(why: Json) -> list[RenderableType]:
         return []
     total_s = total_device_s(why)
     parts: list[RenderableType] = ["", Text("  What lost it, and what wins it back", style="bold")]
+    shown: dict[tuple[str, str], int] = {}
     for place, cause in enumerate(causes[:MOST_CAUSES], 1):
+        first = shown.setdefault((str(cause.get("fix")), str(cause.get("script"))), place)
+        if first < place and (cause.get("predicted_speedup") or 0) >= GAIN_WORTH_NAMING:
+            cause = {**cause, "fix": f"as for cause {first}", "script": ""}
         parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
     rest = [clean(c.get("cause")) for c in causes[MOST_CAUSES:]]
     if rest:
@@ -232,6 +247,7 @@ def _cause_head(place: int, cause: Json, total_s: float) -> Table:
 def _cause_body(cause: Json) -> list[RenderableType]:
     """Return where a cause was seen, the evidence and the fix, wrapped below one another."""
     rows = [("where", cause.get("where")), ("seen", cause.get("evidence")), ("fix", cause.get("fix"))]
+    rows += [("edit", cause.get("script"))]
     table = grid("left", "fold", indent=5)
     for label, text in rows:
         if text:

@@ -72,7 +72,7 @@ class DdpReplay:
         windows = windows_of(run)
         if not windows:
             raise InputError(
-                "the run has no deep window of all its ranks. Record a longer run, or give windows more of its time "
+                "no profiler sample of the run covers all ranks. Record a longer run, or give windows more of its time "
                 "(headway run --windows 0.05)."
             )
         ranks = sorted({int(rank) for window in windows for rank in np.unique(window.trace.events["rank"])})

@@ -46,6 +46,12 @@ if TYPE_CHECKING:
 MAX_DISCREPANCY = 0.05
 """A replay that misses the measured step time by more refuses what-ifs (the cut of the straggler study)."""
 
+SHORT_STEPS, SHORT_DISCREPANCY = 300, 0.10
+"""Up to so many steps it may miss twice as much: the interval of a prediction holds what it misses."""
+
+BUSY = 0.15
+"""Cores that others want from which on they are named beside a replay that misses."""
+
 MAX_RANK_STEPS = 8000
 """Ranks x steps that are replayed; a longer run is cut, and what is rare is scaled to its rate over the whole run."""
 
@@ -218,7 +224,7 @@ class Program:
         self,
         edits: Iterable[Edit | str] = (),
         *,
-        max_discrepancy: float = MAX_DISCREPANCY,
+        max_discrepancy: float | None = None,
         interval: bool = True,
         seed: int = 0,
     ) -> Prediction:
@@ -226,7 +232,7 @@ class Program:
 
         Raises `InputError` for an edit that is wrong or cannot be predicted
         from this run, `BarMissedError` when the replay without edits misses
-        the measured time by more than `max_discrepancy`.
+        the measured time by more than `max_discrepancy` (default: `bar`).
         """
         given = tuple(parse_edit(edit) if isinstance(edit, str) else edit for edit in edits)
         scenario = scenario_of(given)
@@ -426,13 +432,19 @@ class Program:
                 break
         return best
 
-    def _check(self, scenario: Scenario, max_discrepancy: float) -> None:
+    @property
+    def bar(self) -> float:
+        """Return by how much the replay may miss the run: more in a short one, whose steps say less of their mean."""
+        return SHORT_DISCREPANCY if self.recording.recorded_steps <= SHORT_STEPS else MAX_DISCREPANCY
+
+    def _check(self, scenario: Scenario, max_discrepancy: float | None) -> None:
         """Refuse what this run cannot answer."""
-        gap = abs(self.fidelity - 1)
-        if gap > max_discrepancy:
+        gap, most = abs(self.fidelity - 1), self.bar if max_discrepancy is None else max_discrepancy
+        if gap > most:
+            beside = f" Beside it, {self.load.words()}." if self.load is not None and self.load.demand >= BUSY else ""
             raise BarMissedError(
                 f"the replay without edits misses the measured step time by {format_fraction(gap)}; a what-if needs "
-                f"at most {format_fraction(max_discrepancy, 0)}. Record a longer or a quieter run."
+                f"at most {format_fraction(most, 0)}.{beside} Record a longer or a quieter run."
             )
         names = self._names() | set(PARTS)
         for pattern, _ in scenario.factors:

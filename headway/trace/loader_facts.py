@@ -234,7 +234,8 @@ def uncacheable(facts: LoaderFacts) -> str:
     if facts.unfit:
         return facts.unfit
     if facts.draws:
-        return f"reading an example draws random numbers ({', '.join(facts.draws)}): it is another one each time"
+        drawn = ", ".join(facts.draws)
+        return f"reading an example draws random numbers ({drawn}): a cache would freeze its random augmentation"
     return ""
 
 

@@ -191,7 +191,7 @@ def fixes_of(
                 if not launched:
                     text = script_terms(row)
                 text = text if row.applies else ""
-                fixes[cause] = Fix(text, row.predicted_speedup, row.interval)
+                fixes[cause] = Fix(text, row.predicted_speedup, row.interval, script_terms(row) if launched else "")
     return fixes
 
 

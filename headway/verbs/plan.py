@@ -8,14 +8,16 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.catalog import ADVISERS
+from headway.core.errors import BarMissedError
 from headway.core.planfile import granted
+from headway.ledger.causes import find_causes
 from headway.ledger.ledger import Ledger
 from headway.ledger.loader_roles import evaluation_loaders
 from headway.plan.loader_rows import loader_rows
 from headway.plan.pace import step_seconds
-from headway.plan.planner import Plan
+from headway.plan.planner import SCHEMA, Plan
 from headway.plan.setup import Setup
-from headway.report.terminal import render_plan
+from headway.report.terminal import render_hints, render_plan
 from headway.sim.program import Program
 from headway.verbs.explain import is_launched
 from headway.verbs.output import emit
@@ -50,7 +52,17 @@ def plan(
     grants = granted(allow)
     recorded = run_at(run)
     ledger, setup = Ledger.of(recorded), Setup.from_facts(recorded.meta, allow=grants)
-    made = Plan.of(ledger, Program.from_run(recorded), setup, ADVISERS)
+    try:
+        made = Plan.of(ledger, Program.from_run(recorded), setup, ADVISERS)
+    except BarMissedError as reason:  # no prediction can be trusted; what the causes say to do stands all the same
+        text, why = str(reason), ledger.to_json(causes=find_causes(ledger))
+        hints = {"schema": SCHEMA, "proposals": [], "chosen": [], "reason": text, "hints": why["causes"]}
+        emit(
+            hints,
+            lambda screen: render_hints(why, reason=text, source=str(recorded.path), **screen),
+            as_json=json,
+        )
+        return BarMissedError.exit_code
     loaders = loader_rows(
         made.proposals, made.refused, made.chosen, setup.loaders, evaluation=evaluation_loaders(ledger)
     )

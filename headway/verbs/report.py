@@ -73,7 +73,7 @@ def report(
     explanation = explain(list(source) or [newest_run()])
     size = write_report(report_data(explanation, steps, spec), out)
     answer = {"schema": "headway.report/1", "path": str(out), "bytes": size}
-    emit(answer, lambda _: f"{out}: {format_bytes(size)}, opens in any browser, asks for nothing", as_json=json)
+    emit(answer, lambda _: f"{out}: {format_bytes(size)}, self-contained, works offline", as_json=json)
     return 0
 
 

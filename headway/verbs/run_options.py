@@ -56,7 +56,7 @@ class RunOptions:
         ),
     ] = None
     baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
-    no_launch: Annotated[bool, _help("Join an existing torchrun, srun or accelerate line: be this rank.")] = False
+    no_launch: Annotated[bool, _help("Under torchrun, srun or accelerate: record this process as one rank.")] = False
     windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01
     hang_timeout: Annotated[
         float | None, _help("End the run after so many seconds without progress; by default a hang is only reported.")

@@ -5,7 +5,7 @@
 >>> row = Proposal("data.workers", "data", ("workers=8",), 2.0, (1.9, 2.1), applies=True,
 ...                parameters={"num_workers": 8, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False})
 >>> script_terms(row)
-'DataLoader(num_workers=8, prefetch_factor=2, persistent_workers=True)'
+'DataLoader(..., num_workers=8, prefetch_factor=2, persistent_workers=True)'
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def chosen_terms(proposals: Iterable[Proposal], chosen: Collection[str]) -> list
 
 
 def call(name: str, given: Mapping[str, Any], *keys: str) -> str:
-    """Return a call with those of `keys` that are given and not False.
+    """Return a call with those of `keys` that are given and not False, beside what it has already.
 
     >>> call("f", {"a": 1, "b": False, "c": "x"}, "a", "b", "c", "d")
-    "f(a=1, c='x')"
+    "f(..., a=1, c='x')"
     """
-    return f"{name}({', '.join(f'{key}={given[key]!r}' for key in keys if given.get(key))})"
+    return f"{name}({', '.join(['...', *(f'{key}={given[key]!r}' for key in keys if given.get(key))])})"
