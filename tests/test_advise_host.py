@@ -16,8 +16,9 @@ from tests.runs_made import MS, RunMaker
 
 
 def advice(**changes: Any) -> dict[str, Proposal | Refusal]:
+    hosts = changes.pop("hosts", ["one", "other"])
     made = RunMaker(**{"ranks": 2, "steps": 60, "cores": 8, **changes}).make()
-    program = Program.from_trace(made.trace, made.meta)
+    program = Program.from_trace(made.trace, {**made.meta, "hosts": hosts})
     return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
 
 
@@ -45,6 +46,13 @@ def test_a_cause_that_costs_is_proposed_with_its_gain(
     assert row.applies == applies
     assert row.predicted_speedup == pytest.approx(speedup, rel=0.03)
     assert row.interval[0] * (1 - 1e-9) <= row.predicted_speedup <= row.interval[1] * (1 + 1e-9)
+
+
+def test_a_slow_rank_is_not_sent_to_another_host_where_all_ranks_share_one() -> None:
+    row = advice(compute_ns=lambda rank, step: (5 + 3 * rank) * MS, hosts=["one"])["straggler.remove"]
+
+    assert isinstance(row, Refusal)
+    assert "share one host" in row.reason
 
 
 def test_short_log_records_win_nothing_in_the_background() -> None:

@@ -10,7 +10,16 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.ledger.cause import Cause, ranked
-from headway.ledger.causes import EDIT_OF_CAUSE, LEAST_FRACTION, MOST_RANKS, RULES, Fix, find_causes
+from headway.ledger.causes import (
+    EDIT_OF_CAUSE,
+    LEAST_FRACTION,
+    MOST_RANKS,
+    RULES,
+    SIGNIFICANT,
+    Fix,
+    by_chance,
+    find_causes,
+)
 from headway.ledger.ledger import Ledger
 from headway.ledger.script_causes import LARGE
 from headway.trace.trace import concat
@@ -101,6 +110,17 @@ def test_ranks_that_are_late_in_turn_are_one_cause_without_a_culprit():
 
     rows = [cause for cause in find_causes(Ledger.of(maker.make())) if cause.cause == "straggler.rank"]
 
+    assert [row.where for row in rows] == ["ranks in turn"]
+
+
+def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named():
+    maker = RunMaker(
+        **{**QUIET, "steps": 6}, ranks=2, compute_ns=lambda rank, step: (5 + 6 * ((step != 0) == rank)) * MS
+    )
+    made = maker.make()
+    rows = [cause for cause in find_causes(Ledger.of(made)) if cause.cause == "straggler.rank"]
+
+    assert by_chance(5, 6, 2) > SIGNIFICANT > by_chance(10, 10, 2)
     assert [row.where for row in rows] == ["ranks in turn"]
 
 

@@ -14,9 +14,12 @@ counterfactual: the recorded run replayed without the cause.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
@@ -31,6 +34,9 @@ LEAST_FRACTION = 0.005
 
 PERSISTENT = 2 / 3
 """A rank that was last at this share of the collectives, or blamed for this share of the waiting, is a straggler."""
+
+SIGNIFICANT = 0.01
+"""A rank is named where chance makes it last so often in fewer cases than that."""
 
 MOST_RANKS = 8
 """Ranks named in one piece of evidence; the rest is counted."""
@@ -250,10 +256,26 @@ def _times_last(times_last: Mapping[int, int]) -> str:
 
 
 def _persistent(ledger: Ledger, rank: int, own_ns: int, total_ns: int) -> bool:
-    """Return whether one rank is the straggler rather than one of many."""
+    """Return whether one rank is the straggler rather than one of many: it is last too often for chance."""
     late = ledger.lateness
-    often = late.times_last.get(rank, 0) >= PERSISTENT * late.num_collectives > 0
-    return often or own_ns >= PERSISTENT * total_ns
+    last, count = late.times_last.get(rank, 0), late.num_collectives
+    largest = last >= PERSISTENT * count > 0 or own_ns >= PERSISTENT * total_ns
+    return largest and by_chance(last, count, ledger.devices) < SIGNIFICANT
+
+
+def by_chance(times_last: int, num_collectives: int, num_ranks: int) -> float:
+    """Return how likely one of `num_ranks` alike is last so often or more: the sign test of the straggler.
+
+    >>> round(by_chance(6, 10, 2), 3), by_chance(40, 40, 3) < 1e-15
+    (0.377, True)
+    """
+    count, odds = np.arange(times_last, num_collectives + 1), 1 / max(num_ranks, 2)
+    logs = [
+        math.lgamma(num_collectives + 1) - math.lgamma(k + 1) - math.lgamma(num_collectives - k + 1)
+        + k * math.log(odds) + (num_collectives - k) * math.log1p(-odds)
+        for k in count.tolist()
+    ]  # fmt: skip
+    return min(1.0, math.fsum(map(math.exp, logs)))
 
 
 def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
@@ -267,8 +289,9 @@ def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
         f"it {DOING[bucket]} than the others ({100 * row[bucket] / own_ns:.0f} % of the "
         f"{format_seconds(own_ns / NS_PER_S)} that they waited for it)"
     )
+    elsewhere = ", or replace it" if len(set(ledger.hosts.values())) > 1 else ""  # ranks of one host share its load
     fix = {
-        "useful": f"look at what else runs on rank {rank}'s cores or device (clocks, heat, neighbours), or replace it",
+        "useful": f"look at what else runs on rank {rank}'s cores or device (clocks, heat, neighbours){elsewhere}",
         "input": f"compare rank {rank}'s storage and loader workers with the others'",
     }.get(bucket, "do it on all ranks at the same step: collect garbage together, log on every rank alike")
     where = f"rank {rank}" + (f" on {host}" if host else "")
