@@ -42,6 +42,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.cluster:compare",
         "Say what a queue suffered, and what each policy would make of it.",
     ),
+    "cluster prices": (
+        "headway.verbs.cluster_prices:prices",
+        "Say what the rest of a job costs on each offer of instances, by recorded prices.",
+    ),
     "cluster sim": ("headway.verbs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
     "ckpt advise": ("headway.verbs.ckpt_advise:advise", "Say how often to save, and what a failure loses each way."),
