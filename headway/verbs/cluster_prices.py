@@ -43,8 +43,8 @@ def prices(
 ) -> int:  # fmt: skip
     """Say what the rest of a job costs on each offer, and what each way of buying it would have come to.
 
-    By recorded prices: the study's strategies (baseline, gpu_type, packed, multi_cloud, preemption), an online rule that
-    knows the past alone, and the least possible in hindsight. Nothing is bought, all is simulated.
+    By recorded prices: the study's strategies (baseline, gpu_type, packed, multi_cloud, preemption), an online rule
+    that knows the past alone, and the least possible in hindsight. Nothing is bought, all is simulated.
 
     Example: `headway cluster prices --model A3C --data shared --days 4 --region us-east-1`
 
