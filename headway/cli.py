@@ -82,6 +82,9 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.parallel_schedule:simulate",
         "Simulate a pipeline: time, idle, memory.",
     ),
+    "power check": ("headway.verbs.power:check", "Hold the power of a site against what its utility allows."),
+    "power export": ("headway.verbs.power:export", "Print what an operator sets on the devices of a power plan."),
+    "power plan": ("headway.verbs.power:plan", "Find the cheapest floor, ramps, filler, battery that a spec needs."),
     "storage sim": ("headway.verbs.storage_sim:sim", "Simulate what intact non-volatile memory costs, by design."),
     "storage table": ("headway.verbs.storage:table", "List schemes of redundancy: tolerated failure rate, space."),
 }
@@ -94,6 +97,7 @@ GROUPS: dict[str, str] = {
     "data": "The input side of a run.",
     "ckpt": "Checkpoints: list, verify, repair, convert.",
     "storage": "Redundancy of what is stored.",
+    "power": "Power of a site over time: limits, and what keeps to them.",
     "parallel": "Pipelines and partitions of a model.",
     "parallel schedule": "Orders of a pipeline's step.",
 }
