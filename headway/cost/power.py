@@ -90,7 +90,7 @@ class PowerModel:
         if num_samples < 1:
             raise InputError(f"{(high - low) / NS_PER_S} s make no sample of {step_s} s. Pass events, and step_s > 0.")
         weight = np.array([self.weights[name] for name in names], np.float64)
-        share = np.minimum(_mean_load(start, end, weight, low, step_ns, num_samples), 1.0)
+        share = _mean_load(start, end, weight, low, step_ns, num_samples)
         return np.asarray(self.idle_w + (self.tdp_w - self.idle_w) * self._filtered(share, step_s), np.float32)
 
     def _filtered(self, load: NDArray[np.float64], step_s: float) -> NDArray[np.float64]:
@@ -107,7 +107,7 @@ class PowerModel:
 def _mean_load(
     start: NDArray[np.int64], end: NDArray[np.int64], weight: NDArray[np.float64], low: int, step_ns: float, size: int
 ) -> NDArray[np.float64]:  # fmt: skip
-    """[size] Mean of the summed weights over each sample.
+    """[size] Mean over each sample of the summed weights, at most 1.
 
     The sum of weights is constant between bounds, so its integral is linear between them: the integral at the edges of
     the samples is read off by interpolation, and the mean is its difference.
@@ -115,10 +115,9 @@ def _mean_load(
     times = np.concatenate([start, end]).astype(np.float64) - low
     order = np.argsort(times, kind="stable")
     at, change = times[order], np.concatenate([weight, -weight])[order]
-    level = np.cumsum(change)
+    level = np.clip(np.cumsum(change), 0.0, 1.0)  # the device cannot draw more than its TDP
     integral = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(at))]) if len(at) else np.zeros(0)
     edges = np.arange(size + 1) * step_ns
     if not len(at):
         return np.zeros(size)
-    found = np.diff(np.interp(edges, at, integral)) / step_ns
-    return np.asarray(np.maximum(found, 0.0), np.float64)
+    return np.asarray(np.diff(np.interp(edges, at, integral)) / step_ns, np.float64)

@@ -25,11 +25,17 @@ from headway.power.storage import store
 J_PER_KWH = 3.6e6
 YEAR_S = 365.25 * 86_400.0
 
+SPOTS = 10
+"""Time constants of a battery that are looked at beyond the least one."""
+
 LEVELS = 13
 """Levels of the coarse search, from 0 to the rated power."""
 
 MOST_FLOOR = 0.9
 """Largest floor that the firmware of devices takes, as a fraction of the TDP (arXiv 2508.14318)."""
+
+EFFICIENCY = 0.95
+"""Fraction of energy that survives one direction of a battery."""
 
 LONGEST = 100.0
 """Longest time constant of a battery that is tried, in lengths of the record."""
@@ -200,47 +206,63 @@ class _Search:
         """Search the levels of one shape: coarsely, then around the cheapest, and where no battery is needed."""
         fixed = top_w == 0.0
         levels = [0.0] if fixed else np.linspace(0.0, top_w, LEVELS).tolist()
-        plans = {level: self.plan(shape(level)) for level in levels}
+        plans = {level: self.plan(shape(level), max_storage_j) for level in levels}
         alone = None if fixed else threshold(
             lambda level: self.holds(shape(level).power), 0.0, top_w, tolerance=top_w / 1000
         )  # fmt: skip
         if alone is not None:
-            plans[alone] = self.plan(shape(alone))
+            plans[alone] = self.plan(shape(alone), max_storage_j)
         width = top_w / (LEVELS - 1)
         for _ in range(0 if fixed else 5):
             width /= 2
-            known = [
-                (plan.cost_usd, level) for level, plan in plans.items() if plan and plan.capacity_j <= max_storage_j
-            ]
-            known = known or [(plan.capacity_j, level) for level, plan in plans.items() if plan]
+            ways = [(level, plan) for level, made in plans.items() for plan in made]
+            known = [(plan.cost_usd, level) for level, plan in ways if plan.capacity_j <= max_storage_j]
+            known = known or [(plan.capacity_j, level) for level, plan in ways]
             if not known:
                 break
             best = min(known)[1]
             for level in (best - width, best + width):
                 if 0.0 <= level <= top_w and level not in plans:
-                    plans[level] = self.plan(shape(level))
-        return [plan for plan in plans.values() if plan]
+                    plans[level] = self.plan(shape(level), max_storage_j)
+        return [plan for made in plans.values() for plan in made]
 
-    def plan(self, shaped: _Shaped) -> PowerPlan | None:
-        """Return the plan with the smallest battery that holds after a shape; None where none does."""
+    def plan(self, shaped: _Shaped, max_storage_j: float) -> list[PowerPlan]:
+        """Return plans after a shape: with the smallest battery that holds, and a cheaper larger one; or none."""
         if self.holds(shaped.power):
-            return self.priced(shaped, _Battery(0.0, 0.0, 0.0, 0.0))
+            return [self.priced(shaped, _Battery(0.0, 0.0, 0.0, 0.0))]
         longest = math.log(LONGEST * len(self.power) * self.step_s)
-        tau = self.battery and threshold(
+        least = threshold(
             lambda log_tau: self.holds(self.sized(shaped.power, math.exp(log_tau))[0]),
             math.log(self.step_s), longest, tolerance=0.005,
-        )  # fmt: skip
-        if tau is None or tau is False:
-            return None
-        return self.priced(shaped, self.sized(shaped.power, math.exp(tau))[1])
+        ) if self.battery else None  # fmt: skip
+        if least is None:
+            return []
+        plans = {least: self.priced(shaped, self.sized(shaped.power, math.exp(least))[1])}
+        # A longer one mostly costs more, but what it loses to efficiency may be less: look along the axis, then closer.
+        spots, width = np.linspace(least, longest, SPOTS).tolist()[1:], (longest - least) / (SPOTS - 1)
+        for _ in range(5):
+            for spot in spots:
+                grid, battery = self.sized(shaped.power, math.exp(spot))
+                if least < spot <= longest and battery.capacity_j <= max_storage_j and self.holds(grid):
+                    plans[spot] = self.priced(shaped, battery)
+            best, width = min(plans, key=lambda spot: plans[spot].cost_usd), width / 2
+            spots = [best - width, best + width]
+        return [plans[least], plans[best]]
 
     def sized(self, power: Watts, tau_s: float) -> tuple[Watts, _Battery]:
-        """Return what the grid delivers with a battery that is never full or empty, and that battery."""
+        """Return what the grid delivers with a battery that is never full or empty, and that battery.
+
+        Charge that is left over at the end is worth what it can deliver, charge that is missing what it takes to fill.
+        """
         room = 4 * float(power.sum()) * self.step_s
-        grid, charge = store(power, self.step_s, capacity_j=room, power_limit_w=room, tau_s=tau_s)
+        grid, charge = store(
+            power, self.step_s, capacity_j=room, power_limit_w=room, tau_s=tau_s, efficiency=EFFICIENCY
+        )
+        left_j = float(charge[-1]) - room / 2
+        worth_j = left_j * EFFICIENCY if left_j > 0 else left_j / EFFICIENCY
         return grid, _Battery(
             tau_s, 2 * float(np.abs(charge - room / 2).max()), float(np.abs(grid - power).max()),
-            float((grid - power).sum()) * self.step_s - float(charge[-1] - room / 2),
+            float((grid - power).sum()) * self.step_s - worth_j,
         )  # fmt: skip
 
     def priced(self, shaped: _Shaped, battery: _Battery) -> PowerPlan:
