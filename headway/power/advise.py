@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError
 from headway.core.planfile import PlanFile, Remedy
 from headway.core.whole_file import whole_file
+from headway.plan.proposal import Proposal, Refusal
 from headway.power.search import MITIGATIONS, PowerPlan
 
 SCHEMA = "headway.power-plan/1"
@@ -19,8 +20,17 @@ SCHEMA = "headway.power-plan/1"
 SMOOTHING_DEVICES = ("B200", "GB200", "B300", "GB300")
 """Devices whose firmware has a floor and ramps: Blackwell and later (docs.nvidia.com, NVML power smoothing)."""
 
+OFF_WITHIN_S = 0.005
+"""Seconds within which a filler sees that the rank works again."""
+
 HOLD_MS = 1000
 """Hold before the ramp down that is exported."""
+
+
+def propose(ledger: object, program: object, setup: object) -> Iterator[Proposal | Refusal]:
+    """Yield nothing: a filler wins a job no time. What a site needs is asked for with `headway power plan`."""
+    del ledger, program, setup
+    yield from ()
 
 
 def default_mitigations(device: str) -> tuple[str, ...]:
@@ -36,7 +46,7 @@ def mitigations(plan: PowerPlan, *, rated_w: float, on_after_s: float) -> list[d
     if plan.kind == "floor":
         rows.append({"kind": "floor", **level})
     if plan.kind == "filler":
-        rows.append({"kind": "filler", **level, "on_after_s": on_after_s, "off_within_s": 0.0})
+        rows.append({"kind": "filler", **level, "on_after_s": on_after_s, "off_within_s": OFF_WITHIN_S})
     if math.isfinite(plan.ramps_w_per_s):
         rows.append({"kind": "ramps", "up_w_per_s": plan.ramps_w_per_s, "down_w_per_s": plan.ramps_w_per_s})
     if plan.capacity_j:
