@@ -49,13 +49,15 @@ class PowerModel:
     """Thermal design power: the most that it draws, averaged over milliseconds."""
 
     weights: Mapping[Any, float] = field(default_factory=lambda: WEIGHTS)
-    """Kind of work -> share of (TDP - idle), 0..1."""
+    """Kind of work -> share of (TDP - idle), 0..1; a sequence is by number of kind."""
 
     tau_s: float = 0.03
     """Time constant of the first-order filter: voltage regulators and the chip's own averaging; 0 = none."""
 
     def __post_init__(self) -> None:
         """Check the fields; raises `InputError`."""
+        if not isinstance(self.weights, Mapping):
+            object.__setattr__(self, "weights", dict(enumerate(self.weights)))
         if not (math.isfinite(self.tdp_w) and 0 <= self.idle_w <= self.tdp_w):
             raise InputError(f"idle power {self.idle_w} W and TDP {self.tdp_w} W; pass 0 <= idle <= TDP.")
         bad = {kind: weight for kind, weight in self.weights.items() if not 0 <= weight <= 1}
