@@ -23,7 +23,7 @@ from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.power import GridSpec, PowerModel, check, optimise, smooth, store
 from headway.power.runtime.filler import fill_gaps
 from headway.power.search import PowerCosts
-from headway.power.smoothing import fill
+from headway.power.smoothing import fill, slowed
 from headway.power.waveform import of_run
 from headway.trace.ring import Recorder
 from headway.trace.trace import Trace
@@ -152,6 +152,19 @@ def test_the_kernels_do_what_plain_python_does():
 
         assert output.tolist() == smoothed(power.tolist(), step_s, floor_w, up, math.inf, hold_s)
         assert (grid.tolist(), charge.tolist()) == stored(power.tolist(), step_s, 500.0, 200.0, 3.0, 0.9)
+
+
+@given(st.integers(20, 90), st.integers(50, 400))
+def test_a_ramp_costs_half_of_what_it_lacks(low, rise):
+    """From low to full power in R seconds, work lacks R (1 - low) / 2 seconds, which are made up for at full power."""
+    wave, ramp_s = np.array([float(low)] * 100 + [100.0] * 1000), rise / 100
+    rate = (100 - low) / ramp_s
+    factor = slowed(wave, 0.01, up_w_per_s=rate, down_w_per_s=rate)
+
+    assert (factor - 1) * len(wave) * 0.01 == pytest.approx(ramp_s * (1 - low / 100) / 2, abs=0.02)
+    assert slowed(wave, 0.01, up_w_per_s=1e9, down_w_per_s=rate) == 1.0
+    if low > 50:  # a device counts as in use above half of the floor
+        assert slowed(wave, 0.01, floor_w=100.0, up_w_per_s=rate, down_w_per_s=rate) == 1.0
 
 
 @given(st.floats(0.1, 0.9), st.floats(0.05, 0.89), st.floats(0.0, 1.0))

@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from headway.core.search import threshold
 from headway.core.tables import pick
 from headway.power.grid_spec import GridSpec, Watts, check, checked_power
-from headway.power.smoothing import fill, smooth
+from headway.power.smoothing import fill, slowed, smooth
 from headway.power.storage import store
 
 J_PER_KWH = 3.6e6
@@ -49,7 +49,7 @@ class PowerCosts:
     """Energy that is added."""
 
     compute_usd_per_kwh: float = 3.0
-    """Work that is not done, per energy that it would have drawn: 2 dollars an hour for 700 W."""
+    """Time that work takes longer, per energy that it draws meanwhile: 2 dollars an hour for 700 W."""
 
     storage_usd_per_kwh: float = 400.0
     """Capacity of the battery, installed."""
@@ -92,16 +92,11 @@ class PowerPlan:
     added_energy_fraction: float = 0.0
     """Energy added / energy asked for."""
 
-    lost_fraction: float = 0.0
-    """Energy asked for and not drawn / energy asked for."""
+    step_time_factor: float = 1.0
+    """How many times as long the work takes."""
 
     least_storage_j: float = math.inf
     """Smallest battery with which the specification holds, whatever the rest costs; infinite where none does."""
-
-    @property
-    def step_time_factor(self) -> float:
-        """Return how much longer the work takes, with the work done in proportion to the energy drawn."""
-        return 1 / (1 - self.lost_fraction)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,7 +108,7 @@ class _Shaped:
     ramps_w_per_s: float
     power: Watts = field(repr=False)
     added_j: float
-    lost: float
+    step_time_factor: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +156,7 @@ def _with(plan: PowerPlan, *, feasible: bool, least_storage_j: float) -> PowerPl
     """Return a plan with its verdict."""
     return PowerPlan(
         feasible, plan.kind, plan.level_w, plan.ramps_w_per_s, plan.tau_s, plan.capacity_j, plan.power_limit_w,
-        plan.cost_usd, plan.added_energy_fraction, plan.lost_fraction, least_storage_j,
+        plan.cost_usd, plan.added_energy_fraction, plan.step_time_factor, least_storage_j,
     )  # fmt: skip
 
 
@@ -179,8 +174,10 @@ def _shapes(search: _Search, spec: GridSpec, allowed: Sequence[str], on_after_s:
         if kind == "filler":
             filled, filler_j = fill(power, step_s, level_w=level_w, on_after_s=on_after_s)
         floor_w = level_w if kind == "floor" else 0.0
-        output, lost, added_j = smooth(filled, step_s, floor_w=floor_w, up_w_per_s=ramps, down_w_per_s=ramps)
-        return _Shaped(kind if level_w else "none", level_w, ramps, output, added_j + filler_j, lost)
+        terms = {"floor_w": floor_w, "up_w_per_s": ramps, "down_w_per_s": ramps}
+        output, _, added_j = smooth(filled, step_s, **terms)
+        factor = slowed(filled, step_s, **terms) if math.isfinite(ramps) else 1.0
+        return _Shaped(kind if level_w else "none", level_w, ramps, output, added_j + filler_j, factor)
 
     kinds = [kind for kind in ("floor", "filler") if kind in allowed] or ["none"]
     for ramps in [math.inf, *([spec.ramp_w_per_s] if "ramps" in allowed else [])]:
@@ -270,9 +267,11 @@ class _Search:
         costs, asked_j = self.costs, float(self.power.sum()) * self.step_s
         added_j = shaped.added_j + battery.lost_j
         times = costs.life_years * YEAR_S / (len(self.power) * self.step_s)
-        running = times * (added_j * costs.usd_per_kwh + shaped.lost * asked_j * costs.compute_usd_per_kwh)
+        slower_j = (shaped.step_time_factor - 1) * asked_j
+        running = times * (added_j * costs.usd_per_kwh + slower_j * costs.compute_usd_per_kwh)
         usd = (running + battery.capacity_j * costs.storage_usd_per_kwh) / J_PER_KWH
         return PowerPlan(
             True, shaped.kind, shaped.level_w, shaped.ramps_w_per_s, battery.tau_s, battery.capacity_j, battery.limit_w,
-            usd + battery.limit_w / 1e3 * costs.storage_usd_per_kw, added_j / asked_j if asked_j else 0.0, shaped.lost,
+            usd + battery.limit_w / 1e3 * costs.storage_usd_per_kw, added_j / asked_j if asked_j else 0.0,
+            shaped.step_time_factor,
         )  # fmt: skip

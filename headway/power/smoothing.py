@@ -71,6 +71,36 @@ def smooth(
     return output, lost / asked if asked else 0.0, added * step_s
 
 
+@kernel
+def _slowed(power: Watts, floor: float, rise: float, fall: float, hold: int) -> int:
+    """Return the steps of time that the work of a waveform takes where what is not drawn is made up for later."""
+    done, taken = 0.0, 0
+    drawn, since = -1.0, hold + 1
+    while done < len(power) - 1e-9:
+        asked = power[int(done)]
+        since = 0 if asked > 0.5 * floor else since + 1
+        target = floor if since <= hold and asked < floor else asked
+        drawn = target if drawn < 0.0 else min(max(target, drawn - fall), drawn + rise)
+        done += 1.0 if drawn >= asked else drawn / asked
+        taken += 1
+    return taken
+
+
+def slowed(
+    power_w: ArrayLike, step_s: float, *, floor_w: float = 0.0, up_w_per_s: float, down_w_per_s: float,
+    hold_s: float = math.inf,
+) -> float:  # fmt: skip
+    """Return how many times as long the work takes under limited ramps: it advances in proportion to what is drawn.
+
+    Waiting (power that falls) takes as long as before. Raises `InputError` as `smooth` does.
+    """
+    power = checked_power(power_w, step_s)
+    if not (up_w_per_s > 0 and down_w_per_s > 0 and hold_s >= 0):
+        raise InputError(f"ramps are {up_w_per_s} and {down_w_per_s} W/s, hold {hold_s} s; pass ramps > 0, hold >= 0.")
+    hold = round(min(hold_s / step_s, float(1 << 60)))
+    return _slowed(power, float(floor_w), up_w_per_s * step_s, down_w_per_s * step_s, hold) / len(power)
+
+
 def fill(power_w: ArrayLike, step_s: float, *, level_w: float, on_after_s: float) -> tuple[Watts, float]:
     """Return the power [t] with a filler that raises idle gaps to `level_w`, and the joules that it adds.
 
