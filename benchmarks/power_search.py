@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.power.grid_spec import GridSpec, check
-from headway.power.search import MOST_FLOOR, PowerCosts, optimise
+from headway.power.search import HOLD_S, MOST_FLOOR, PowerCosts, optimise
 from headway.power.smoothing import smooth
 from headway.power.storage import store
 
@@ -55,7 +55,7 @@ def grid_search(wave: np.ndarray, step_s: float, spec: GridSpec, *, size: int, m
     costs, cheapest, least = PowerCosts(), math.inf, math.inf
     times, asked_j = costs.life_years * YEAR_S / (len(wave) * step_s), wave.sum() * step_s
     for level_w in np.linspace(0, MOST_FLOOR * wave.max(), size):
-        power, lost, added_j = smooth(wave, step_s, floor_w=float(level_w))
+        power, lost, added_j = smooth(wave, step_s, floor_w=float(level_w), hold_s=HOLD_S)
         for tau_s in [0.0, *np.geomspace(step_s, 100 * len(wave) * step_s, size - 1)]:
             grid, capacity_j, limit_w, lost_j = power, 0.0, 0.0, 0.0
             if tau_s:

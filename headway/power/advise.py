@@ -13,7 +13,7 @@ from headway.core.errors import FormatError
 from headway.core.planfile import PlanFile, Remedy
 from headway.core.whole_file import whole_file
 from headway.plan.proposal import Proposal, Refusal
-from headway.power.search import MITIGATIONS, PowerPlan
+from headway.power.search import HOLD_S, MITIGATIONS, PowerPlan
 
 SCHEMA = "headway.power-plan/1"
 
@@ -22,9 +22,6 @@ SMOOTHING_DEVICES = ("B200", "GB200", "B300", "GB300")
 
 OFF_WITHIN_S = 0.005
 """Seconds within which a filler sees that the rank works again."""
-
-HOLD_MS = 1000
-"""Hold before the ramp down that is exported."""
 
 
 def propose(ledger: object, program: object, setup: object) -> Iterator[Proposal | Refusal]:
@@ -88,7 +85,7 @@ def operator_settings(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "floor" in rows:
         percent = 100 * rows["floor"]["level"]
         found.append({"parameter": "PERCENT_TMP_FLOOR", "value": round(percent, 2), "unit": "%"})
-        found.append({"parameter": "RAMP_DOWN_HYSTERESIS", "value": HOLD_MS, "unit": "ms"})
+        found.append({"parameter": "RAMP_DOWN_HYSTERESIS", "value": 1000 * HOLD_S, "unit": "ms"})
     if "ramps" in rows:
         each = {name: rows["ramps"][f"{name}_w_per_s"] / answer["devices"] for name in ("up", "down")}
         found += [

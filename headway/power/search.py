@@ -34,6 +34,9 @@ LEVELS = 13
 MOST_FLOOR = 0.9
 """Largest floor that the firmware of devices takes, as a fraction of the TDP (arXiv 2508.14318)."""
 
+HOLD_S = 10.0
+"""Seconds for which a floor holds after the last work; what is exported to an operator."""
+
 EFFICIENCY = 0.95
 """Fraction of energy that survives one direction of a battery."""
 
@@ -174,7 +177,7 @@ def _shapes(search: _Search, spec: GridSpec, allowed: Sequence[str], on_after_s:
         if kind == "filler":
             filled, filler_j = fill(power, step_s, level_w=level_w, on_after_s=on_after_s)
         floor_w = level_w if kind == "floor" else 0.0
-        terms = {"floor_w": floor_w, "up_w_per_s": ramps, "down_w_per_s": ramps}
+        terms = {"floor_w": floor_w, "up_w_per_s": ramps, "down_w_per_s": ramps, "hold_s": HOLD_S}
         output, _, added_j = smooth(filled, step_s, **terms)
         factor = slowed(filled, step_s, **terms) if math.isfinite(ramps) else 1.0
         return _Shaped(kind if level_w else "none", level_w, ramps, output, added_j + filler_j, factor)
