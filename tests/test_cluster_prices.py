@@ -19,9 +19,13 @@ from headway.cluster.prices.market import DAY_S, HOUR_S, Market, Offer, Terms
 from headway.cluster.prices.read import read_records
 from headway.cluster.prices.strategies import STUDY, follow, hindsight, online, study
 from headway.core.errors import FormatError, InputError
-from tests.paths import shared
+from headway.ledger.compare import steps_per_s
+from headway.ledger.ledger import Ledger
+from headway.trace.runs import Run
+from tests.paths import ROOT, shared
 
 FIRST = date(2020, 3, 1)
+RUN = ROOT / "tests" / "golden" / "runs" / "before"
 
 
 def market_of(usd_per_h, types):
@@ -269,6 +273,23 @@ def test_the_json_of_aws_is_read_and_sky_gets_a_task(tmp_path):
     }  # fmt: skip
     assert "--nproc-per-node 8" in task["run"]
     assert task["run"].endswith("-- train.py '--a b'\n")
+
+
+def test_the_rest_of_a_run_is_priced_by_its_own_speed(tmp_path, capsys):
+    prices, task = aws_json(tmp_path), tmp_path / "task.yaml"
+    terms = ("--data", prices, "--device-type", "v100", "--steps-left", 1e6, "--move-s", 600)
+    code, found = answer(capsys, RUN, *terms, "--sky", task)
+    rate = steps_per_s(Ledger.of(Run.open(RUN)))
+    first = next(row for row in found["offers"] if "p3.2xlarge" in row["offer"])
+
+    assert code == 0
+    assert first["hours"] == pytest.approx(1e6 / rate / 3600)
+    assert first["usd"] == pytest.approx(first["usd_per_h"] * found["num_devices"] * first["hours"])
+    assert "headway run --nproc-per-node" in task.read_text()
+    with pytest.raises(SystemExit) as leaving:
+        main(["cluster", "prices", str(RUN), "--data", str(prices)])
+    assert leaving.value.code == 2
+    assert "the run used no accelerator" in capsys.readouterr().err
 
 
 def test_records_out_of_order_or_at_odds_are_sorted_and_warned_of(tmp_path):

@@ -29,6 +29,7 @@ from headway.trace.ring import Recorder
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import SPANS
 from tests.oracles import smoothed, stored
+from tests.paths import ROOT
 
 WIDE = GridSpec(ramp_w_per_s=1e9, range_w=1e9, window_s=10.0, band_hz=(0.05, 20.0))
 """Limits that nothing of the tests breaks."""
@@ -213,6 +214,29 @@ def test_a_site_is_the_sum_of_its_ranks_with_their_skew():
     assert "each stands for 10 devices" in wave.basis
     with pytest.raises(InputError, match=r"1 devices for 2 ranks"):
         of_run(trace, model, devices=1)
+
+
+def test_a_run_on_an_accelerator_is_at_work_by_its_device_events():
+    columns = {"rank": [0] * 3, "start_ns": [0, 0, 5 * 10**8], "duration_ns": [10**9, 2 * 10**8, 10**8]}
+    lanes, names = ["main", "device"], ["step", "device.work"]
+    trace = Trace.from_columns({**columns, "lane": [0, 1, 1]}, name=[0, 1, 1], names=names, lanes=lanes)
+    wave = of_run(trace, PowerModel(100.0, 700.0, tau_s=0.0), devices=1, step_s=0.1, overhead_fraction=0.1)
+
+    assert wave.power_w.tolist() == pytest.approx([770, 770, 170, 170, 170, 770, 170, 170, 170, 170])
+
+
+def test_a_recorded_run_is_checked_for_the_devices_that_its_ranks_stand_for(capsys):
+    terms = (ROOT / "tests" / "golden" / "runs" / "before", "--spec", "moderate")
+    code, found = verb(capsys, "check", *terms, "--device", "H100-SXM5-80GB", "--devices", 20000, "--step-s", 0.005)
+
+    assert code in (0, 3)
+    assert found["schema"] == "headway.power-check/1"
+    assert 20000 * 70 <= found["mean_w"] <= 20000 * 700
+    assert "each stands for" in found["basis"]
+    with pytest.raises(SystemExit) as leaving:
+        main(["power", "check", *map(str, terms)])
+    assert leaving.value.code == 2
+    assert "unknown device 'cpu'" in capsys.readouterr().err
 
 
 def test_a_filler_waits_and_then_fills():
