@@ -5,7 +5,7 @@ used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', \
-'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging']
+'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'power.filler']
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ ADVISERS: dict[str, str] = {
     "comm": "headway.comm.advise:propose",
     "checkpoint": "headway.checkpoint.advise:propose",
     "host": "headway.host.advise:propose",
+    "power": "headway.power.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 
@@ -30,6 +31,7 @@ REMEDIES: dict[str, str] = {
     "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
+    "power.filler": "headway.power.runtime.filler:fill_gaps",
 }
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
 
@@ -51,6 +53,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "checkpoint.async": {"every_steps": "size"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
+    "power.filler": {"on_after_s": "number", "off_within_s": "number", "level": "number"},
 }  # fmt: skip
 """Remedy -> its parameters and their kinds (`headway.plan.parameters.KINDS`): a plan file is checked before a run."""
 
@@ -79,5 +82,6 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "checkpoint.interval": ("checkpoint.stall",),
     "checkpoint.async": ("checkpoint.stall",),
     "straggler.remove": ("straggler.rank",),
+    "power.filler": (),
 }
 """Remedy -> the causes that it acts against."""

@@ -44,6 +44,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.cluster:compare",
         "Say what a queue suffered, and what each policy would make of it.",
     ),
+    "cluster prices": (
+        "headway.verbs.cluster_prices:prices",
+        "Say what the rest of a job costs on each offer of instances, by recorded prices.",
+    ),
     "cluster sim": ("headway.verbs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
     "ckpt advise": ("headway.verbs.ckpt_advise:advise", "Say how often to save, and what a failure loses each way."),
@@ -80,6 +84,9 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.parallel_schedule:simulate",
         "Simulate a pipeline: time, idle, memory.",
     ),
+    "power check": ("headway.verbs.power:check", "Hold the power of a site against what its utility allows."),
+    "power export": ("headway.verbs.power:export", "Print what an operator sets on the devices of a power plan."),
+    "power plan": ("headway.verbs.power:plan", "Find the cheapest floor, ramps, filler, battery that a spec needs."),
     "storage sim": ("headway.verbs.storage_sim:sim", "Simulate what intact non-volatile memory costs, by design."),
     "storage table": ("headway.verbs.storage:table", "List schemes of redundancy: tolerated failure rate, space."),
 }
@@ -92,6 +99,7 @@ GROUPS: dict[str, str] = {
     "data": "The input side of a run.",
     "ckpt": "Checkpoints: list, verify, repair, convert.",
     "storage": "Redundancy of what is stored.",
+    "power": "Power of a site over time: limits, and what keeps to them.",
     "parallel": "Pipelines and partitions of a model.",
     "parallel schedule": "Orders of a pipeline's step.",
 }

@@ -6,6 +6,7 @@ Each takes edges as a list of (source, target, lag) and durations as a list.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 Edge = tuple[int, int, int]
@@ -146,3 +147,35 @@ def list_schedule(
             readies = [when for op in range(n) if start[op] is None and (when := ready(op)) is not None]
             now = min(t for t in ends + readies if t > now)
     return [int(s or 0) for s in start], [int(e or 0) for e in end]
+
+
+def smoothed(power, step_s, floor_w, up_w_per_s, down_w_per_s, hold_s):
+    """Return what a device with a floor and ramps draws, sample by sample."""
+    output, since = [], math.inf
+    for asked in power:
+        since = 0 if asked > 0.5 * floor_w else since + 1
+        target = max(asked, floor_w) if since <= (math.inf if hold_s == math.inf else round(hold_s / step_s)) else asked
+        if output and target > output[-1] + up_w_per_s * step_s:
+            target = output[-1] + up_w_per_s * step_s
+        elif output and target < output[-1] - down_w_per_s * step_s:
+            target = output[-1] - down_w_per_s * step_s
+        output.append(target)
+    return output
+
+
+def stored(power, step_s, capacity_j, limit_w, tau_s, efficiency):
+    """Return what the grid delivers and the charge of a battery that starts half full, sample by sample."""
+    keep, pull = math.exp(-step_s / tau_s), 1 / (20 * tau_s)
+    slow, charge, grid, charges = power[0], capacity_j / 2, [], []
+    for asked in power:
+        slow = keep * slow + (1 - keep) * asked
+        flow = min(max(slow + (capacity_j / 2 - charge) * pull - asked, -limit_w, -asked), limit_w)
+        if flow > 0:
+            flow = min(flow, (capacity_j - charge) / (efficiency * step_s))
+            charge = min(charge + efficiency * flow * step_s, capacity_j)
+        else:
+            flow = max(flow, -charge * efficiency / step_s)
+            charge = max(charge + flow * step_s / efficiency, 0.0)
+        grid.append(asked + flow)
+        charges.append(charge)
+    return grid, charges

@@ -70,7 +70,7 @@ def test_without_a_writable_folder_the_kernels_compile_anyway_and_one_warning_sa
     monkeypatch.setattr(numba, "njit", njit)
     kernels._warn.cache_clear()
     with caplog.at_level(logging.WARNING):
-        twice = [kernels._kernel(lambda x: x + 1), kernels._kernel(lambda x: x + 2)]
+        twice = [kernels.kernel(lambda x: x + 1), kernels.kernel(lambda x: x + 2)]
 
     assert [f(1) for f in twice] == [2, 3]
     assert [record.message.split(". ")[-1] for record in caplog.records] == [
@@ -84,7 +84,7 @@ def test_another_refusal_of_numba_is_reported(monkeypatch) -> None:
 
     monkeypatch.setattr(numba, "njit", njit)
     with pytest.raises(HeadwayError, match=r"numba refuses .*: out of luck. Reinstall numba"):
-        kernels._kernel(lambda x: x)
+        kernels.kernel(lambda x: x)
 
 
 def test_a_missing_numba_is_named_with_what_to_do() -> None:

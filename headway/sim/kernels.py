@@ -36,7 +36,7 @@ Span = NDArray[np.int64] | NDArray[np.float64]
 _log = logging.getLogger(__name__)
 
 
-def _kernel(function: F) -> F:
+def kernel(function: F) -> F:
     """Compile on first call, keep the machine code on disk where that is possible, release the GIL."""
     try:
         return cast(F, numba.njit(cache=True, nogil=True)(function))
@@ -55,7 +55,7 @@ def _warn() -> None:
     )
 
 
-@_kernel
+@kernel
 def csr(num_rows: int, row: Ints, value: Ints, lag: Ints) -> tuple[Ints, Ints, Ints]:
     """Group `value` (and `lag`) by `row` with a stable counting sort; return (indptr, indices, lag)."""
     indptr = np.zeros(num_rows + 1, np.int64)
@@ -75,7 +75,7 @@ def csr(num_rows: int, row: Ints, value: Ints, lag: Ints) -> tuple[Ints, Ints, I
     return indptr, indices, sorted_lag
 
 
-@_kernel
+@kernel
 def compile_order(
     indptr: Ints, indices: Ints, lag: Ints, lane: Index, num_chained: int
 ) -> tuple[int, Index, Ints, Index, Ints]:
@@ -152,7 +152,7 @@ def compile_order(
     return done, order, pred_ptr, pred, pred_lag
 
 
-@_kernel
+@kernel
 def longest_path(
     order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, duration: Span, start: Span, end: Span
 ) -> None:
@@ -169,7 +169,7 @@ def longest_path(
         end[op] = begin + duration[op]
 
 
-@_kernel
+@kernel
 def longest_path_batch(
     order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, duration: Span, start: Span, end: Span
 ) -> None:
@@ -188,7 +188,7 @@ def longest_path_batch(
             end[op, j] = start[op, j] + duration[op, j]
 
 
-@_kernel
+@kernel
 def attribute_columns(
     preds: tuple[Ints, Index, Ints],
     position: Index,
@@ -248,7 +248,7 @@ def attribute_columns(
     return -1
 
 
-@_kernel
+@kernel
 def latest_end(order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, duration: Span, latest: Span) -> None:
     """Lower latest[n], filled with the makespan, to the latest end of each op that delays nothing after it."""
     for i in range(order.size - 1, -1, -1):
@@ -259,7 +259,7 @@ def latest_end(order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, durati
             latest[pred[e]] = min(latest[pred[e]], bound)
 
 
-@_kernel
+@kernel
 def walk_back(order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, start: Span, end: Span, last: int) -> Ints:
     """Follow, from op `last` backwards, the predecessor that each op waited for; return the ops in time order."""
     n = order.size
@@ -285,7 +285,7 @@ def walk_back(order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, start: 
     return path[n - size :].copy()
 
 
-@_kernel
+@kernel
 def before(a: Op, b: Op, mode: int, priority: NDArray[np.float64], when: Span) -> bool:
     """Say whether op `a` comes first.
 
@@ -300,7 +300,7 @@ def before(a: Op, b: Op, mode: int, priority: NDArray[np.float64], when: Span) -
     return bool(a < b)
 
 
-@_kernel
+@kernel
 def heap_push(heap: Index, size: int, op: Op, mode: int, priority: NDArray[np.float64], when: Span) -> None:
     """Insert `op` into the binary heap heap[:size]."""
     at = size
@@ -313,7 +313,7 @@ def heap_push(heap: Index, size: int, op: Op, mode: int, priority: NDArray[np.fl
     heap[at] = op
 
 
-@_kernel
+@kernel
 def heap_pop(heap: Index, size: int, mode: int, priority: NDArray[np.float64], when: Span) -> int:
     """Remove and return the first op of the binary heap heap[:size]."""
     first = heap[0]
@@ -333,7 +333,7 @@ def heap_pop(heap: Index, size: int, mode: int, priority: NDArray[np.float64], w
     return first  # type: ignore[no-any-return]  # int() would make it int64: one more heap_push to compile
 
 
-@_kernel
+@kernel
 def release(
     edges: tuple[Ints, Ints, Ints],
     op: Op,
@@ -366,7 +366,7 @@ def release(
     return num_later, size
 
 
-@_kernel
+@kernel
 def list_schedule(
     edges: tuple[Ints, Ints, Ints],
     waits: Ints,

@@ -88,13 +88,13 @@ class RecordedQueue:
         """
         if len(cluster.names) == 1 and not speed:
             return np.ones((len(self.jobs), 1))
-        fast = np.array([_speed(name, speed) for name in cluster.names])
-        own = {name: _speed(name, speed) for name in set(self.device_type) if name}
+        fast = np.array([relative_speed(name, speed) for name in cluster.names])
+        own = {name: relative_speed(name, speed) for name in set(self.device_type) if name}
         base = np.array([own.get(name, math.nan) for name in self.device_type])
         return np.where(np.isnan(base)[:, None], 1.0, fast / base[:, None])
 
 
-def _speed(name: str, given: Mapping[str, float]) -> float:
+def relative_speed(name: str, given: Mapping[str, float]) -> float:
     """Relative speed of a device type: as given, or the makers' peak of 16-bit arithmetic."""
     if name in given:
         return given[name]

@@ -1,0 +1,82 @@
+"""'power.filler': a process of scheduling class idle beside each rank works while the rank waits, and yields at once.
+
+It reads what the rank is in from the progress page of its ring: a collective, a send or receive, a save or load of a
+checkpoint. It is no child of the rank: a script that waits for its children does not meet it. It ends when the rank
+ends, and ending it changes nothing for the rank. On a rank that computes on an accelerator it is refused: filling an
+accelerator takes work on it, which is not shown here.
+
+    rank     ====== computes ======|--- waits ---|====== computes ======
+    filler                           ##########
+                                    on_after_s  off_within_s
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from headway.core.errors import InputError
+from headway.runtime.device import device_type
+from headway.runtime.remedy import Applied, Context, Refused
+from headway.trace.progress_page import OP, PAGE, PAGE_OFFSET, SINCE_NS
+from headway.trace.vocabulary import KIND, MOVING, SPANS
+
+NAME = "power.filler"
+
+GAPS = tuple(span.code for span in SPANS.values() if KIND[span.kind] in (*MOVING, KIND["CKPT"]))
+"""Codes of the operations in which a rank waits."""
+
+SCRIPT = Path(__file__).with_name("burn.py")
+"""What the process runs: the standard library only, so that it starts in milliseconds."""
+
+START_S = 10.0
+"""Seconds after which a filler that has not come up is given up."""
+
+
+def fill_gaps(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
+    """Install the remedy. Parameters: on_after_s, off_within_s (seconds), level (fraction of a core, 0..1).
+
+    Raises `InputError` on values outside of their ranges.
+    """
+    on_after_s, off_within_s = float(parameters.get("on_after_s", 0.02)), float(parameters.get("off_within_s", 0.005))
+    level = float(parameters.get("level", 0.9))
+    if not (on_after_s > 0 and off_within_s > 0 and 0 < level <= 1):
+        raise InputError(f"on after {on_after_s} s, off within {off_within_s} s, level {level}: pass > 0, level <= 1.")
+    device = device_type()
+    if device != "cpu":
+        return Refused(NAME, f"the rank computes on {device}; fillers are for cores. Set a floor: headway power export")
+    if not hasattr(os, "SCHED_IDLE") or not hasattr(os, "pidfd_open"):
+        return Refused(NAME, "this system has no scheduling class idle: a filler could take cores from training")
+    recorder = context.probes.recorder
+    if not recorder.open():
+        return Refused(NAME, f"nothing is recorded ({recorder.broken}): a filler cannot see when the rank waits")
+    numbers = (os.getpid(), on_after_s, off_within_s, level, PAGE_OFFSET, OP, SINCE_NS, PAGE.size)
+    pid = _start([recorder.path, *map(str, numbers), ",".join(map(str, GAPS))])
+    if pid is None:
+        return Refused(NAME, f"its process did not start within {START_S:g} s")
+
+    def stop() -> None:
+        """End the filler; one that has ended already is none."""
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except (ProcessLookupError, PermissionError):
+            return
+
+    context.undos.append(stop)
+    return Applied(NAME, {"pid": pid, "on_after_s": on_after_s, "off_within_s": off_within_s, "level": level})
+
+
+def _start(arguments: list[str]) -> int | None:
+    """Start the process as nobody's child, and return its id; None where it says nothing.
+
+    The one that is started forks and ends, so that the rank has no child that a script could meet.
+    """
+    command = [sys.executable, "-I", "-S", str(SCRIPT), *arguments]
+    environ = {"PATH": os.environ.get("PATH", os.defpath)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
+    return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else None

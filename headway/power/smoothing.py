@@ -1,0 +1,115 @@
+"""What a device's firmware does to its power: a floor while it is in use, limited ramps, a hold before it lets go.
+
+    asked     ----\\      /----        floor: the device burns up to it while work comes and goes
+    floor     - - -\\- - /- - -        hold: how long after the last work it does so
+    drawn     -----\\___/-----         ramps: how fast what it draws may rise and fall
+
+Where the ramp keeps the output below what was asked for, work is lost; where the floor keeps it above, energy is added:
+
+    energy drawn = energy asked x (1 - lost fraction) + energy added
+
+>>> output_w, lost, added_j = smooth([100.0, 20.0, 100.0], 1.0, floor_w=50.0)
+>>> output_w.tolist(), lost, added_j
+([100.0, 50.0, 100.0], 0.0, 30.0)
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from headway.core.errors import InputError
+from headway.power.grid_spec import Watts, checked_power
+from headway.sim.kernels import kernel
+
+
+@kernel
+def _smooth(power: Watts, floor: float, rise: float, fall: float, hold: int, output: Watts) -> tuple[float, float]:
+    """Fill `output`; return the sums of what is asked and not drawn, and drawn and not asked."""
+    lost = added = 0.0
+    drawn, since = -1.0, hold + 1
+    for index in range(len(power)):
+        asked = power[index]
+        since = 0 if asked > 0.5 * floor else since + 1
+        target = floor if since <= hold and asked < floor else asked
+        if drawn < 0.0:
+            drawn = target
+        elif target > drawn + rise:
+            drawn += rise
+        elif target < drawn - fall:
+            drawn -= fall
+        else:
+            drawn = target
+        output[index] = drawn
+        if drawn < asked:
+            lost += asked - drawn
+        else:
+            added += drawn - asked
+    return lost, added
+
+
+def smooth(
+    power_w: ArrayLike, step_s: float, *, floor_w: float = 0.0, up_w_per_s: float = math.inf,
+    down_w_per_s: float = math.inf, hold_s: float = math.inf, tdp_w: float = math.inf,
+) -> tuple[Watts, float, float]:  # fmt: skip
+    """Return the power drawn [t], the fraction of the energy asked for that was not drawn, and the joules added.
+
+    The floor holds while the device is in use, until `hold_s` after power was last above half of it. Raises
+    `InputError` on a floor below 0 or above `tdp_w`, ramps that are not above 0, or a waveform that is none.
+    """
+    power = checked_power(power_w, step_s)
+    if not 0 <= floor_w <= tdp_w or not math.isfinite(floor_w):
+        raise InputError(f"the floor is {floor_w:g} W and the TDP {tdp_w:g} W; pass 0 <= floor <= TDP.")
+    if not (up_w_per_s > 0 and down_w_per_s > 0 and hold_s >= 0):
+        raise InputError(f"ramps are {up_w_per_s} and {down_w_per_s} W/s, hold {hold_s} s; pass ramps > 0, hold >= 0.")
+    output = np.empty_like(power)
+    hold = round(min(hold_s / step_s, float(1 << 60)))
+    lost, added = _smooth(power, float(floor_w), up_w_per_s * step_s, down_w_per_s * step_s, hold, output)
+    asked = float(power.sum())
+    return output, lost / asked if asked else 0.0, added * step_s
+
+
+@kernel
+def _slowed(power: Watts, floor: float, rise: float, fall: float, hold: int) -> int:
+    """Return the steps of time that the work of a waveform takes where what is not drawn is made up for later."""
+    done, taken = 0.0, 0
+    drawn, since = -1.0, hold + 1
+    while done < len(power) - 1e-9:
+        asked = power[int(done)]
+        since = 0 if asked > 0.5 * floor else since + 1
+        target = floor if since <= hold and asked < floor else asked
+        drawn = target if drawn < 0.0 else min(max(target, drawn - fall), drawn + rise)
+        done += 1.0 if drawn >= asked else drawn / asked
+        taken += 1
+    return taken
+
+
+def slowed(
+    power_w: ArrayLike, step_s: float, *, floor_w: float = 0.0, up_w_per_s: float, down_w_per_s: float,
+    hold_s: float = math.inf,
+) -> float:  # fmt: skip
+    """Return how many times as long the work takes under limited ramps: it advances in proportion to what is drawn.
+
+    Waiting (power that falls) takes as long as before. Raises `InputError` as `smooth` does.
+    """
+    power = checked_power(power_w, step_s)
+    if not (up_w_per_s > 0 and down_w_per_s > 0 and hold_s >= 0):
+        raise InputError(f"ramps are {up_w_per_s} and {down_w_per_s} W/s, hold {hold_s} s; pass ramps > 0, hold >= 0.")
+    hold = round(min(hold_s / step_s, float(1 << 60)))
+    return _slowed(power, float(floor_w), up_w_per_s * step_s, down_w_per_s * step_s, hold) / len(power)
+
+
+def fill(power_w: ArrayLike, step_s: float, *, level_w: float, on_after_s: float) -> tuple[Watts, float]:
+    """Return the power [t] with a filler that raises idle gaps to `level_w`, and the joules that it adds.
+
+    It begins `on_after_s` after power fell below the level, and yields at once. Raises `InputError` on numbers below 0.
+    """
+    power = checked_power(power_w, step_s)
+    if not (level_w >= 0 and on_after_s >= 0):
+        raise InputError(f"the filler's level is {level_w} W, on after {on_after_s} s; pass numbers >= 0.")
+    below, index = power < level_w, np.arange(len(power))
+    began = np.maximum.accumulate(np.where(below, -1, index))  # the last sample at or above the level
+    output = np.where(below & (index - began > round(on_after_s / step_s)), level_w, power)
+    return output, float((output - power).sum()) * step_s
