@@ -12,6 +12,7 @@ accelerator takes work on it, which is not shown here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -60,12 +61,16 @@ def fill_gaps(parameters: Mapping[str, Any], context: Context) -> Applied | Refu
     if pid is None:
         return Refused(NAME, f"its process did not start within {START_S:g} s")
 
+    try:
+        descriptor = os.pidfd_open(pid)  # by its number another process could be met once it has ended
+    except ProcessLookupError:
+        return Refused(NAME, "its process ended at once")
+
     def stop() -> None:
-        """End the filler; one that has ended already is none."""
-        try:
-            os.kill(pid, signal.SIGTERM)
-        except (ProcessLookupError, PermissionError):
-            return
+        """End the filler, if it has not ended by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        os.close(descriptor)
 
     context.undos.append(stop)
     return Applied(NAME, {"pid": pid, "on_after_s": on_after_s, "off_within_s": off_within_s, "level": level})
@@ -78,5 +83,8 @@ def _start(arguments: list[str]) -> int | None:
     """
     command = [sys.executable, "-I", "-S", str(SCRIPT), *arguments]
     environ = {"PATH": os.environ.get("PATH", os.defpath)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
+    except subprocess.TimeoutExpired:
+        return None
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else None
