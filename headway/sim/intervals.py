@@ -68,8 +68,23 @@ MODEL_ERROR = ModelError(floor=0.012, slope=0.06, contended=0.02)
 """From 211 pairs of `headway bench calibration`, 18 jobs beside five loads (docs/results.md): they hold 94 % of these.
 The narrowest that hold 90 % have no slope; fitted without the job that is asked about, those hold 90 % of its pairs."""
 
+MAX_DISCREPANCY = 0.05
+"""A replay that misses the measured step time by more refuses what-ifs (the cut of the straggler study)."""
+
+SHORT_STEPS, SHORT_DISCREPANCY = 300, 0.10
+"""Up to so many steps it may miss twice as much: the interval of a prediction holds what it misses."""
+
 CONTENDED_FRACTION = 0.05
 """Share of a host's cores that others take from which on it counts as contended."""
+
+
+def most_discrepancy(num_steps: int) -> float:
+    """Return by how much a replay may miss a run of so many steps, as a fraction of its step time.
+
+    >>> most_discrepancy(200), most_discrepancy(2000)
+    (0.1, 0.05)
+    """
+    return SHORT_DISCREPANCY if num_steps <= SHORT_STEPS else MAX_DISCREPANCY
 
 
 def speedup_interval(

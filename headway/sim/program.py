@@ -30,7 +30,7 @@ from headway.core.units import NS_PER_S, format_fraction
 from headway.sim.contention import Contention
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.edits import Edit, Scenario, parse_edit, scenario_of
-from headway.sim.intervals import CONTENDED_FRACTION, speedup_interval
+from headway.sim.intervals import CONTENDED_FRACTION, most_discrepancy, speedup_interval
 from headway.sim.lane import LABEL, LABELS
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
@@ -42,12 +42,6 @@ from headway.trace.trace import Trace
 
 if TYPE_CHECKING:
     from headway.trace.runs import Run
-
-MAX_DISCREPANCY = 0.05
-"""A replay that misses the measured step time by more refuses what-ifs (the cut of the straggler study)."""
-
-SHORT_STEPS, SHORT_DISCREPANCY = 300, 0.10
-"""Up to so many steps it may miss twice as much: the interval of a prediction holds what it misses."""
 
 BUSY = 0.15
 """Cores that others want from which on they are named beside a replay that misses."""
@@ -435,7 +429,7 @@ class Program:
     @property
     def bar(self) -> float:
         """Return by how much the replay may miss the run: more in a short one, whose steps say less of their mean."""
-        return SHORT_DISCREPANCY if self.recording.recorded_steps <= SHORT_STEPS else MAX_DISCREPANCY
+        return most_discrepancy(self.recording.recorded_steps)
 
     def _check(self, scenario: Scenario, max_discrepancy: float | None) -> None:
         """Refuse what this run cannot answer."""

@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
@@ -37,6 +37,7 @@ from headway.core.wires import ChannelClosed
 from headway.data.caches.partition import FORMS
 from headway.data.orders.strategies import ORDERS
 from headway.data.serving.batches import Batch, Ended, Ints, Payload, Spent
+from headway.data.serving.client import Client
 from headway.data.serving.flights import Work
 from headway.data.serving.jobs import Terms, not_come
 from headway.data.serving.messages import (
@@ -148,38 +149,6 @@ class Preparer(Protocol):
     def assemble(self, items: Ints, examples: list[Any]) -> Any | None:
         """Return the batch of [k] examples as a tree to pack, or None where they must be sent as they are."""
         ...
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """A connected process: one rank of a job, once it has joined."""
-
-    channel: Channel
-    pid_fd: int = -1
-    """Readable when the process is gone, even if a child of it still has the socket."""
-    join: Join | None = None
-    begun: int = -1
-    """Number of its pass."""
-    warned: bool = False
-    """Whether it has been told which other ranks its job waits for."""
-    rings: dict[int, Ring] = field(default_factory=dict)
-    """Number -> ring; batches go into the newest, earlier ones wait for their slots to be freed."""
-
-    @property
-    def ring(self) -> Ring | None:
-        """The ring that is filled now."""
-        return self.rings[max(self.rings)] if self.rings else None
-
-    def has_room(self) -> bool:
-        """Return whether a slot is free."""
-        return self.ring is None or self.ring.num_free > 0
-
-    def tidy(self) -> None:
-        """Let go of earlier rings that nobody reads any more."""
-        for number in [
-            n for n, ring in self.rings.items() if ring is not self.ring and ring.num_free == ring.num_slots
-        ]:
-            self.rings.pop(number).close()
 
 
 class Daemon:

@@ -66,11 +66,14 @@ def fill_gaps(parameters: Mapping[str, Any], context: Context) -> Applied | Refu
     except ProcessLookupError:
         return Refused(NAME, "its process ended at once")
 
+    held = [descriptor]
+
     def stop() -> None:
-        """End the filler, if it has not ended by itself."""
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(descriptor, signal.SIGTERM)
-        os.close(descriptor)
+        """End the filler, if it has not ended by itself; once."""
+        while held:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(held[-1], signal.SIGTERM)
+            os.close(held.pop())
 
     context.undos.append(stop)
     return Applied(NAME, {"pid": pid, "on_after_s": on_after_s, "off_within_s": off_within_s, "level": level})
