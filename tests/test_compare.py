@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.host_load import HostLoad
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.compare import compare
+from headway.ledger.compare import compare, steps_per_s, whole_speedup
 from headway.ledger.ledger import Ledger
 from tests.runs_made import MS, RunMaker
 
@@ -171,3 +171,11 @@ def test_too_few_steps_are_not_resolved():
     found = compare(ledger(replace(BASE, steps=3)), ledger(replace(SLOWER["useful"], steps=3)))
 
     assert (found.verdict, found.interval, found.exit_code) == ("not resolved", None, 0)
+
+
+def test_what_a_remedy_costs_in_the_first_step_counts_over_all_steps():
+    before = ledger(replace(BASE, steps=20))
+    starts = ledger(replace(BASE, steps=30, fetch_ns=lambda rank, step: 80 * MS if step == 0 else 0))
+
+    assert steps_per_s(starts) > 1.2 * steps_per_s(before)
+    assert whole_speedup(before, starts) < 1 < compare(before, starts).speedup

@@ -378,6 +378,17 @@ def steps_per_s(ledger: Ledger) -> float:
     return len(walls) * NS_PER_S / wall_ns if wall_ns else 0.0
 
 
+def whole_speedup(before: Ledger, after: Ledger) -> float | None:
+    """Return how many times as fast training went over all steps, the first included; None without a step.
+
+    What a remedy costs once, such as starting workers, lies in step 0: runs of unlike length are compared by what the
+    shorter one's number of steps took.
+    """
+    steps = min(len(before.step_wall_ns), len(after.step_wall_ns))
+    first, second = (float(ledger.step_wall_ns[:steps].sum()) for ledger in (before, after))
+    return first / second if second else None
+
+
 def _in_steps(ledger: Ledger) -> dict[str, float]:
     """Return seconds per device and step of the buckets that happen in steps, over the steps of `steps_per_s`."""
     found = ledger.step_ns[:, 1:] if ledger.step_ns.shape[1] > 1 else ledger.step_ns

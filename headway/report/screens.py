@@ -63,6 +63,10 @@ def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
     return draw([*parts, *_traceback(run)], **screen)
 
 
+UNLIKE_START = 0.05
+"""By how much the gain over all steps has to differ from that of the steady ones before both are said."""
+
+
 def _verified(found: Json) -> Text:
     """Return how many of the batches under remedies were compared with the script's own, and were equal."""
     wrong = int(found["unequal"])
@@ -98,6 +102,9 @@ def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
     )
     parts: list[RenderableType] = [heading, table] if done else []
     for row in rows:
+        steady, whole = finite(row.get("measured_speedup")), finite(row.get("measured_with_start"))
+        if steady and whole and abs(whole / steady - 1) > UNLIKE_START and not row.get("reason_not_applied"):
+            parts.append(paragraph(f"Over all steps, the first one included: {speedup(whole)}.", style="dim"))
         if row.get("reason_not_applied"):
             reason = (f"  not applied: {clean(row['reason_not_applied'])}", "dim")
             parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from headway.core.planfile import PlanFile
-from headway.ledger.compare import steps_per_s
+from headway.ledger.compare import steps_per_s, whole_speedup
 from headway.ledger.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
@@ -37,6 +37,7 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     if plan is not None:
         measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
         facts["applied"] = applied_rows(plan, found, measured, taken_away)
+        facts["applied"][-1]["measured_with_start"] = before and whole_speedup(before, explanation.ledger)
         facts["verified"] = verified(path)
         meta = json.loads((path / "run.json").read_text())
         write_json(path / "run.json", {**meta, "applied": facts["applied"]})
