@@ -16,7 +16,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
@@ -105,6 +105,15 @@ GROUPS: dict[str, str] = {
 }
 """What comes before a verb's last word -> its line in `--help`; longer ones after what they begin with."""
 
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "Start": ("run", "why", "plan", "report", "demo", "doctor"),
+    "Analyse": ("compare", "hang", "watch", "whatif", "trace"),
+    "Data and checkpoints": ("data", "ckpt", "storage"),
+    "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "cluster", "power", "cost"),
+    "Develop": ("bench",),
+}
+"""Section of `headway --help` -> the words of commands in it."""
+
 ROOM, RIGHT = (
     "Free some of it, or name another place.",
     "Check its permissions, or name another place: --out, or -o, or another folder to run in.",
@@ -120,9 +129,12 @@ def build(explained: str = "") -> App:
 
     The verb `explained` is left without its line, so that its own docstring becomes its page of help.
     """
-    from cyclopts import App, Parameter
+    from cyclopts import App, Group, Parameter
 
     from headway import __version__
+
+    sections = [(Group(title, sort_key=place), words) for place, (title, words) in enumerate(SECTIONS.items())]
+    section_of = {word: section for section, words in sections for word in words}
 
     app = App(
         name="headway",
@@ -134,14 +146,18 @@ def build(explained: str = "") -> App:
         version_flags=["--version"],
     )
     groups = {
-        name: App(name=name.split()[-1], help=text, help_format="plaintext", help_epilogue="")
+        name: App(
+            name=name.split()[-1], help=text, help_format="plaintext", help_epilogue="", group=section_of.get(name)
+        )
         for name, text in GROUPS.items()
     }
+    app["--help"].group = app["--version"].group = Group("Options", sort_key=len(sections))
     for name, group in groups.items():
         groups.get(name.rpartition(" ")[0], app).command(group)
     for verb, (target, text) in VERBS.items():
         group_name, _, name = verb.rpartition(" ")
-        page = {} if verb == explained else {"help": text}
+        page: dict[str, Any] = {} if verb == explained else {"help": text}
+        page |= {"group": section_of[verb]} if verb in section_of else {}
         groups.get(group_name, app).command(target, name=name, help_epilogue="", **page)
     return app
 
