@@ -1,0 +1,86 @@
+"""Whether a backward in two parts gives a stage the gradients of a whole one, tried on a copy of it.
+
+One microbatch of random numbers in the shapes that the stage gets. The stage's
+own buffers, gradients and random numbers stay as they are; what its forward
+changes outside its module happens twice more.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import _backward as parts
+
+Grads = Sequence[torch.Tensor | None]
+
+
+def differs(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return why the stage of a schedule cannot split its backward, '' where both ways agree bit for bit.
+
+    `args` and `kwargs` are those of the schedule's step. Raises what torch does where it cannot split the backward.
+    """
+    stage = own._stage
+    if stage.is_first:  # torch makes no gradient of its input: the second part is a whole backward
+        return ""
+    named = {key: value for key, value in kwargs.items() if key not in OF_STEP}
+    _, split_named = own._split_inputs(args, named)
+    devices = [stage.device] if torch.device(stage.device).type != "cpu" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        inputs = tuple(_random(meta, stage) for meta in stage._stage_meta.inputs)
+        whole, split = (_gradients(stage, inputs, split_named[0], way) for way in (_whole, _in_parts))
+    if len(whole) != len(split) or not all(map(_equal, whole, split)):
+        return f"stage {stage.stage_index} has other gradients when its backward runs in two parts"
+    return ""
+
+
+OF_STEP = ("target", "losses", "return_outputs", "loss_kwargs")
+"""Arguments of a schedule's step that are not the module's."""
+
+
+def _random(meta: Any, stage: Any) -> torch.Tensor:
+    """Return a tensor of the recorded shape, random where it can be."""
+    value = torch.empty(meta.shape, dtype=meta.dtype, device=stage.device)
+    if not (value.is_floating_point() or value.is_complex()):
+        return value.zero_()
+    return value.normal_().requires_grad_(meta.requires_grad)
+
+
+def _gradients(stage: Any, inputs: tuple[Any, ...], named: dict[str, Any], way: Callable[..., Grads]) -> Grads:
+    """Return the gradients of the inputs and of the parameters of a copy of the stage."""
+    torch.manual_seed(1)
+    module = copy.deepcopy(stage.submod)
+    module.zero_grad(set_to_none=True)
+    leaves = tuple(
+        value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+        for value in inputs
+    )
+    outputs = module(*leaves, **named)
+    outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+    torch.manual_seed(2)
+    grads = tuple(torch.randn_like(value) if value.requires_grad else None for value in outputs)
+    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
+    of_inputs = way(module, outputs, grads, tensors)
+    return [*of_inputs, *(value.grad for value in module.parameters())]
+
+
+def _whole(module: Any, outputs: Any, grads: Any, inputs: list[torch.Tensor]) -> Grads:
+    """Run a whole backward; return the gradients of the inputs."""
+    return parts.stage_backward(outputs, grads, inputs)
+
+
+def _in_parts(module: Any, outputs: Any, grads: Any, inputs: list[torch.Tensor]) -> Grads:
+    """Run the two parts, as torch's stage does; return the gradients of the inputs."""
+    found, groups = parts.stage_backward_input(outputs, grads, inputs, module.parameters())
+    parts.stage_backward_weight(module.parameters(), groups)
+    return found
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Say whether two gradients are the same bit for bit, or both not there."""
+    if one is None or other is None:
+        return one is other
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
