@@ -137,22 +137,33 @@ def _work(recording: Recording, index: int) -> StageWork:
 
 
 def _order(work: StageWork) -> tuple[Action, ...]:
-    """Return the order that every pass of a rank follows; raises `InputError` where they differ."""
+    """Return the order that every pass of a rank follows but maybe the first; raises `InputError` where they differ.
+
+    A plan changes the order after the first pass: of that one it only matters that it is complete.
+    """
     columns = np.stack([work.op, work.stage, work.microbatch], axis=1)
     num_passes = int(work.turn.max()) + 1
-    first = columns[work.turn == 0]
-    whole = work.turn.min() >= 0 and len(columns) == len(first) * num_passes
-    if not whole or (columns != np.tile(first, (num_passes, 1))).any():
+    first, last = columns[work.turn == 0], columns[work.turn == num_passes - 1]
+    begins = 0 if len(first) == len(last) and (first == last).all() else 1
+    rest, repeats = columns[work.turn >= begins], num_passes - begins
+    if work.turn.min() < 0 or len(rest) != len(last) * repeats or (rest != np.tile(last, (repeats, 1))).any():
         raise InputError("passes of the pipeline differ from each other. Record a run that repeats one order.")
-    return tuple(Action(*row) for row in first.tolist())
+    if any((np.sort(one[one[:, 0] == F, 2]) != np.arange((last[:, 0] == F).sum())).any() for one in (first, last)):
+        raise InputError("a pass of the pipeline lacks a microbatch. Record a run of whole passes.")
+    return tuple(Action(*row) for row in last.tolist())
 
 
 def _times(recording: Recording, index: int) -> Ints:
-    """Return [5] median time of F, B, I, W (and none) of the stage on a rank, without what else interrupted it."""
+    """Return [5] median time of F, B, I, W (and none) of the stage on a rank, what else interrupted it included.
+
+    Those of the first pass count only where there is no other.
+    """
     lane, work = recording.lanes[index], _work(recording, index)
     inside = work.part >= 0
     total = np.bincount(work.part[inside], lane.duration_ns[inside], work.op.size)
-    return np.array([int(np.median(total[work.op == op])) if (work.op == op).any() else 0 for op in range(5)], np.int64)
+    later = (work.turn > 0) | (work.turn.max() == 0)
+    each = [total[later & (work.op == op)] for op in range(5)]
+    return np.array([int(np.median(times)) if times.size else 0 for times in each], np.int64)
 
 
 def _message_ns(recording: Recording) -> int:
