@@ -27,6 +27,9 @@ NAME = "parallel.schedule"
 CANDIDATES = ("1f1b", "gpipe", "zero_bubble")
 """Orders with one stage per rank, the plainest first: of equal ones it is taken."""
 
+MOST_STARVED = 0.1
+"""Share of compute in which ranks were ready to run but had no core, above which no gain of an order is promised."""
+
 REPLACED = ("ScheduleGPipe", "Schedule1F1B")
 """Classes of torch whose order can be replaced."""
 
@@ -46,6 +49,11 @@ def _schedule(program: Program) -> Proposal | Refusal:
         tried = {name: program.predict([f"schedule={name}"], interval=False).speedup for name in CANDIDATES}
     except InputError as cause:
         return Refusal(NAME, "parallel", str(cause))
+    starved = float(program.recording.waiting.mean())
+    if starved > MOST_STARVED:
+        share = format_fraction(starved, 0)
+        reason = f"ranks had no core for {share} of their compute: with less bubble they would wait more for cores"
+        return Refusal(NAME, "parallel", reason)
     name = max(CANDIDATES, key=lambda one: (round(tried[one], 2), -CANDIDATES.index(one)))
     if tried[name] < MIN_SPEEDUP:
         reason = f"of {', '.join(CANDIDATES)}, {name} is predicted best: {tried[name]:.3f}x"

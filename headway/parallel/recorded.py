@@ -12,7 +12,7 @@ edit after another, so that they and the work add up to the recorded step:
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from headway.core.units import NS_PER_S
 from headway.ledger.attempts import book_run
 from headway.ledger.buckets import SUB_CODE
 from headway.ledger.pipeline_waits import KINDS
+from headway.sim.edits import Scenario, scenario_of
 from headway.sim.program import Program
 from headway.sim.stage_orders import RecordedPipeline
 from headway.trace.runs import Run
@@ -67,12 +68,13 @@ class RecordedBubbles:
 def reasons_of(program: Program) -> dict[str, float]:
     """Return `RecordedBubbles.reasons_s` of a run that can be replayed; raises as `RecordedBubbles.of` does."""
     costs = RecordedPipeline.of(program.recording).costs
-    busy = (costs.forward_ns + costs.input_ns + costs.weight_ns).astype(float)
-    equal = [f"stage:{stage}={busy.mean() / max(own, 1.0):.6f}x" for stage, own in enumerate(busy.tolist())]
-    edits: list[str] = []
-    times = [program.measured_s]
-    for more in (["comm=instant"], equal, ["bubble=none"]):
-        edits += more
-        times.append(program.predict(edits, interval=False).step_s)
+    program.predict(["comm=instant"], interval=False)  # refuses where the replay misses the run
+    forward, backward = costs.forward_ns.astype(float), (costs.input_ns + costs.weight_ns).astype(float)
+    ways = (forward.mean() / np.maximum(forward, 1), backward.mean() / np.maximum(backward, 1))
+    equal = tuple((stage, *pair) for stage, pair in enumerate(zip(*(way.tolist() for way in ways), strict=True)))
+    instant = scenario_of(["comm=instant"])
+    steps = [Scenario(), instant, replace(instant, stages=equal), replace(instant, stages=equal, bubble=0.0)]
+    replayed = [float(program.steps_ns(one).mean()) for one in steps]
+    times = [program.measured_s * value / replayed[0] for value in replayed]
     found = [before - after for before, after in itertools.pairwise(times)]
     return dict(zip(REASONS, [*found, times[-1]], strict=True))

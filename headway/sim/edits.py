@@ -144,11 +144,14 @@ class Scenario:
     schedule: str | None = None
     """Order of a pipeline's step, a name of `headway.sim.pipeline.schedules.SCHEDULES`; None = as recorded."""
 
+    input_share: float = 0.5
+    """Share of a backward recorded whole that makes the gradient of the stage's input; no edit changes it."""
+
     bubble: float = 1.0
     """0 = no stage of a pipeline waits for another."""
 
-    stages: tuple[tuple[int, float], ...] = ()
-    """(stage of a pipeline, factor on the durations of its computations), all that match multiply."""
+    stages: tuple[tuple[int, float, float], ...] = ()
+    """(stage of a pipeline, factor on its forwards, on its backwards), all that match multiply."""
 
     def reaches(self, group: int) -> bool:
         """Say whether edits of workers concern the loader of number `group`."""
@@ -194,7 +197,7 @@ def scenario_of(edits: Iterable[Edit | str]) -> Scenario:
         rule = _rule(given.target)
         value = _read(given.target, str(given).partition("=")[2])
         if given.target.startswith("stage:"):
-            scenario = replace(scenario, stages=(*scenario.stages, (int(given.target[6:]), value)))
+            scenario = replace(scenario, stages=(*scenario.stages, (int(given.target[6:]), value, value)))
         elif given.target.startswith("op:"):
             scenario = replace(scenario, factors=(*scenario.factors, (given.target[3:], value)))
         else:

@@ -33,7 +33,7 @@ from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.prediction import Prediction
 from headway.sim.recording import Recording, first_steady
-from headway.sim.stage_orders import RecordedPipeline, check_stages, reordered
+from headway.sim.stage_orders import INPUT_SHARES, RecordedPipeline, check_stages, reordered
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.trace.loader_facts import loaders_in
 from headway.trace.parts import Parts
@@ -113,8 +113,8 @@ class Program:
     replays: dict[tuple[Scenario, bool], NDArray[np.float64]] = field(default_factory=dict)
     """Replays done so far: (scenario, scaled to the whole run) -> [k] ns per steady step, mean over ranks."""
 
-    orders: dict[tuple[str | None, float], Recording] = field(default_factory=dict)
-    """Recordings with another order of their pipeline, once they were asked for: by schedule and bubble."""
+    orders: dict[tuple[str | None, float, float], Recording] = field(default_factory=dict)
+    """Recordings with another order of their pipeline, once asked for: by schedule, bubble, share of the input."""
 
     @classmethod
     def from_run(cls, run: Run, *, costs: Costs | None = None) -> Program:
@@ -349,7 +349,7 @@ class Program:
 
     def reordered(self, scenario: Scenario) -> Recording:
         """Return the recording with the order of its pipeline that `scenario` asks for."""
-        key = (scenario.schedule, scenario.bubble)
+        key = (scenario.schedule, scenario.bubble, scenario.input_share)
         if key not in self.orders:
             self.orders[key] = reordered(self.recording, scenario)
         return self.orders[key]
@@ -424,10 +424,18 @@ class Program:
             for factor in (0.5, 2.0):
                 models = tuple(model.with_handoff(factor) for model in self.models)
                 shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
+        if self._splits(scenario):
+            point = base.mean() / after.mean()
+            for share in INPUT_SHARES:
+                shifts.append(float(base.mean() / self.steps_ns(replace(scenario, input_share=share)).mean() / point))
         return speedup_interval(
             base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed,
             contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,
         )  # fmt: skip
+
+    def _splits(self, scenario: Scenario) -> bool:
+        """Say whether the edits split backwards that were recorded whole."""
+        return scenario.schedule == "zero_bubble" and not RecordedPipeline.of(self.recording).split
 
     def _assumes_handoff(self, scenario: Scenario) -> bool:
         """Say whether the edits bring workers to a run that had none."""
@@ -461,8 +469,8 @@ class Program:
         matched = self.recording.messages.point.size
         if not matched and any(np.isin(lane.label, p2p).any() for lane in self.recording.lanes):
             notes.append("Sends and receives keep their recorded duration.")
-        if scenario.schedule == "zero_bubble" and not RecordedPipeline.of(self.recording).split:
-            notes.append("A backward is taken to spend half of its time on the gradient of its input.")
+        if self._splits(scenario):
+            notes.append("Half of a backward is taken to be for the gradient of the input; the range has 1/3 to 2/3.")
         if self.recording.num_steps < self.recording.recorded_steps:
             notes.append(f"Replayed: the first {self.recording.num_steps} of {self.recording.recorded_steps} steps.")
         return notes

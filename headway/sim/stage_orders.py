@@ -16,6 +16,7 @@ All durations are ns.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -39,6 +40,9 @@ Ints = NDArray[np.int64]
 
 INPUT_SHARE = 0.5
 """Share of a whole backward that is taken to make the gradient of the input, on every stage but the first."""
+
+INPUT_SHARES = (1 / 3, 2 / 3)
+"""What it may be: a range of the gain holds both."""
 
 MESSAGES = (LABEL["comm.send"], LABEL["comm.recv"])
 
@@ -179,18 +183,23 @@ def _message_ns(recording: Recording) -> int:
 
 def reordered(recording: Recording, scenario: Scenario) -> Recording:
     """Return the recording with the order that `scenario` asks for, and without bubbles where it says so."""
-    found = recording if scenario.schedule is None else rescheduled(recording, scenario.schedule)
+    found = recording
+    if scenario.schedule is not None:
+        found = rescheduled(recording, scenario.schedule, input_share=scenario.input_share)
     return found if scenario.bubble else without_bubbles(found)
 
 
-def rescheduled(recording: Recording, name: str) -> Recording:
-    """Return the recording as it would have been under the order `name`; raises `InputError` as `RecordedPipeline`."""
+def rescheduled(recording: Recording, name: str, *, input_share: float = INPUT_SHARE) -> Recording:
+    """Return the recording as it would have been under the order `name`.
+
+    The order is made for `INPUT_SHARE` and replayed with `input_share`. Raises `InputError` as `RecordedPipeline` does.
+    """
     known = RecordedPipeline.of(recording)
     orders = known.reordered(name)
     lanes, batches, stages = list(recording.lanes), list(recording.batches), list(recording.stages)
     place = {index: np.arange(lane.label.size) for index, lane in enumerate(lanes)}
     built = [
-        _Built.of(lanes[index], _work(recording, index), order, known, stage)
+        _Built.of(lanes[index], _work(recording, index), order, stage, known, input_share=input_share if stage else 0.0)
         for stage, (index, order) in enumerate(zip(known.rank_index, orders, strict=True))
     ]
     for index, made in zip(known.rank_index, built, strict=True):
@@ -238,11 +247,13 @@ class _Built:
     """(pass, whether a gradient, microbatch, segment that waits for it)."""
 
     @classmethod
-    def of(cls, lane: Lane, work: StageWork, order: tuple[Action, ...], known: RecordedPipeline, stage: int) -> _Built:
+    def of(
+        cls, lane: Lane, work: StageWork, order: Sequence[Action], stage: int, known: RecordedPipeline, *,
+        input_share: float,
+    ) -> _Built:  # fmt: skip
         """Put the passes of a rank into `order`; what lies between two passes stays where it is."""
         kept = ~np.isin(lane.label, MESSAGES)
         blocks = _blocks(lane, work, kept)
-        share = INPUT_SHARE if stage else 0.0
         last = len(known.rank_index) - 1
         pieces: list[tuple[Ints, float, int]] = []
         posts: dict[tuple[int, bool, int], int] = {}
@@ -259,7 +270,7 @@ class _Built:
             begin = min(int(block.body[0]) for block in by_action.values())
             add(done + np.flatnonzero(kept[done:begin]), 1.0, -1)
             for action in order:
-                body, tail, scale, part = _taken(by_action, action, share)
+                body, tail, scale, part = _taken(by_action, action, input_share)
                 gradient = action.op != F
                 if action.op in (F, B, I) and (stage < last if gradient else stage > 0):
                     waits.append((turn, gradient, action.microbatch, count))
@@ -389,7 +400,7 @@ def without_bubbles(recording: Recording) -> Recording:
 def check_stages(recording: Recording, scenario: Scenario) -> None:
     """Raise `InputError` where an edit names a stage that was not recorded."""
     known = sorted({int(stage) for work in recording.stages if work is not None for stage in work.stage})
-    for stage, _ in scenario.stages:
+    for stage, *_ in scenario.stages:
         if stage not in known:
             names = ", ".join(map(str, known)) or "none"
             raise InputError(f"the run recorded no stage {stage} of a pipeline. Choose among: {names}.")

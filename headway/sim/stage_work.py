@@ -107,12 +107,15 @@ class Messages:
         table, code = table[order], code[order]
         both = np.flatnonzero((np.bincount(code) if code.size else code) == 2)
         table = table[np.isin(code, both)]
+        ranks, sizes = np.array([lane.rank for lane in lanes]), np.array([lane.label.size for lane in lanes])
         posted = table[:, 9].reshape(-1, 2)
         arrival = np.repeat(posted.max(axis=1), 2) if len(table) else np.zeros(0, np.int64)
         other = posted[:, ::-1].ravel()
         start, end = table[:, 7], table[:, 8]
-        waits = end >= other
+        taken = end > start  # a wait that took no time has no segment: the one behind it waits
+        waits = (end >= other) & (taken | (table[:, 3] == ranks[table[:, 4]])) & (table[:, 6] < sizes[table[:, 4]])
         own_ns = np.where(waits, end - np.clip(arrival, start, end), end - start)
+        own_ns[~taken] = -1
         point = np.arange(len(table)) // 2
         return cls(point, table[:, 4], table[:, 5], table[:, 6], waits, own_ns)
 
@@ -127,8 +130,9 @@ def cuts_of(rows: Trace) -> Ints:
     stages = np.zeros(len(rows), bool)
     for name in OPS:
         stages |= rows.named(name)
-    posts = rows.named("comm.post")
-    return np.unique(np.concatenate([start[stages], (start + duration)[stages], start[posts]])).astype(np.int64)
+    moves = rows.named("comm.post") | rows.named("comm.send") | rows.named("comm.recv")
+    found: Ints = np.unique(np.concatenate([start[stages], (start + duration)[stages], start[moves]])).astype(np.int64)
+    return found
 
 
 def _sides(rows: Trace, lane: Lane, index: int, names: tuple[str, int]) -> Ints:
@@ -145,7 +149,7 @@ def _sides(rows: Trace, lane: Lane, index: int, names: tuple[str, int]) -> Ints:
     last = np.full(int(max(lane.row.max(initial=-1), row.max(initial=-1))) + 1, -1, np.int64)
     owned = np.flatnonzero(lane.row >= 0)
     last[lane.row[owned]] = owned
-    segment = last[row]
+    segment = np.where(events["duration_ns"][row] > 0, last[row], np.searchsorted(lane.start_ns, start, side="left"))
     mine, peer = np.full(row.size, lane.rank, np.int64), events["peer"][row].astype(np.int64)
     ends = (peer, mine) if receives else (mine, peer)
     post = np.searchsorted(lane.start_ns, posted, side="left")
@@ -153,4 +157,6 @@ def _sides(rows: Trace, lane: Lane, index: int, names: tuple[str, int]) -> Ints:
         events["group"][row], events["seq"][row], *ends, np.full(row.size, index), post, segment, start,
         start + events["duration_ns"][row], posted,
     ]  # fmt: skip
-    return np.stack(columns, axis=1).astype(np.int64)[segment >= 0]
+    inside = (segment >= 0) & (posted >= lane.start_ns[0]) & (start <= lane.start_ns[-1] + lane.duration_ns[-1])
+    table: Ints = np.stack(columns, axis=1).astype(np.int64)[inside]
+    return table

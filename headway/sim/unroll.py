@@ -28,6 +28,7 @@ from headway.sim.greedy import greedy
 from headway.sim.lane import COMPUTE, LABEL, LABELS, ON_THREAD, Lane
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import Loading
+from headway.sim.pipeline.actions import F
 from headway.sim.recording import Recording
 
 QUANTUM_NS = 5 * NS_PER_MS
@@ -428,9 +429,10 @@ def edited_segments(
         duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)
         stage_work = recording.stages[index]
         if stage_work is not None:
-            for stage, times in scenario.stages:
-                mine = np.append(stage_work.stage == stage, False)[stage_work.part]
-                duration = np.where(mine & COMPUTE[lane.label], duration * times, duration)
+            for stage, forward, backward in scenario.stages:
+                times = np.where(stage_work.op == F, forward, backward)
+                of_part = np.append(np.where(stage_work.stage == stage, times, 1.0), 1.0)[stage_work.part]
+                duration = np.where(COMPUTE[lane.label], duration * of_part, duration)
         if scenario.buffered_logging:
             logs = lane.label == LABEL["host.logging"]
             duration[logs] = np.minimum(duration[logs], costs.log_ns)

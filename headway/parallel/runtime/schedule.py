@@ -77,10 +77,9 @@ def schedule(parameters: Mapping[str, Any], context: Context) -> Applied | Refus
 
     def make(own: Any, args: Any, kwargs: Any) -> Any:
         """Return torch's runtime on the stage of a schedule, None where a rank of its pipeline cannot have one."""
-        start = now()
-        runtime, reason = None, _unfit(own, shape, splits)
+        start, runtime, reason = now(), None, ""
         try:
-            reason = reason or (trial.differs(own, args, kwargs) if splits else "")
+            reason = _unfit(own, shape, splits) or (trial.differs(own, args, kwargs) if splits else "")
             runtime = None if reason else _runtime(own, text)
         except Exception as cause:
             reason = f"torch's runtime refuses the order: {type(cause).__name__}: {cause}"

@@ -31,7 +31,7 @@ def differs(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(0)
         inputs = tuple(_random(meta, stage) for meta in stage._stage_meta.inputs)
-        whole, split = (_gradients(stage, inputs, split_named[0], way) for way in (_whole, _in_parts))
+        whole, split = (_gradients(own, inputs, split_named[0], kwargs, way) for way in (_whole, _in_parts))
     if len(whole) != len(split) or not all(map(_equal, whole, split)):
         return f"stage {stage.stage_index} has other gradients when its backward runs in two parts"
     return ""
@@ -49,27 +49,30 @@ def _random(meta: Any, stage: Any) -> torch.Tensor:
     return value.normal_().requires_grad_(meta.requires_grad)
 
 
-def _gradients(stage: Any, inputs: tuple[Any, ...], named: dict[str, Any], way: Callable[..., Grads]) -> Grads:
+def _gradients(
+    own: Any, inputs: tuple[Any, ...], named: dict[str, Any], of_step: dict[str, Any], way: Callable[..., Grads]
+) -> Grads:
     """Return the gradients of the inputs and of the parameters of a copy of the stage."""
     torch.manual_seed(1)
-    module = copy.deepcopy(stage.submod)
+    module = copy.deepcopy(own._stage.submod)
     module.zero_grad(set_to_none=True)
-    leaves = tuple(
-        value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-        for value in inputs
-    )
-    outputs = module(*leaves, **named)
-    outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+    leaves = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
+    found = module(*leaves, **named)
     torch.manual_seed(2)
-    grads = tuple(torch.randn_like(value) if value.requires_grad else None for value in outputs)
-    tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
-    of_inputs = way(module, outputs, grads, tensors)
+    if own._stage.is_last:
+        target = torch.tensor_split(of_step["target"], own._n_microbatches)[0]
+        outputs: Any = (own._loss_fn(found, target, **(of_step.get("loss_kwargs") or {})),)
+        grads = None
+    else:
+        outputs = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        grads = tuple(torch.randn_like(value) if value.requires_grad else None for value in outputs)
+    of_inputs = way(module, outputs, grads, leaves)
     return [*of_inputs, *(value.grad for value in module.parameters())]
 
 
 def _whole(module: Any, outputs: Any, grads: Any, inputs: list[torch.Tensor]) -> Grads:
     """Run a whole backward; return the gradients of the inputs."""
-    return parts.stage_backward(outputs, grads, inputs)
+    return parts.stage_backward(outputs[0] if grads is None else outputs, grads, inputs)
 
 
 def _in_parts(module: Any, outputs: Any, grads: Any, inputs: list[torch.Tensor]) -> Grads:
