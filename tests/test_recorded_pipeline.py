@@ -147,7 +147,7 @@ def test_the_adviser_says_nothing_of_other_runs_and_why_it_refuses_a_pipeline():
     assert not [*propose(None, with_stages((None,) * 3), setup)]
     (row,) = propose(None, with_stages(tuple(broken)), setup)
     assert isinstance(row, Refusal)
-    assert "stages [1, 2, 3] were recorded" in row.reason
+    assert "ranks have the stages 1, 2, 3" in row.reason
 
 
 @pytest.mark.parametrize(

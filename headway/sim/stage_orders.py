@@ -75,12 +75,12 @@ class RecordedPipeline:
         found = {int(work.stage[0]): index for index, work in enumerate(recording.stages) if work is not None}
         if not found:
             raise InputError("the run recorded no pipeline of torch.distributed.pipelining. Record a run of one.")
-        works = [_work(recording, index) for index in found.values()]
-        if any(len(np.unique(work.stage)) > 1 for work in works) or sorted(found) != list(range(len(found))):
-            raise InputError(
-                f"stages {sorted(found)} were recorded, one on each rank that has any; an order is predicted for a "
-                "single pipeline of stages 0, 1, .. with one stage per rank. Record such a run."
-            )
+        works = [work for work in recording.stages if work is not None]
+        if any(len(np.unique(work.stage)) > 1 for work in works):
+            raise InputError("ranks have several stages each; an order is predicted for one stage per rank.")
+        if len(works) > len(found) or sorted(found) != list(range(len(found))):
+            names = ", ".join(str(int(work.stage[0])) for work in works)
+            raise InputError(f"ranks have the stages {names}; an order is predicted for one pipeline from stage 0.")
         if any(work is not None for work in recording.devices):
             raise InputError("the stages ran on devices, whose work in a pass was not recorded. Record a run on CPUs.")
         stages = [found[stage] for stage in range(len(found))]
@@ -152,7 +152,8 @@ def _order(work: StageWork) -> tuple[Action, ...]:
     rest, repeats = columns[work.turn >= begins], num_passes - begins
     if work.turn.min() < 0 or len(rest) != len(last) * repeats or (rest != np.tile(last, (repeats, 1))).any():
         raise InputError("passes of the pipeline differ from each other. Record a run that repeats one order.")
-    if any((np.sort(one[one[:, 0] == F, 2]) != np.arange((last[:, 0] == F).sum())).any() for one in (first, last)):
+    whole = np.arange((last[:, 0] == F).sum())
+    if not all(np.array_equal(np.sort(one[one[:, 0] == F, 2]), whole) for one in (first, last)):
         raise InputError("a pass of the pipeline lacks a microbatch. Record a run of whole passes.")
     return tuple(Action(*row) for row in last.tolist())
 
@@ -173,11 +174,12 @@ def _times(recording: Recording, index: int) -> Ints:
 def _message_ns(recording: Recording) -> int:
     """Return the median time of a message: what a receive takes once both ends are there."""
     messages = recording.messages
-    receives = np.zeros(messages.point.size, bool)
+    found = []
     for index, lane in enumerate(recording.lanes):
-        mine = messages.rank_index == index
-        receives[mine] = lane.label[messages.segment[mine]] == LABEL["comm.recv"]
-    taken = messages.own_ns[receives & messages.waits]
+        mine = np.flatnonzero((messages.rank_index == index) & messages.waits)
+        receives = lane.label[messages.segment[mine]] == LABEL["comm.recv"]
+        found.append(messages.own_ns[mine[receives]])
+    taken = np.concatenate(found)
     return int(np.median(taken)) if taken.size else 0
 
 
