@@ -1,8 +1,10 @@
-"""Whether a backward in two parts gives a stage the gradients of a whole one, tried on a copy of it.
+"""Whether a backward in two parts gives a stage the gradients of a whole one, tried in a forked child.
 
-One microbatch of random numbers in the shapes that the stage gets. The stage's
-own buffers, gradients and random numbers stay as they are; what its forward
-changes outside its module happens twice more.
+One microbatch of random numbers in the shapes that the stage gets, twice, on
+copies of the stage: as a whole, and in the two parts. The child can change
+nothing outside itself (`headway.core.apart`), so that a stage which counts its
+calls, prints or writes files does in the training process what it always did.
+Tried on CPUs: a process that uses a device cannot be forked.
 """
 
 from __future__ import annotations
@@ -14,43 +16,63 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import _backward as parts
 
+from headway.core.child import said
+
 Grads = Sequence[torch.Tensor | None]
+
+LONGEST_S = 120.0
+"""A child that has worked for so long without an answer hangs."""
+
+ALIKE = b"alike"
+"""What a child says where both ways agree."""
 
 
 def differs(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return why the stage of a schedule cannot split its backward, '' where both ways agree bit for bit.
 
-    `args` and `kwargs` are those of the schedule's step. Raises what torch does where it cannot split the backward.
+    `args` and `kwargs` are those of the schedule's step.
     """
     stage = own._stage
     if stage.is_first:  # torch makes no gradient of its input: the second part is a whole backward
         return ""
-    named = {key: value for key, value in kwargs.items() if key not in OF_STEP}
-    _, split_named = own._split_inputs(args, named)
-    devices = [stage.device] if torch.device(stage.device).type != "cpu" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        inputs = tuple(_random(meta, stage) for meta in stage._stage_meta.inputs)
-        whole, split = (_gradients(own, inputs, split_named[0], kwargs, way) for way in (_whole, _in_parts))
-    if len(whole) != len(split) or not all(map(_equal, whole, split)):
-        return f"stage {stage.stage_index} has other gradients when its backward runs in two parts"
-    return ""
+    where = f"stage {stage.stage_index}"
+    if torch.device(stage.device).type != "cpu":
+        return f"{where} is on {stage.device}: whether its backward can run in two parts is tried on CPUs only"
+    answer, _ = said(lambda: _verdict(own, args, kwargs), LONGEST_S, apart="lose writes")
+    if answer == ALIKE:
+        return ""
+    return f"{where}, tried in a child: {answer.decode(errors='replace') or 'its backward in two parts gave no answer'}"
 
 
 OF_STEP = ("target", "losses", "return_outputs", "loss_kwargs")
 """Arguments of a schedule's step that are not the module's."""
 
 
-def _random(meta: Any, stage: Any) -> torch.Tensor:
+def _verdict(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Return `ALIKE`, or what is wrong; the child's."""
+    torch.set_num_threads(1)  # the threads of the parent's kernels are not here
+    try:
+        _, named = own._split_inputs(args, {key: value for key, value in kwargs.items() if key not in OF_STEP})
+        torch.manual_seed(0)
+        inputs = [_random(meta) for meta in own._stage._stage_meta.inputs]
+        whole, split = (_gradients(own, inputs, named[0], kwargs, way) for way in (_whole, _in_parts))
+    except Exception as cause:
+        return f"{type(cause.__cause__ or cause).__name__}: {cause.__cause__ or cause}".splitlines()[0].encode()
+    if len(whole) != len(split) or not all(map(_equal, whole, split)):
+        return b"it has other gradients when its backward runs in two parts"
+    return ALIKE
+
+
+def _random(meta: Any) -> torch.Tensor:
     """Return a tensor of the recorded shape, random where it can be."""
-    value = torch.empty(meta.shape, dtype=meta.dtype, device=stage.device)
+    value = torch.empty(meta.shape, dtype=meta.dtype)
     if not (value.is_floating_point() or value.is_complex()):
         return value.zero_()
     return value.normal_().requires_grad_(meta.requires_grad)
 
 
 def _gradients(
-    own: Any, inputs: tuple[Any, ...], named: dict[str, Any], of_step: dict[str, Any], way: Callable[..., Grads]
+    own: Any, inputs: Sequence[torch.Tensor], named: dict[str, Any], of_step: dict[str, Any], way: Callable[..., Grads]
 ) -> Grads:
     """Return the gradients of the inputs and of the parameters of a copy of the stage."""
     torch.manual_seed(1)
