@@ -9,10 +9,10 @@ microbatches stay the script's own.
 Forwards of a stage keep the order of microbatches, so random draws and the
 list of losses stay as they were. So do the sums of weight gradients where a
 stage's last backwards keep that order too; else the plan needs the grant
-'result-equivalent'. Where backwards run in two parts, each rank tries them on
-a copy of its stage first: the gradients have to be those of a whole backward,
-bit for bit. All ranks of a pipeline decide together: what one of them cannot
-do, none does.
+'result-equivalent'. Where backwards run in two parts, each rank tries them
+first, in a forked child (`trial`): the gradients have to be those of a whole
+backward, bit for bit. All ranks of a pipeline decide together: what one of
+them cannot do, none does.
 """
 
 from __future__ import annotations
