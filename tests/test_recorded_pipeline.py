@@ -144,6 +144,9 @@ def test_the_adviser_says_nothing_of_other_runs_and_why_it_refuses_a_pipeline():
     def with_stages(value):
         return replace(program, recording=replace(program.recording, stages=value), orders={}, replays={})
 
+    hungry = replace(program, recording=replace(program.recording, waiting=np.full(3, 0.5)), orders={}, replays={})
+    (row,) = propose(None, hungry, setup)
+    assert "no core for 50 % of their compute" in row.reason
     assert not [*propose(None, with_stages((None,) * 3), setup)]
     (row,) = propose(None, with_stages(tuple(broken)), setup)
     assert isinstance(row, Refusal)

@@ -20,15 +20,12 @@ from headway.sim.pipeline.actions import Action, B, I, PipelineProgram, W
 from headway.sim.pipeline.check import peak_activations
 from headway.sim.pipeline.lower import lower
 from headway.sim.program import Program
-from headway.sim.stage_orders import RecordedPipeline
+from headway.sim.stage_orders import MOST_STARVED, RecordedPipeline
 
 NAME = "parallel.schedule"
 
 CANDIDATES = ("1f1b", "gpipe", "zero_bubble")
 """Orders with one stage per rank, the plainest first: of equal ones it is taken."""
-
-MOST_STARVED = 0.1
-"""Share of compute in which ranks were ready to run but had no core, above which no gain of an order is promised."""
 
 REPLACED = ("ScheduleGPipe", "Schedule1F1B")
 """Classes of torch whose order can be replaced."""

@@ -33,7 +33,7 @@ from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.prediction import Prediction
 from headway.sim.recording import Recording, first_steady
-from headway.sim.stage_orders import INPUT_SHARES, RecordedPipeline, check_stages, reordered
+from headway.sim.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.trace.loader_facts import loaders_in
 from headway.trace.parts import Parts
@@ -469,6 +469,10 @@ class Program:
         matched = self.recording.messages.point.size
         if not matched and any(np.isin(lane.label, p2p).any() for lane in self.recording.lanes):
             notes.append("Sends and receives keep their recorded duration.")
+        starved = float(self.recording.waiting.mean())
+        if (scenario.schedule is not None or not scenario.bubble) and starved > MOST_STARVED:
+            share = format_fraction(starved, 0)
+            notes.append(f"Ranks had no core for {share} of their compute: with less bubble they wait more.")
         if self._splits(scenario):
             notes.append("Half of a backward is taken to be for the gradient of the input; the range has 1/3 to 2/3.")
         if self.recording.num_steps < self.recording.recorded_steps:

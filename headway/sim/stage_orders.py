@@ -44,6 +44,10 @@ INPUT_SHARE = 0.5
 INPUT_SHARES = (1 / 3, 2 / 3)
 """What it may be: a range of the gain holds both."""
 
+MOST_STARVED = 0.1
+"""Share of compute in which ranks were ready to run but had no core, above which a gain of an order is no promise: with
+less bubble more of them compute at once."""
+
 MESSAGES = (LABEL["comm.send"], LABEL["comm.recv"])
 
 
