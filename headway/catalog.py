@@ -5,7 +5,7 @@ used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', \
-'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'power.filler']
+'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 ADVISERS: dict[str, str] = {
     "data": "headway.data.advise:propose",
     "comm": "headway.comm.advise:propose",
+    "parallel": "headway.parallel.advise:propose",
     "checkpoint": "headway.checkpoint.advise:propose",
     "host": "headway.host.advise:propose",
     "power": "headway.power.advise:propose",
@@ -28,6 +29,7 @@ REMEDIES: dict[str, str] = {
     "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
     "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
     "comm.order": "headway.comm.runtime.fsdp:order",
+    "parallel.schedule": "headway.parallel.runtime.schedule:schedule",
     "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
@@ -50,6 +52,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "comm.gradient_view": {},
     "comm.static_graph": {},
     "comm.order": {"ahead": "size"},
+    "parallel.schedule": {"order": "names"},
     "checkpoint.async": {"every_steps": "size"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
@@ -77,6 +80,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "comm.static_graph": ("comm.exposed",),
     "comm.order": ("comm.exposed",),
     "comm.links": ("comm.exposed",),
+    "parallel.schedule": ("bubble.p2p",),
     "host.gc": ("host.gc",),
     "host.logging": ("host.logging",),
     "checkpoint.interval": ("checkpoint.stall",),

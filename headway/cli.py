@@ -79,6 +79,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "parallel schedule show": ("headway.verbs.parallel_schedule:show", "Show a pipeline's order on a time axis."),
     "parallel schedule check": ("headway.verbs.parallel_schedule:check", "Check a pipeline's order from a file."),
     "parallel schedule export": ("headway.verbs.parallel_schedule:export", "Write an order as torch's CSV or JSON."),
+    "parallel bubbles": ("headway.verbs.parallel_bubbles:bubbles", "Show what a recorded pipeline's stages wait."),
     "parallel plan": ("headway.verbs.parallel_plan:plan", "Split a model over devices, from a profile of its layers."),
     "parallel simulate": (
         "headway.verbs.parallel_schedule:simulate",

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from headway.data.child import said
+from headway.core.child import said
 
 
 def raises():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from headway.data.child import said
+from headway.core.child import said
 from headway.data.runtime import decisions
 from headway.data.runtime.cache import cache
 from headway.data.runtime.decisions import NOT_TRIED, Budget, Decisions, facts_of

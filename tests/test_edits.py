@@ -16,12 +16,12 @@ EXAMPLES = {
     "cache_fraction": "0.25", "other": "0.5",
     "cache_cold": "1", "cache_shards": "2", "bucket_mb": "25", "bandwidth": "2x", "cores": "1.5", "storage": "2x",
     "accelerator": "3x", "logging": "buffered", "gc": "frozen:100",
-    "script": "none",
+    "script": "none", "schedule": "1f1b", "bubble": "none", "stage:NUMBER": "0.5x",
 }  # fmt: skip
 
 
 def text_of(target: str) -> str:
-    return f"{target.replace('GLOB', 'checkpoint.*')}={EXAMPLES[target]}"
+    return f"{target.replace('GLOB', 'checkpoint.*').replace('NUMBER', '2')}={EXAMPLES[target]}"
 
 
 @pytest.mark.parametrize("target", EDITS)
@@ -59,6 +59,9 @@ def test_an_edit_can_be_built_with_numbers() -> None:
     [
         ("workers", r"not an edit. Write target=value"),
         ("=4", r"not an edit"),
+        ("schedule=1f1", r"Did you mean '1f1b'"),
+        ("bubble=0.5x", r"Write bubble=none"),
+        ("stage:x=2x", r"Write stage:NUMBER"),
         ("worker=4", r"Did you mean 'workers'"),
         ("workers=-1", r"'-1' is not a count. Write a whole number, at least 0"),
         ("prefetch=0", r"at least 1"),

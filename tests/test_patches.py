@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint
+import torch.distributed.pipelining
 from torch._dynamo import callback as _callback  # so that every target is imported
 
 from headway.core.errors import InputError

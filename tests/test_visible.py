@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
+from headway.core.child import said
 from headway.core.hidden_thread import HiddenThread
 from headway.data.caches import scrutiny
-from headway.data.child import said
 from headway.data.runtime import contents, switch
 from headway.data.runtime.cache import cache
 from headway.data.runtime.switch import threads

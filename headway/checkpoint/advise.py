@@ -23,7 +23,8 @@ from headway.ledger.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.lane import LABEL
-from headway.sim.program import Prediction, Program
+from headway.sim.prediction import Prediction
+from headway.sim.program import Program
 from headway.trace.sweep import Ints
 
 BUDGET = 0.035

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.sim.program import Prediction, Program
+from headway.sim.prediction import Prediction
+from headway.sim.program import Program
 
 WARMUP_STEPS = 5
 """Steps of each measured phase that do not count."""

@@ -19,13 +19,15 @@ from numpy.typing import NDArray
 
 from headway.core.integers import narrowed
 from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
-from headway.ledger.rows import NAME_ID
+from headway.ledger.pipeline_waits import bubble_subs
+from headway.ledger.rows import NAME_ID, Rows
 from headway.ledger.saved import Saves
 from headway.ledger.sheet import Sheet
 from headway.ledger.timeline import OpenWaits, RankBook
 from headway.trace.intervals import merged
 from headway.trace.nesting import number_alike
 from headway.trace.pauses import elapsed
+from headway.trace.posts import message_key, posted_ns
 from headway.trace.sweep import Ints
 
 BLAME_BUCKETS = tuple(BLAME)
@@ -113,11 +115,14 @@ class RankCalls:
     name: Ints
     """Index into `NAMES`."""
     start_ns: Ints
+    """When the rank came: the start of the call, or when its asynchronous message was posted."""
     group: Ints
     seq: Ints
     peer: Ints
     column: Ints
     """Column of the sheet that each row starts in."""
+    bubble: Ints
+    """Sub-line of what the row's rank waits before its peer has come."""
 
     def identity(self, rank: int, rows: Ints) -> tuple[Ints, Ints]:
         """Return for `rows` what tells their meeting, [k, 4], and whether that cannot be known, [k]."""
@@ -174,9 +179,11 @@ class Booked:
         if len(life.step_end):
             column += start >= life.step_end[-1]
         group, seq, peer = (rows.column(name, kept) for name in ("group", "seq", "peer"))
+        came = posts_of(rows, kept)
         calls = RankCalls(
-            narrowed(rows.name[kept]), start, narrowed(group), narrowed(seq), narrowed(peer), narrowed(column)
-        )
+            narrowed(rows.name[kept]), came, narrowed(group), narrowed(seq), narrowed(peer), narrowed(column),
+            narrowed(bubble_subs(rows, start)),
+        )  # fmt: skip
         few = OpenWaits(narrowed(place[waits.row]), waits.start_ns, waits.end_ns, narrowed(waits.column))
         book.sheet.pack()
         away = rows.of("pause")
@@ -184,6 +191,20 @@ class Booked:
         walls = narrowed(elapsed(life.step_end, pauses) - elapsed(life.step_start, pauses))
         saves = Saves.of(rows, life)
         return cls(rows.rank, life.first_ns, life.last_ns, life.seen, walls, saves, book.sheet, few, calls)
+
+
+def posts_of(rows: Rows, calls: Ints) -> Ints:
+    """Return [n] when the rank came to each of `calls`: its start, or when its message was posted."""
+    posts, messages = rows.of("comm.post"), np.isin(rows.name[calls], [NAME_ID[name] for name in MESSAGES])
+    came = rows.start_ns[calls]
+    mine = calls[messages]
+    receives = rows.name[mine] == NAME_ID["comm.recv"], rows.column("corr", posts) == 1
+    key, post_key = (
+        message_key(rows.column("group", some), rows.column("seq", some), to, rows.column("peer", some))
+        for some, to in zip((mine, posts), receives, strict=True)
+    )
+    came[messages] = posted_ns(key, came[messages], post_key, rows.start_ns[posts])
+    return came
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,8 +328,8 @@ def _settle_rank(
     sub[name == NAME_ID["comm.wait"]] = SUB_CODE["comm.exposed"]
     sub[name == NAME_ID["comm.collective"]] = SUB_CODE["comm.collective"]
     book.sheet.book_all(sub, waits.column, after)
-    message = book.calls.is_message(waits.row)
-    book.sheet.book_all(np.where(message, SUB_CODE["bubble.p2p"], BLAME_CODES[why[call]]), waits.column, late)
+    message, bubble = book.calls.is_message(waits.row), book.calls.bubble[waits.row].astype(np.int64)
+    book.sheet.book_all(np.where(message, bubble, BLAME_CODES[why[call]]), waits.column, late)
     blamed, slot = rank_of(met.last[call]), why[call]
     for late_rank, bucket in {*zip(blamed[~message].tolist(), slot[~message].tolist(), strict=True)}:
         waited = int(late[~message & (blamed == late_rank) & (slot == bucket)].sum())

@@ -10,6 +10,7 @@ from headway.ledger.cause import Cause
 from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.input_causes import where_of
 from headway.ledger.ledger import Ledger
+from headway.ledger.pipeline_waits import KINDS
 from headway.ledger.sampled_lines import SampledLine
 from headway.trace.loader_facts import loaders_in
 
@@ -97,5 +98,10 @@ def bubble(ledger: Ledger) -> list[Cause]:
         evidence = f"{kernels:,} kernels waited {mean_of(own, kernels)} for the stage at the other end"
     elif not count:  # on a device the host only queues them; windows show a share of their kernels
         evidence = f"kernels waited {format_seconds(own)} in all for the stage at the other end"
+    kinds = {kind: ledger.sub_ns.get(f"bubble.{kind}", 0) for kind in KINDS}
+    if any(kinds.values()):
+        total = sum(ledger.sub_ns.get(f"bubble.{kind}", 0) for kind in (*KINDS, "p2p"))
+        shares = [f"{format_fraction(ns / total, 0)} {kind.replace('_', ' and ')}" for kind, ns in kinds.items() if ns]
+        evidence += f": {', '.join(shares)}"
     fix = "more micro-batches per step, stages of equal time, an interleaved or zero-bubble schedule"
     return [Cause("bubble.p2p", plural(ledger.devices, "stage"), own, evidence, fix)]

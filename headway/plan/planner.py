@@ -24,7 +24,8 @@ from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import LeftOut, excludes, reason_of, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.sim.edits import Edit
-from headway.sim.program import Prediction, Program
+from headway.sim.prediction import Prediction
+from headway.sim.program import Program
 
 MAX_EXHAUSTIVE = 8
 """Up to so many candidates every combination is replayed; beyond, the best ones are."""

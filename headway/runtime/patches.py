@@ -31,6 +31,7 @@ from headway.runtime import (
     probe_host,
     probe_input,
     probe_model,
+    probe_pipeline,
     probe_state,
     probe_step,
     probe_sync,
@@ -88,6 +89,7 @@ _HOOKS = "torch.optim.optimizer:register_optimizer_step_post_hook"
 _LOADER = "torch.utils.data.dataloader:"
 _DYNAMO = "torch._dynamo.callback:CompilationCallbackHandler."
 _FUNCTIONAL = "torch.distributed._functional_collectives:"
+_STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase."
 _FETCH = "torch.utils.data._utils.fetch:"
 
 PATCHES: dict[str, Patch] = {
@@ -138,6 +140,9 @@ PATCHES: dict[str, Patch] = {
        for name in probe_functional.LAUNCHES},
     "functional.launched": Patch(_FUNCTIONAL + "_maybe_wrap_tensor", probe_functional.launched, optional=True),
     "functional.wait": Patch(_FUNCTIONAL + "wait_tensor", probe_functional.wait_tensor, optional=True),
+    **{f"stage.{name}": Patch(_STAGE + name, wrapper, optional=True) for name, wrapper in probe_pipeline.PARTS.items()},
+    "pipeline": Patch("torch.distributed.pipelining.schedules:PipelineScheduleSingle.__init__",
+                      probe_pipeline.schedule_init, optional=True),
     "comm.wait": Patch("torch.nn.parallel.distributed:DistributedDataParallel.__init__", probe_comm.ddp_init),
     # State.
     "torch.save": Patch("torch.serialization:save", probe_state.save(1, "f"), copies=("torch",)),

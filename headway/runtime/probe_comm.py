@@ -31,6 +31,7 @@ from headway.trace.vocabulary import COLLECTIVES, SPANS
 
 WAIT, COLLECTIVE = SPANS["comm.wait"].code, SPANS["comm.collective"].code
 SEND, RECV, INIT = SPANS["comm.send"].code, SPANS["comm.recv"].code, SPANS["comm.init"].code
+POST = SPANS["comm.post"].code
 
 COLLECTIVES_SEEN = tuple(name for name in COLLECTIVES if name != "wait")
 """Functions of torch.distributed that are wrapped."""
@@ -276,6 +277,7 @@ def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[...
             if blocking:
                 emit(code, start, duration, group, seq, size, peer)
             elif result is not None:
+                emit(POST, start, 0, group, seq, int(code == RECV), peer)
                 groups.start(result, (code, group, seq, size, peer))
         except Exception as cause:
             probes.failed(original.__name__, cause)

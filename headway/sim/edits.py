@@ -9,9 +9,9 @@ cause multiplies its durations, after a resource (`bandwidth`, `storage`,
 >>> parse_edit("worker=4")
 Traceback (most recent call last):
 headway.core.errors.UnknownNameError: unknown edit 'worker'. Did you mean 'workers'? Choose one of: accelerator, \
-bandwidth, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, cores, gc, host, host.gc, \
+bandwidth, bubble, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, cores, gc, host, host.gc, \
 host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, other, \
-persistent, prefetch, script, storage, straggler, threads, workers.
+persistent, prefetch, schedule, script, stage:NUMBER, storage, straggler, threads, workers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
+from headway.sim.pipeline.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,18 @@ class Scenario:
     gc_every: int | None = None
     """Garbage is collected every so many steps, on all ranks at once, and never in between."""
 
+    schedule: str | None = None
+    """Order of a pipeline's step, a name of `headway.sim.pipeline.schedules.SCHEDULES`; None = as recorded."""
+
+    input_share: float = 0.5
+    """Share of a backward recorded whole that makes the gradient of the stage's input; no edit changes it."""
+
+    bubble: float = 1.0
+    """0 = no stage of a pipeline waits for another."""
+
+    stages: tuple[tuple[int, float, float], ...] = ()
+    """(stage of a pipeline, factor on its forwards, on its backwards), all that match multiply."""
+
     def reaches(self, group: int) -> bool:
         """Say whether edits of workers concern the loader of number `group`."""
         return self.workers is None or self.workers.groups is None or group in self.workers.groups
@@ -183,7 +196,9 @@ def scenario_of(edits: Iterable[Edit | str]) -> Scenario:
         seen.add(given.target)
         rule = _rule(given.target)
         value = _read(given.target, str(given).partition("=")[2])
-        if given.target.startswith("op:"):
+        if given.target.startswith("stage:"):
+            scenario = replace(scenario, stages=(*scenario.stages, (int(given.target[6:]), value, value)))
+        elif given.target.startswith("op:"):
             scenario = replace(scenario, factors=(*scenario.factors, (given.target[3:], value)))
         else:
             scenario = rule.change(scenario, value)
@@ -203,6 +218,10 @@ def _rule(target: str) -> EditRule:
         if not target[3:]:
             raise InputError("'op:' names no operation. Write op:GLOB, for example op:checkpoint.*=0.5x.")
         return EDITS["op:GLOB"]
+    if target.startswith("stage:"):
+        if not re.fullmatch(r"[0-9]{1,6}", target[6:]):
+            raise InputError(f"{target!r} names no stage. Write stage:NUMBER, for example stage:2=0.5x.")
+        return EDITS["stage:NUMBER"]
     return pick(EDITS, target, "edit")
 
 
@@ -306,6 +325,17 @@ def _multiplies(*field_names: str) -> Callable[[Scenario, float], Scenario]:
     )
 
 
+def _schedule(text: str) -> str:
+    pick(SCHEDULES, text, "schedule")
+    return text
+
+
+def _no_bubble(text: str) -> float:
+    if text != "none":
+        raise InputError(f"{text!r} is not a size of a bubble. Write bubble=none.")
+    return 0.0
+
+
 def _set_storage(scenario: Scenario, value: float | bool) -> Scenario:
     return replace(scenario, storage_shared=value) if isinstance(value, bool) else replace(scenario, storage=value)
 
@@ -337,6 +367,9 @@ EDITS: dict[str, EditRule] = {
     "storage": EditRule(_storage, _set_storage, "speed of the storage; or shared | parallel: how it serves readers"),
     "accelerator": EditRule(_speed, _sets("accelerator"), "speed of compute"),
     "logging": EditRule(_buffered, _sets("buffered_logging"), "buffered: handlers run in a background thread"),
+    "schedule": EditRule(_schedule, _sets("schedule"), f"order of a pipeline's step: {', '.join(SCHEDULES)}"),
+    "bubble": EditRule(_no_bubble, _sets("bubble"), "none: no stage of a pipeline waits for another"),
+    "stage:NUMBER": EditRule(_factor, _scales(), "computations of one stage of a pipeline, for example stage:2=0.5x"),
     "gc": EditRule(_frozen, _sets("gc_every"), "frozen:N: collect every N steps on all ranks at once"),
 }
 """Target -> how its value is read and what it changes. Adding an edit is adding a line here."""

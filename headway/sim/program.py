@@ -9,9 +9,6 @@ float seconds, inside they are int64 ns.
 
     program = Program.from_run(run)
     program.predict(["workers=4", "checkpoint=none"]).speedup
-
->>> Prediction(0.02, 0.01, (1.9, 2.1), ("input=instant",)).speedup
-2.0
 """
 
 from __future__ import annotations
@@ -34,7 +31,9 @@ from headway.sim.intervals import CONTENDED_FRACTION, most_discrepancy, speedup_
 from headway.sim.lane import LABEL, LABELS
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
+from headway.sim.prediction import Prediction
 from headway.sim.recording import Recording, first_steady
+from headway.sim.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.trace.loader_facts import loaders_in
 from headway.trace.parts import Parts
@@ -51,43 +50,6 @@ MAX_RANK_STEPS = 8000
 
 MIN_STEPS = 4
 """Steady steps that a prediction needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the edits would do to the mean time of a step."""
-
-    base_step_s: float
-    """Measured, without edits."""
-
-    step_s: float
-    """Predicted."""
-
-    interval: tuple[float, float]
-    """Range of the speedup: 90 % of block resamples of the steps, widened by what the replay itself misses."""
-
-    edits: tuple[str, ...]
-    """The edits, as written."""
-
-    note: str = ""
-    """What the model had to assume; '' when nothing."""
-
-    @property
-    def speedup(self) -> float:
-        """Steps per second after / before."""
-        return self.base_step_s / self.step_s if self.step_s else float("inf")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object of `headway whatif --json`."""
-        return {
-            "schema": "headway.whatif/1",
-            "base_step_s": self.base_step_s,
-            "step_s": self.step_s,
-            "speedup": self.speedup,
-            "interval": list(self.interval),
-            "edits": list(self.edits),
-            "note": self.note,
-        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,6 +112,9 @@ class Program:
 
     replays: dict[tuple[Scenario, bool], NDArray[np.float64]] = field(default_factory=dict)
     """Replays done so far: (scenario, scaled to the whole run) -> [k] ns per steady step, mean over ranks."""
+
+    orders: dict[tuple[str | None, float, float], Recording] = field(default_factory=dict)
+    """Recordings with another order of their pipeline, once asked for: by schedule, bubble, share of the input."""
 
     @classmethod
     def from_run(cls, run: Run, *, costs: Costs | None = None) -> Program:
@@ -363,16 +328,16 @@ class Program:
         horizon_ns: float = 0.0,
     ) -> Unrolled:
         """Unroll; `whole` as in `edited_segments`, other load competes until `horizon_ns`."""
-        shared = self.shares_storage(scenario)
+        shared, recording = self.shares_storage(scenario), self.reordered(scenario)
         pace = self._load_pace(scenario.straggler)
         loading = tuple(
             model.under(scenario, seed + index, self.starved).paced(factor * (self.service if shared else 1.0), factor)
             for index, (model, factor) in enumerate(zip(models, pace, strict=True))
         )
         return unroll(
-            self.recording,
+            recording,
             loading,
-            segment_ns=edited_segments(self.recording, scenario, self.costs, whole=whole),
+            segment_ns=edited_segments(recording, scenario, self.costs, whole=whole),
             occupancy=Occupancy(
                 self.busy, self.recording.waiting * (1 - self.starved), self.recording.beside * (self.busy > 0)
             ),
@@ -381,6 +346,13 @@ class Program:
             horizon_ns=horizon_ns,
             accelerator=scenario.accelerator,
         )
+
+    def reordered(self, scenario: Scenario) -> Recording:
+        """Return the recording with the order of its pipeline that `scenario` asks for."""
+        key = (scenario.schedule, scenario.bubble, scenario.input_share)
+        if key not in self.orders:
+            self.orders[key] = reordered(self.recording, scenario)
+        return self.orders[key]
 
     def contention(self, scenario: Scenario) -> Contention:
         """Return what competes for the cores under `scenario`."""
@@ -440,6 +412,7 @@ class Program:
                 f"the replay without edits misses the measured step time by {format_fraction(gap)}; a what-if needs "
                 f"at most {format_fraction(most, 0)}.{beside} Record a longer or a quieter run."
             )
+        check_stages(self.recording, scenario)
         names = self._names() | set(PARTS)
         for pattern, _ in scenario.factors:
             if not self._shows(pattern):
@@ -457,10 +430,18 @@ class Program:
             for factor in (0.5, 2.0):
                 models = tuple(model.with_handoff(factor) for model in self.models)
                 shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
+        if self._splits(scenario):
+            point = base.mean() / after.mean()
+            for share in INPUT_SHARES:
+                shifts.append(float(base.mean() / self.steps_ns(replace(scenario, input_share=share)).mean() / point))
         return speedup_interval(
             base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed,
             contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,
         )  # fmt: skip
+
+    def _splits(self, scenario: Scenario) -> bool:
+        """Say whether the edits split backwards that were recorded whole."""
+        return scenario.schedule == "zero_bubble" and not RecordedPipeline.of(self.recording).split
 
     def _assumes_handoff(self, scenario: Scenario) -> bool:
         """Say whether the edits bring workers to a run that had none."""
@@ -491,8 +472,15 @@ class Program:
         if scenario.cache_fraction and any((batches.epoch == 0).all() for batches in self.recording.batches):
             notes.append("The run has one epoch: a cache pays from the second on.")
         p2p = [LABEL["comm.send"], LABEL["comm.recv"]]
-        if any(np.isin(lane.label, p2p).any() for lane in self.recording.lanes):
+        matched = self.recording.messages.point.size
+        if not matched and any(np.isin(lane.label, p2p).any() for lane in self.recording.lanes):
             notes.append("Sends and receives keep their recorded duration.")
+        starved = float(self.recording.waiting.mean())
+        if (scenario.schedule is not None or not scenario.bubble) and starved > MOST_STARVED:
+            share = format_fraction(starved, 0)
+            notes.append(f"Ranks had no core for {share} of their compute: with less bubble they wait more.")
+        if self._splits(scenario):
+            notes.append("Half of a backward is taken to be for the gradient of the input; the range has 1/3 to 2/3.")
         if self.recording.num_steps < self.recording.recorded_steps:
             notes.append(f"Replayed: the first {self.recording.num_steps} of {self.recording.recorded_steps} steps.")
         return notes

@@ -19,6 +19,7 @@ from headway.core.errors import InputError
 from headway.sim.core_use import cores_used
 from headway.sim.device_work import DeviceWork
 from headway.sim.lane import COMPUTE, GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
+from headway.sim.stage_work import Messages, StageWork, cuts_of
 from headway.trace.nesting import enclosing
 from headway.trace.parts import Parts
 from headway.trace.pauses import without_pauses
@@ -137,6 +138,12 @@ class Recording:
     devices: tuple[DeviceWork | None, ...]
     """[ranks] What the device of each did; None where it was not seen, or is the training thread itself."""
 
+    messages: Messages
+    """Sends and receives between two ranks."""
+
+    stages: tuple[StageWork | None, ...]
+    """[ranks] What the pipeline stages of each computed; None where none was recorded."""
+
     @classmethod
     def from_trace(cls, source: Trace | Parts, *, max_steps: int) -> Recording:
         """Cut a finalised run into segments; keep the first `max_steps` steps.
@@ -153,7 +160,7 @@ class Recording:
             )
         recorded = min(counts.values())
         kept = min(recorded, max_steps)
-        own, lanes, batches, cut, seen, last, used, devices = [], [], [], [], [], [], [], []
+        own, lanes, batches, cut, seen, last, used, devices, stages = [], [], [], [], [], [], [], [], []
         for rank in ranks:
             rows = _in_order(without_pauses(parts.read({"rank": (rank, rank + 1)})))
             lanes.append(_lane(rows, rank, kept))
@@ -165,6 +172,7 @@ class Recording:
             last.append(_step_ends(rows, recorded)[-1])
             used.append(cores_used(rows, lanes[-1], batches[-1], ON_THREAD, GARBAGE))
             devices.append(DeviceWork.of(rows, lanes[-1], used[-1][0]))
+            stages.append(StageWork.of(own[-1], lanes[-1]))
         busy, waiting, beside = np.array(used).T
         return cls(
             tuple(lanes),
@@ -179,6 +187,8 @@ class Recording:
             _hosts(parts.ranks, ranks),
             np.array(last, dtype=np.int64),
             tuple(devices),
+            Messages.of(own, lanes),
+            tuple(stages),
         )
 
 
@@ -242,10 +252,14 @@ def _lane(rows: Trace, rank: int, kept: int) -> Lane:
     low, high = int(step_end[0]), int(step_end[-1])
     inside = np.flatnonzero((code >= 0) & (begin < high) & (begin + duration > low))
     level = np.array(list(PRIORITY.values()))[code[inside]]
-    pieces = sweep(begin[inside], (begin + duration)[inside], level, window=(low, high), cuts=step_end)
+    cuts = cuts_of(rows)
+    pieces = sweep(
+        begin[inside], (begin + duration)[inside], level, window=(low, high), cuts=np.concatenate([step_end, cuts])
+    )
     owner = np.append(inside, -1)[pieces.row]
     step = np.searchsorted(step_end, pieces.start_ns, side="right") - 1
-    change = np.flatnonzero(np.concatenate([[True], (owner[1:] != owner[:-1]) | (step[1:] != step[:-1])]))
+    changes = (owner[1:] != owner[:-1]) | (step[1:] != step[:-1]) | np.isin(pieces.start_ns[1:], cuts)
+    change = np.flatnonzero(np.concatenate([[True], changes]))
     starts, owners = pieces.start_ns[change], owner[change]
     return Lane(
         rank=rank,

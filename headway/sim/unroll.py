@@ -28,6 +28,7 @@ from headway.sim.greedy import greedy
 from headway.sim.lane import COMPUTE, LABEL, LABELS, ON_THREAD, Lane
 from headway.sim.loader_costs import Costs
 from headway.sim.loader_model import Loading
+from headway.sim.pipeline.actions import F
 from headway.sim.recording import Recording
 
 QUANTUM_NS = 5 * NS_PER_MS
@@ -174,6 +175,7 @@ def unroll(
         assert begin.size == lane.label.size
         ops.move(HOST_LANES * int(recording.host[index]))
     _meet(ops, recording, first, last)
+    _exchange(ops, recording, first, last)
     for host in range(int(recording.host.max()) + 1):
         _others(ops, contention, horizon_ns)
         ops.move(HOST_LANES * host)
@@ -387,6 +389,20 @@ def _meet(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], last:
         ops.link(last[index][segment[came] - 1], point[came])
 
 
+def _exchange(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], last: list[NDArray[np.int64]]) -> None:
+    """Append a point at which the ends of each message have been posted."""
+    messages = recording.messages
+    if not messages.point.size:
+        return
+    count = int(messages.point.max()) + 1
+    point = messages.point + ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
+    for index in range(len(first)):
+        mine = messages.rank_index == index
+        waits, posts = mine & messages.waits, mine & (messages.post > 0)
+        ops.link(point[waits], first[index][messages.segment[waits]])
+        ops.link(last[index][messages.post[posts] - 1], point[posts])
+
+
 def edited_segments(
     recording: Recording, scenario: Scenario, costs: Costs, *, whole: bool = True
 ) -> tuple[NDArray[np.float64], ...]:
@@ -411,6 +427,12 @@ def edited_segments(
         if whole:
             duration *= recording.cut_factor[index][lane.label]
         duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)
+        stage_work = recording.stages[index]
+        if stage_work is not None:
+            for stage, forward, backward in scenario.stages:
+                times = np.where(stage_work.op == F, forward, backward)
+                of_part = np.append(np.where(stage_work.stage == stage, times, 1.0), 1.0)[stage_work.part]
+                duration = np.where(COMPUTE[lane.label], duration * of_part, duration)
         if scenario.buffered_logging:
             logs = lane.label == LABEL["host.logging"]
             duration[logs] = np.minimum(duration[logs], costs.log_ns)
@@ -434,6 +456,13 @@ def _own_comm(recording: Recording) -> list[NDArray[np.float64]]:
                 own[index][at] = 0.0
                 at -= 1
             own[index][segment] = own_ns
+    messages = recording.messages
+    for index, lane in enumerate(recording.lanes if messages.point.size else ()):
+        waits = messages.of_rank(index)
+        segments = messages.segment[waits]
+        rows = lane.row[segments]
+        own[index][np.isin(lane.row, rows[rows >= 0])] = 0.0
+        own[index][segments] = messages.own_ns[waits]
     return own
 
 

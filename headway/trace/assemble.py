@@ -200,7 +200,8 @@ def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: Rows) -> di
 
 def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
-    return {key: tables[key] for key in ("deliveries", "input", "workers", "script", "timers") if key in tables}
+    names = ("deliveries", "input", "workers", "script", "timers", "pipeline")
+    return {key: tables[key] for key in names if key in tables}
 
 
 def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:

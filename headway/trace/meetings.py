@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.trace.nesting import number_alike
+from headway.trace.posts import message_key, posted_ns
 from headway.trace.trace import Trace
 from headway.trace.vocabulary import COLLECTIVES, KIND
 
@@ -226,6 +227,8 @@ def calls(trace: Trace) -> Calls:
     start_ns = events["start_ns"].astype(np.int64)
     waits = row[wait[row]]
     start_ns[waits] = _backward_start_ns(trace, waits)
+    messages = row[(message & own)[row]]
+    start_ns[messages] = _posted_ns(trace, messages)
 
     def column(name: str) -> Ints:
         return np.asarray(events[name][row], dtype=np.int64)
@@ -240,6 +243,19 @@ def calls(trace: Trace) -> Calls:
         target=np.where(message, np.where(sends, peer, rank), 0),
         seq=seq, step=column("step"), verb=verb[row].astype(np.int64), size_bytes=column("bytes"),
     )  # fmt: skip
+
+
+def _posted_ns(trace: Trace, messages: Ints) -> Ints:
+    """[k] When each recorded send and receive was posted: the other end may be through before this one waits for it."""
+    events, posts = trace.events, np.flatnonzero(trace.named("comm.post"))
+    rank, group, seq, peer = (events[name] for name in ("rank", "group", "seq", "peer"))
+
+    def keys(rows: Ints, receives: Bools) -> Ints:
+        return np.column_stack([rank[rows], message_key(group[rows], seq[rows], receives, peer[rows])])
+
+    key = keys(messages, trace.named("comm.recv")[messages])
+    post_key = keys(posts, events["corr"][posts] == 1)
+    return posted_ns(key, events["start_ns"][messages], post_key, events["start_ns"][posts])
 
 
 def _backward_start_ns(trace: Trace, waits: Ints) -> Ints:

@@ -49,6 +49,14 @@ GC_CALLED = 4
 WAIT_NS = 500_000
 """A shorter time between two forwards of a step is part of computing, whatever the thread did in it."""
 
+STAGE_PARTS: dict[str, str] = {
+    "forward": "a pipeline stage's forward",
+    "backward": "a pipeline stage's whole backward",
+    "input": "the part of a pipeline stage's backward that makes the gradient of its input",
+    "weight": "the part of a pipeline stage's backward that makes the gradients of its weights",
+}
+"""What a pipeline stage computes -> its meaning: F, B, I and W of `headway.sim.pipeline.actions`."""
+
 SPANS: dict[str, Span] = {
     # Bookkeeping.
     "process": Span(1, "MARK", (), "life of the rank's process: fork or exec to exit"),
@@ -86,6 +94,10 @@ SPANS: dict[str, Span] = {
     "eval": Span(15, "MARK", ("corr", "seq"),
                  "derived when the run is finalised: a span of evaluation on the training thread, that is, of forwards "
                  "of a trained model that do not learn; corr = model, seq = 1 if the script marked it"),
+    # Stages of a pipeline: which stage and microbatch a forward or backward is of, never who owns its time.
+    **{f"stage.{part}": Span(32 + index, "MARK", ("corr", "seq"), f"{words} of one microbatch; corr = stage, seq = "
+                             "microbatch")
+       for index, (part, words) in enumerate(STAGE_PARTS.items())},
     # The optimizer.
     "optimizer.step": Span(10, "OPTIM", ("corr", "seq"),
                            "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it. Raw: c, d = start and "
@@ -120,6 +132,9 @@ SPANS: dict[str, Span] = {
                             "blocking collective; corr = index of its name"),
     "comm.send": Span(42, "SEND", ("group", "seq", "bytes", "peer"), "blocking send"),
     "comm.recv": Span(43, "RECV", ("group", "seq", "bytes", "peer"), "blocking receive"),
+    "comm.post": Span(45, "MARK", ("group", "seq", "corr", "peer"),
+                      "instant: an asynchronous send (corr = 0) or receive (corr = 1) is posted; its wait is recorded "
+                      "as comm.send or comm.recv"),
     "comm.init": Span(44, "COLL", ("group",), "process group creation"),
     # State.
     "checkpoint.save": Span(60, "CKPT", ("bytes", "seq", "corr"),

@@ -10,12 +10,13 @@ from typing import Any
 
 from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError, InputError
-from headway.core.units import format_bytes
+from headway.core.units import format_bytes, format_fraction
 from headway.ledger.cause import Cause
 from headway.ledger.causes import Fix, find_causes
 from headway.ledger.evidence import TRY
 from headway.ledger.ledger import Ledger
 from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
+from headway.parallel.recorded import reasons_of
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.sim.ideal import replayed_trace
@@ -142,12 +143,27 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     found = find_causes(
         ledger, predict=program.predict, fixes=fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
     )
-    causes = [refuted(cause, plan) for cause in found]
+    causes = [with_reasons(refuted(cause, plan), program) for cause in found]
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
         *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(run.path).items()),
     )
     return Explanation(source, run.parts, ledger, tuple(causes), run, program, plan, notes=notes)
+
+
+def with_reasons(cause: Cause, program: Program) -> Cause:
+    """Say of a pipeline's bubble what it comes from, where the run shows it."""
+    if cause.cause != "bubble.p2p":
+        return cause
+    try:
+        reasons = reasons_of(program)
+    except (InputError, BarMissedError):
+        return cause
+    order, unequal, transfers = (
+        format_fraction(max(reasons[name], 0.0) / program.measured_s) for name in ("order", "unequal", "transfers")
+    )
+    said = f"the order costs {order} of a step, unequal stages {unequal}, transfers {transfers}"
+    return replace(cause, evidence=f"{cause.evidence}; {said}")
 
 
 def outcomes(path: Path) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from headway.data.child import said
+from headway.core.child import said
 from headway.runtime.host_memory import address_limit
 from headway.runtime.run_delay import read_delay
 

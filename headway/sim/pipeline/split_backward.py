@@ -34,7 +34,7 @@ from headway.sim.pipeline.actions import Action, F, I, Orders, W
 from headway.sim.pipeline.check import peak_activations
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape
-from headway.sim.pipeline.simulate import costs_of, simulate
+from headway.sim.pipeline.simulate import StageCosts, costs_of, simulate
 
 MOST_TRIALS, MOST_OPERATIONS = 1500, 3_000_000
 """The local search ends after so many trials, or operations scheduled: about a second."""
@@ -46,8 +46,10 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-def zero_bubble(shape: PipelineShape) -> Orders:
+def zero_bubble(shape: PipelineShape, costs: StageCosts | None = None) -> Orders:
     """Return an order with split backwards under the cap: one stage per rank, or two in a V.
+
+    `costs` are the times of unequal stages, in 1/interleave ns; without them all stages take those of the shape.
 
     In a V a rank has stage r and stage 2p - 1 - r, so that the first and the last stage are on one rank. The answer is
     deterministic, and never worse than a hand-made form that fits, in makespan and in span. Raises `InputError` for
@@ -55,16 +57,17 @@ def zero_bubble(shape: PipelineShape) -> Orders:
     """
     if shape.interleave > 2:
         raise InputError(f"zero_bubble has 1 or 2 stages per rank, not {shape.interleave}. Give 2.")
+    costs = costs or costs_of(shape)
     cap = shape.num_microbatches if shape.cap is None else min(shape.num_microbatches, int(shape.cap))
     made = [
         (figures, orders)
         for orders in (_hand_made(shape) if shape.interleave == 1 else [_v_form(shape)])
-        if (figures := _figures(orders, shape, cap)) is not None
+        if (figures := _figures(orders, shape, cap, costs)) is not None
     ]
     limit = min((figures for figures, _ in made), default=None)
     found = [*made]
-    for orders in _searched(shape, cap):
-        figures = _figures(orders, shape, cap)
+    for orders in _searched(shape, cap, costs):
+        figures = _figures(orders, shape, cap, costs)
         if figures is not None and (limit is None or (figures[1] <= limit[1] and figures[2] <= limit[2])):
             found.append((figures, orders))
     if not found:
@@ -79,7 +82,7 @@ def v_shape(shape: PipelineShape) -> Orders:
     return zero_bubble(shape)
 
 
-def _figures(orders: Orders, shape: PipelineShape, cap: int) -> tuple[int, int, int] | None:
+def _figures(orders: Orders, shape: PipelineShape, cap: int, costs: StageCosts) -> tuple[int, int, int] | None:
     """Return (makespan + span, makespan, span); None where the order cannot run or exceeds the cap."""
     try:
         program = lower(orders)
@@ -87,7 +90,7 @@ def _figures(orders: Orders, shape: PipelineShape, cap: int) -> tuple[int, int, 
         return None
     if (peak_activations(program) > cap * shape.interleave).any():
         return None
-    times = simulate(program, costs_of(shape))
+    times = simulate(program, costs)
     span = int((times.last_ns - times.first_ns).max())
     return times.makespan_ns + span, times.makespan_ns, span
 
@@ -205,7 +208,7 @@ class _Case:
         return tuple(map(tuple, orders))
 
 
-def _searched(shape: PipelineShape, cap: int) -> Iterator[Orders]:
+def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Orders]:
     """Yield the best order of plain list scheduling, then that of the local search from there.
 
     A trial moves the priority of one kind of operation (of one stage, of all first or all second stages), or gives one
@@ -214,7 +217,7 @@ def _searched(shape: PipelineShape, cap: int) -> Iterator[Orders]:
     p, v, num_stages = shape.num_ranks, shape.interleave, shape.num_stages
     ranks = np.arange(p)
     rank = ranks if v == 1 else np.concatenate([ranks, ranks[::-1]])
-    each = np.repeat([shape.forward_ns, shape.input_ns, shape.weight_ns], num_stages * shape.num_microbatches)
+    each = np.repeat(np.concatenate([costs.forward_ns, costs.input_ns, costs.weight_ns]), shape.num_microbatches)
     case = _Case(shape, rank, each.astype(np.int64))
     # Activations of the second stage: one more for each rank nearer to the turn of the V, in shares of the cap.
     second = np.clip((ranks + 1) * cap // p, 1, 2 * cap - 1)

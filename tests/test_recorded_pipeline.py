@@ -1,0 +1,296 @@
+"""A recorded pipeline: its bubble booked, another order of it predicted, planned, and put under the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from headway.core.errors import InputError
+from headway.ledger.ledger import Ledger
+from headway.parallel.advise import propose
+from headway.parallel.recorded import reasons_of
+from headway.parallel.runtime import trial
+from headway.parallel.runtime.schedule import schedule
+from headway.plan.proposal import Proposal, Refusal
+from headway.plan.setup import Setup
+from headway.sim.edits import scenario_of
+from headway.sim.pipeline.orders import PipelineShape, gpipe, one_f_one_b
+from headway.sim.pipeline.schedules import SCHEDULES
+from headway.sim.program import Program
+from headway.sim.stage_orders import RecordedPipeline
+from headway.verbs.parallel_bubbles import bubbles
+from headway.verbs.why import why
+from tests.paths import ROOT
+from tests.pipelines_made import costs, played, step_ends
+from tests.remedy_context import TestContext, applied
+
+MS = 1_000_000
+PASSES = 8
+ONE_STAGE = ("gpipe", "1f1b", "zero_bubble")
+stage_times = st.lists(st.integers(1, 9), min_size=3, max_size=3).map(lambda times: [t * MS for t in times])
+
+
+def program_of(orders, each) -> Program:
+    return Program.from_trace(*played(orders, each, PASSES))
+
+
+def mean_step_s(orders, each) -> float:
+    return float(np.diff(step_ends(orders, each, PASSES), axis=1).mean()) / 1e9
+
+
+# Predictions against the schedule's own simulation
+
+
+@settings(max_examples=10)
+@given(stage_times, stage_times, st.integers(3, 6), st.sampled_from(("gpipe", "1f1b")))
+def test_another_order_is_predicted_as_the_simulated_schedule_takes(forward, backward, microbatches, name):
+    shape = PipelineShape(3, microbatches)
+    # A backward that was recorded whole is split by a rule, and by the same one here.
+    halves = [0, *(time for time in backward[1:])]
+    each = costs(forward, halves, [2 * backward[0], *backward[1:]])
+    program = program_of(SCHEDULES[name](shape), each)
+
+    assert program.fidelity == pytest.approx(1, abs=1e-6)
+    for other in ONE_STAGE:
+        orders = RecordedPipeline.of(program.recording).reordered(other)
+        predicted = program.predict([f"schedule={other}"], interval=False).step_s
+        assert predicted == pytest.approx(mean_step_s(orders, each), rel=1e-6)
+
+
+def test_messages_cost_their_time_and_no_more():
+    shape, comm_ns = PipelineShape(3, 4), MS // 10
+    program = program_of(gpipe(shape), costs([MS] * 3, [0, MS, MS], [2 * MS, MS, MS], comm_ns))
+
+    instant = program.predict(["comm=instant"], interval=False).step_s
+    assert instant == pytest.approx(mean_step_s(gpipe(shape), costs([MS] * 3, [0, MS, MS], [2 * MS, MS, MS])), rel=1e-6)
+    assert instant < program.measured_s < instant + 4 * len("FB") * comm_ns / 1e9
+
+
+@settings(max_examples=10)
+@given(stage_times, st.integers(3, 6))
+def test_a_faster_stage_and_no_bubble_are_replayed(forward, microbatches):
+    shape, back = PipelineShape(3, microbatches), [MS] * 3
+    program = program_of(one_f_one_b(shape), costs(forward, [0, *back[1:]], back))
+
+    half = costs([forward[0], forward[1] / 2, forward[2]], [0, MS / 2, MS], [MS, MS / 2, MS])
+    halved = program.steps_ns(scenario_of(["stage:1=0.5x"]))
+    busiest = max(forward[0] + MS, forward[1] + 2 * MS, forward[2] + 2 * MS) * microbatches
+    settled = np.diff(step_ends(one_f_one_b(shape), half, PASSES), axis=1)[:, -2].mean()
+    assert halved[-2] == pytest.approx(settled, rel=1e-6)  # the steps kept end where a message of the last one is sent
+    assert program.steps_ns(scenario_of(["bubble=none"]))[-2] == pytest.approx(busiest, rel=1e-6)
+
+
+def test_reasons_add_up_to_the_step_and_name_unequal_stages():
+    shape = PipelineShape(3, 6)
+    equal = reasons_of(program_of(gpipe(shape), costs([MS] * 3, [0, MS, MS], [2 * MS, MS, MS])))
+    unequal_program = program_of(gpipe(shape), costs([MS, 3 * MS, MS], [0, MS, MS], [2 * MS, MS, MS]))
+    unequal = reasons_of(unequal_program)
+
+    assert sum(unequal.values()) == pytest.approx(unequal_program.measured_s)
+    assert equal["unequal"] == pytest.approx(0, abs=1e-6)
+    assert equal["order"] == pytest.approx(2 * 3 * MS / 1e9, rel=1e-3)  # (p - 1)(F + B)
+    assert unequal["unequal"] > 5 * MS / 1e9
+
+
+# The ledger
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_the_bubble_is_booked_by_kind_as_its_closed_form_says(make):
+    p, m, forward, backward = 4, 6, 3 * MS, 5 * MS
+    trace, _ = played(make(PipelineShape(p, m)), costs([forward] * p, [0] * p, [backward] * p), PASSES)
+    found = Ledger.of(trace).sub_ns
+    ranks = sum(range(p))
+
+    late = backward if make is one_f_one_b else forward + backward
+    assert found["bubble.forward_backward"] == PASSES * ranks * late
+    assert found.get("bubble.scattered", 0) == (PASSES * ranks * forward if make is one_f_one_b else 0)
+    # It fills before the first step, and drains behind the last.
+    assert found["bubble.fill_drain"] == (PASSES - 1) * ranks * (forward + backward)
+    assert "bubble.p2p" not in found
+
+
+# The adviser
+
+
+def test_the_adviser_proposes_the_order_that_wins_most_and_keeps_gradient_order():
+    program = program_of(gpipe(PipelineShape(3, 4)), costs([MS] * 3, [0, MS, MS], [2 * MS, MS, MS]))
+    setup = Setup.from_facts(program.facts, memory_bytes=0)
+    (row,) = propose(None, program, setup)
+
+    assert isinstance(row, Proposal)
+    assert (row.name, row.edits, row.allow) == ("parallel.schedule", ("schedule=zero_bubble",), None)
+    assert row.predicted_speedup == pytest.approx(18 / 13, rel=0.1)
+    assert len(row.parameters["order"]) == 3
+
+
+def test_the_adviser_says_nothing_of_other_runs_and_why_it_refuses_a_pipeline():
+    program = program_of(gpipe(PipelineShape(3, 4)), costs([MS] * 3, [0, MS, MS], [2 * MS, MS, MS]))
+    stages = program.recording.stages
+    broken = [SimpleNamespace(**{**{k: getattr(w, k) for k in w.__slots__}, "stage": w.stage + 1}) for w in stages]
+    setup = Setup.from_facts(program.facts, memory_bytes=0)
+
+    def with_stages(value):
+        return replace(program, recording=replace(program.recording, stages=value), orders={}, replays={})
+
+    hungry = replace(program, recording=replace(program.recording, waiting=np.full(3, 0.5)), orders={}, replays={})
+    (row,) = propose(None, hungry, setup)
+    assert "no core for 50 % of their compute" in row.reason
+    assert not [*propose(None, with_stages((None,) * 3), setup)]
+    (row,) = propose(None, with_stages(tuple(broken)), setup)
+    assert isinstance(row, Refusal)
+    assert "ranks have the stages 1, 2, 3" in row.reason
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ("schedule=v", "v has 2 stages per rank"),
+        ("schedule=interleaved", "4 microbatches are no multiple of 3 ranks"),
+        ("stage:7=2x", "no stage 7 of a pipeline. Choose among: 0, 1, 2"),
+    ],
+)
+def test_edits_that_the_run_cannot_answer_are_refused(edit, message):
+    program = program_of(gpipe(PipelineShape(3, 4)), costs([MS] * 3, [0, MS, MS], [2 * MS, MS, MS]))
+
+    with pytest.raises(InputError, match=message):
+        program.predict([edit])
+
+
+# The remedy
+
+
+def test_an_order_that_would_change_results_is_refused_or_needs_a_grant():
+    late_loss = ["0F0,0F1,0B0,0B1", "1F1,1F0,1B1,1B0"]
+    other_sum = ["0F0,0F1,0B1,0B0", "1F0,1F1,1B1,1B0"]
+
+    assert "lists losses" in schedule({"order": late_loss}, TestContext()).reason
+    assert "--allow result-equivalent" in schedule({"order": other_sum}, TestContext()).reason
+    with applied(schedule, {"order": other_sum}, allow="result-equivalent") as context:
+        assert context.undos
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (None, "give a row of torch's CSV"),
+        (["0F0,0B0"], "at least 2 ranks"),
+        (["0F0,0B0", "1F0"], "stage 1, microbatch 0 has F; give it F and B"),
+        (["0B0,0F0", "1F0,1B0"], "0[BF]0"),
+    ],
+)
+def test_an_order_that_cannot_run_is_one_error(order, message):
+    with pytest.raises(InputError, match=message):
+        schedule({"order": order}, TestContext())
+
+
+def test_a_torch_without_the_runtime_is_a_refusal(monkeypatch):
+    monkeypatch.delattr("torch.distributed.pipelining.schedules._PipelineScheduleRuntime")
+
+    assert "no _PipelineScheduleRuntime" in schedule({"order": ["0F0,0B0", "1F0,1B0"]}, TestContext()).reason
+
+
+class Uneven(torch.autograd.Function):
+    """A product whose gradient of the weights is another one when only it is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0) * (1 if Uneven.calls() else 2)
+
+    count = 0
+
+    @classmethod
+    def calls(cls):
+        """Say whether this is the first call since the forward."""
+        cls.count += 1
+        return cls.count % 3 == 1
+
+
+class Scale(nn.Module):
+    def __init__(self, function=torch.mul):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.ones(4)), function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_backward_in_two_parts_is_tried_on_a_copy(last):
+    def differs(module):
+        meta = SimpleNamespace(shape=(2, 4), dtype=torch.float32, requires_grad=True)
+        stage = SimpleNamespace(
+            submod=module, is_first=False, is_last=last, device="cpu", stage_index=1,
+            _stage_meta=SimpleNamespace(inputs=[meta]),
+        )  # fmt: skip
+        own = SimpleNamespace(
+            _stage=stage, _n_microbatches=2, _loss_fn=nn.MSELoss(), _split_inputs=lambda args, named: ([()], [{}])
+        )
+        return trial.differs(own, (), {"target": torch.zeros(4, 4)})
+
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LayerNorm(4), Scale())
+    state, seed = torch.get_rng_state(), plain[3].weight.detach().clone()
+
+    assert differs(plain) == ""
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in plain.parameters())
+    assert torch.equal(plain[3].weight, seed)
+    assert "other gradients" in differs(nn.Sequential(nn.Linear(4, 4), Scale(Uneven.apply), nn.Tanh()))
+
+
+# The whole loop
+
+
+def command(*words: object) -> dict:
+    """Run the command in a process of its own and return its JSON."""
+    texts = [str(word) for word in words]
+    cut = texts.index("--") if "--" in texts else len(texts)
+    line = [sys.executable, "-m", "headway.cli", *texts[:cut], "--json", *texts[cut:]]
+    done = subprocess.run(
+        line, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_an_unmodified_script_is_recorded_planned_and_run_in_another_order(tmp_path, capsys):
+    job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_stages.py", "--schedule", "gpipe", "--microbatches", 4]
+    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "plan.json"
+    command("run", "--nproc-per-node", 2, "--out", first, *job, "--steps", 7)
+    planned = command("plan", first, "-o", file)
+    ran = command("run", "--nproc-per-node", 2, "--apply", file, "--out", second, *job, "--steps", 7)
+    why(first, json=True)
+    (cause,) = [row for row in json.loads(capsys.readouterr().out)["causes"] if row["cause"] == "bubble.p2p"]
+    bubbles(first, json=True)
+    found = json.loads(capsys.readouterr().out)
+
+    assert planned["chosen"] == ["parallel.schedule"]
+    assert "the order costs" in cause["evidence"]
+    assert "parallel.schedule" in cause["fix"]
+    assert found["orders"][1] == "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"
+    assert sum(found["reasons_s"].values()) == pytest.approx(found["step_s"])
+    assert ran["applied"][0]["reason_not_applied"] is None
+    assert ran["applied"][0]["measured_speedup"] > 1
+    bubbles(second, json=True)
+    assert "1I0" in json.loads(capsys.readouterr().out)["orders"][1]
+    for rank in (0, 1):
+        lines = [(folder / "logs" / f"r{rank}.out").read_text().splitlines()[-1] for folder in (first, second)]
+        assert lines[0] == lines[1]
+        assert (rank == 0) == (json.loads(lines[0])["losses"] == [])
