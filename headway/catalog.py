@@ -36,6 +36,9 @@ REMEDIES: dict[str, str] = {
 REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.rehearsal:rehearse"}
 """What is asked while a run is recorded -> the function that says which remedies a loader would not take."""
 
+SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
+"""What supervises the attempts of a run that may have several."""
+
 PARAMETERS: dict[str, dict[str, str]] = {
     "data.workers": {
         "num_workers": "count", "prefetch_factor": "size", "persistent_workers": "flag", "pin_memory": "flag",

@@ -33,15 +33,14 @@ from headway.core.beside import say_beside
 from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import Group, Signals
+from headway.runtime.attempts import Attempts, say
 from headway.runtime.exit_class import OomWatch, RankEnd
 from headway.runtime.launch import (
-    Attempts,
     ExitReport,
     LaunchOptions,
     open_recording,
     open_streams,
     report,
-    say,
     specs_of,
 )
 from headway.runtime.rank_env import Place, Port

@@ -108,6 +108,16 @@ def torchrun_env(place: Place, base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def may_restart(environment: Mapping[str, str] = os.environ) -> bool:
+    """Say whether the launcher would start the job again, as it tells its ranks.
+
+    >>> may_restart({"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}), may_restart({})
+    (True, False)
+    """
+    count, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count.isdigit() and most.isdigit() and int(count) < int(most)
+
+
 def without_interpreter(script: Sequence[str]) -> tuple[bool, Sequence[str]]:
     """Return whether a script is a module, and it: of `python train.py` and `python -m package` what they mean.
 
