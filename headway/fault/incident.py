@@ -23,7 +23,7 @@ from headway.core.whole_file import whole_file
 
 SCHEMA = "headway.incidents/1"
 FILE = "incidents.json"
-"""Name of the file in a run folder."""
+"""Name of the file in a run folder; host k > 0 of several writes incidents-host<k>.json."""
 
 
 class Blamed(msgspec.Struct, frozen=True):
@@ -114,9 +114,9 @@ class IncidentFile(msgspec.Struct, frozen=True):
     incidents: list[Incident]
 
 
-def write_incidents(run: Path, incidents: Sequence[Incident]) -> None:
-    """Write the file whole, as open as its folder."""
-    with whole_file(run / FILE) as draft:
+def write_incidents(run: Path, incidents: Sequence[Incident], *, group_rank: int = 0) -> None:
+    """Write the file of a host whole, as open as its folder."""
+    with whole_file(run / (FILE if group_rank == 0 else f"incidents-host{group_rank}.json")) as draft:
         draft.touch(run.stat().st_mode & 0o666)
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(IncidentFile(SCHEMA, list(incidents))), indent=1))
 

@@ -77,7 +77,7 @@ class Attempts:
     def start(self, specs: Sequence[RankSpec], attempt: int, *, plain: bool | None = None) -> Group:
         """Start the ranks, then everything that may take its time."""
         self._attempt = attempt
-        group = Group(specs)
+        group = Group([replace(spec, env=self._supervisor.environment(spec)) for spec in specs])
         group.spawn = self._supervisor.spawn
         group.start(
             lambda spec: self.streams.attach(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,10 @@ class Supervisor(ABC):
         """Start a rank as a child of this process; returns its process id, None where it is to be started cold."""
 
     @abstractmethod
+    def environment(self, spec: RankSpec) -> Mapping[str, str]:
+        """Return the environment of a rank that is to be started."""
+
+    @abstractmethod
     def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
         """Follow an attempt whose ranks have been started."""
 
@@ -85,6 +89,10 @@ class Unsupervised(Supervisor):
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
         """Start nothing."""
         return None
+
+    def environment(self, spec: RankSpec) -> Mapping[str, str]:
+        """Add nothing."""
+        return spec.env
 
     def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
         """Follow nothing."""
@@ -115,6 +123,14 @@ class Guarded(Supervisor):
         except Exception as cause:
             self._leave(cause)
             return None
+
+    def environment(self, spec: RankSpec) -> Mapping[str, str]:
+        """Return the environment of a rank."""
+        try:
+            return self._inner.environment(spec)
+        except Exception as cause:
+            self._leave(cause)
+            return spec.env
 
     def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
         """Follow an attempt."""

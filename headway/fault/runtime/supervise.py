@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,10 @@ import msgspec
 from headway.fault.incident import Blamed, Incident, write_incidents
 from headway.fault.ladder import Limits, Seen, decide
 from headway.fault.runtime.incidents import Progress
+from headway.fault.runtime.warm import Warm
 from headway.runtime import redact
 from headway.runtime.exit_class import RankEnd, is_secondary, traceback_of
+from headway.runtime.problems import Problems
 from headway.runtime.supervision import Failure, Supervisor
 
 if TYPE_CHECKING:
@@ -33,9 +35,12 @@ if TYPE_CHECKING:
 class JobSupervisor(Supervisor):
     """The supervisor of one host's ranks."""
 
-    def __init__(self, run: Path, problems: Callable[[str, Exception], None], say: Callable[[str], None]) -> None:
-        """`problems(what, cause)` takes what could not be written, `say` prints one line."""
-        self.run, self._problems, self._say = run, problems, say
+    def __init__(
+        self, run: Path, warm: Warm, problems: Problems, say: Callable[[str], None], *, group_rank: int = 0
+    ) -> None:
+        """`say` prints one line; `group_rank` is the index of this host."""
+        self.run, self._warm, self._problems, self._say = run, warm, problems, say
+        self._group_rank = group_rank
         self.incidents: list[Incident] = []
         """All failures so far."""
         self._seen: list[Seen] = []
@@ -43,20 +48,33 @@ class JobSupervisor(Supervisor):
         self._before: Progress | None = None
 
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
-        """Let ranks be started cold."""
-        return None
+        """Fork a rank of a later attempt from the warm process, where that is the same as a cold start."""
+        return self._warm.spawn(spec, stdout_fd, stderr_fd) if self.incidents else None
+
+    def environment(self, spec: RankSpec) -> Mapping[str, str]:
+        """Have the ranks of the first attempt note what they import."""
+        return spec.env if self.incidents else self._warm.noting(spec)
 
     def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
         """Follow the steps of an attempt."""
         progress = self._progress = Progress(attempt, len(group.ranks))
         drainer.listeners[:] = [one for one in drainer.listeners if getattr(one, "__func__", None) is not Progress.add]
         drainer.listeners.append(progress.add)
+        if not self.incidents:
+            self._warm.began([rank.spec for rank in group.ranks])
+            return
+        warm = all(rank.warm for rank in group.ranks)
+        reason = None if warm else self._warm.reason or "some ranks were forked, others not"
+        self.incidents[-1] = msgspec.structs.replace(self.incidents[-1], warm=warm, cold_reason=reason)
+        self._write()
 
     def look(self) -> bool:
         """Complete the account of the last failure once all ranks have made a step again."""
         first_step_ns = self._progress.first_step_ns
         if first_step_ns is not None and self.incidents and self.incidents[-1].first_step_ns is None:
             self._amend(first_step_ns)
+        if first_step_ns is not None:
+            self._warm.trains()
         return first_step_ns is not None
 
     def _amend(self, first_step_ns: int | None) -> None:
@@ -111,13 +129,16 @@ class JobSupervisor(Supervisor):
 
     def _write(self) -> None:
         try:
-            write_incidents(self.run, self.incidents)
+            write_incidents(self.run, self.incidents, group_rank=self._group_rank)
         except OSError as cause:
-            self._problems("the list of incidents", cause)
+            self._problems.add("the list of incidents", cause)
 
     def close(self) -> None:
-        """Complete the last account."""
-        self.look()
+        """Complete the last account, and end the warm process."""
+        try:
+            self.look()
+        finally:
+            self._warm.close()
 
 
 def _error_of(end: RankEnd | None) -> str:
@@ -138,4 +159,5 @@ def _evidence(end: RankEnd | None) -> str:
 
 def supervisor(options: LaunchOptions, recording: Recording, say: Callable[[str], None]) -> Supervisor:
     """Return what supervises a run; the catalog names this function."""
-    return JobSupervisor(recording.path, recording.problems.add, say)
+    warm = Warm(recording.live, options.warm, has_plan=options.apply is not None)
+    return JobSupervisor(recording.path, warm, recording.problems, say, group_rank=recording.group_rank)
