@@ -66,6 +66,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "data status": ("headway.verbs.data_serve:status", "Say how the data servers are: jobs, hits, bytes."),
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
     "fault incidents": ("headway.verbs.fault:incidents", "List a run's failures: who, what was done, what it cost."),
+    "fault plan": ("headway.verbs.fault:plan", "Say how often to save, how many hosts to keep in reserve."),
+    "fault sim": (
+        "headway.verbs.fault:sim",
+        "Simulate a job on a fleet whose hosts fail: ETTR, and where the rest went.",
+    ),
     "storage backends": ("headway.verbs.storage_region:backends", "Say which ways to find written pages work here."),
     "storage fit": ("headway.verbs.storage:fit", "Learn failure rates from disk logs; name each model's scheme."),
     "storage fleet": ("headway.verbs.storage:fleet", "Simulate redundancy that follows the failure rates of disks."),

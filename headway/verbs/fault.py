@@ -1,4 +1,4 @@
-"""`headway fault incidents`: the failures of a run, and what each cost."""
+"""`headway fault incidents|plan|sim`: the failures of a run and what each cost; what to prepare; a fleet, simulated."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import HeadwayError
 from headway.core.units import format_fraction, format_seconds
+from headway.fault.fleet import Scenario, simulate
 from headway.fault.incident import SCHEMA, Incident, read_incidents
+from headway.fault.plan import Preparation, prepare
 from headway.ledger.metrics import ettr_of_steps
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.trace.runs import Run
+from headway.verbs.hang import mesh_of
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 
@@ -72,10 +76,7 @@ def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
         blamed = row["suspects"]
         who = ", ".join(f"rank {rank}" for rank in blamed["ranks"]) or "nobody in particular"
         parts.append(Text(f"{row['number'] + 1}  attempt {row['attempt']}, step {row['step']}: {row['class']}, {who}"))
-        table = grid("left", "fold", indent=3)
-        for name, value in _facts(row):
-            add_row(table, name, value)
-        parts += [table, Text("")]
+        parts += [_lines(_facts(row)), Text("")]
     return draw(parts, **screen)
 
 
@@ -88,3 +89,87 @@ def _facts(row: dict[str, Any]) -> list[tuple[str, str]]:
         facts += [("start", start), ("state", f"from {row['restored']}{lost}")]
         facts.append(("cost", f"{format_seconds(row['downtime_s'])} from detection to the first step of all ranks"))
     return [(name, value) for name, value in facts if value]
+
+
+def plan(
+    *, mtbf_s: float, restart_s: float, save_s: float, interval_s: float | None = None, hosts: int | None = None,
+    p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: bool = False,
+) -> int:  # fmt: skip
+    """Say how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
+
+    Example: `headway fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --hosts 512 --p-daily 0.0012`
+
+    Parameters
+    ----------
+    mtbf_s
+        Mean seconds between failures of the job.
+    restart_s
+        Seconds from a failure to the first step after it.
+    save_s
+        Seconds for which a save blocks training.
+    interval_s
+        Seconds of work between saves; the best ones by default.
+    hosts
+        Hosts of the job, for the number in reserve.
+    p_daily
+        Chance that a host fails on a day.
+    mesh
+        The parallel axes and their sizes, the fastest-varying first: tp=8,pp=4,dp=16.
+    ranks_per_host
+        Ranks on a host, for the peers that hold copies.
+    json
+        Print one JSON object instead of text.
+    """
+    found = prepare(
+        mtbf_s=mtbf_s, restart_s=restart_s, save_s=save_s, interval_s=interval_s, hosts=hosts, p_daily=p_daily,
+        mesh=None if mesh is None else mesh_of(mesh), ranks_per_host=ranks_per_host,
+    )  # fmt: skip
+    answer = {"schema": "headway.fault-plan/1", **found.to_json()}
+    emit(answer, lambda screen: draw([_lines(_plan_facts(found))], **screen), as_json=json)
+    return 0
+
+
+def _plan_facts(found: Preparation) -> list[tuple[str, str]]:
+    facts = [
+        ("save every", format_seconds(found.interval_s)),
+        ("ETTR", f"{format_fraction(found.ettr)} (first order {format_fraction(found.ettr_first_order)})"),
+    ]
+    if found.standby_hosts is not None:
+        facts.append(("in reserve", f"{found.standby_hosts} hosts: enough on 99 days of 100"))
+    if found.backup_peer is not None:
+        first = ", ".join(f"{rank} -> {peer}" for rank, peer in enumerate(found.backup_peer[:8]))
+        facts.append(("copies", f"{first}{' ...' if len(found.backup_peer) > 8 else ''} (all in --json)"))
+    return facts
+
+
+def _lines(facts: list[tuple[str, str]]) -> Table:
+    table = grid("left", "fold")
+    for name, value in facts:
+        add_row(table, name, value)
+    return table
+
+
+def sim(scenario: Path, /, *, seed: int = 0, json: bool = False) -> int:
+    """Simulate a job on a fleet that fails: its ETTR, and where the rest went.
+
+    Example: `headway fault sim fleet.toml --seed 1`
+
+    Parameters
+    ----------
+    scenario
+        A TOML file: hosts, devices_per_host, days, mtbf_s or per_1000_host_days, [mix], [times].
+    seed
+        Seed of the failures.
+    json
+        Print one JSON object instead of text.
+    """
+    outcome = simulate(Scenario.read(scenario), seed)
+    answer = {"schema": "headway.fault-sim/1", "simulated": True, **outcome.to_json()}
+    parts = [(name, format_seconds(seconds)) for name, seconds in outcome.unproductive_s.items() if seconds]
+    facts = [
+        ("ETTR", f"{format_fraction(outcome.ettr)}, simulated"),
+        ("failures", f"{outcome.num_incidents}, the longest cost {format_seconds(outcome.longest_unproductive_s)}"),
+        *parts,
+    ]
+    emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
+    return 0
