@@ -15,6 +15,7 @@ ADVISERS: dict[str, str] = {
     "comm": "headway.comm.advise:propose",
     "checkpoint": "headway.checkpoint.advise:propose",
     "host": "headway.host.advise:propose",
+    "fault": "headway.fault.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 

@@ -9,6 +9,8 @@ import pytest
 
 from headway.core.errors import FormatError
 from headway.fault.incident import FILE, Blamed, Incident, read_incidents, write_incidents
+from headway.ledger.ledger import Ledger
+from headway.trace.runs import Run
 from headway.verbs.fault import incidents
 from tests.launching import run, script
 
@@ -74,6 +76,9 @@ def test_a_killed_rank_is_named_and_its_job_goes_on_from_memory(tmp_path, capsys
     assert 0 < answer["ettr"] < 1
     incidents(out)
     assert re.search(r"attempt 0, step 7: infra, rank 1", capsys.readouterr().out)
+    ledger = Ledger.of(Run.open(out))
+    assert ledger.sub_ns["restart.locate"] >= 0 < ledger.sub_ns["restart.decide"]
+    assert sum(ledger.sub_ns.values()) == 2 * ledger.wall_ns
     losses = {line.split()[-1] for line in done.stdout.splitlines() if "loss" in line}
     assert len(losses) == 1
 

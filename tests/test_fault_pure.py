@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.fault import Scenario, backup_peers, dual_phase, simulate, standby_size, suspects
+from headway.fault.advise import propose
 from headway.fault.fleet import PARTS, Times
 from headway.fault.plan import prepare
 from headway.ledger.hang import Origin, Verdict
 from headway.ledger.metrics import ettr
+from headway.plan.proposal import Proposal, Refusal
 from headway.verbs.fault import plan, sim
 
 
@@ -178,3 +181,20 @@ def test_verbs_print_one_object_and_name_what_is_wrong(tmp_path, capsys):
     }.items():
         with pytest.raises(InputError, match=words):
             call()
+
+
+def test_a_run_with_cold_restarts_is_advised_to_start_warm_and_one_without_failures_to_do_nothing():
+    def made(incidents):
+        run = SimpleNamespace(meta={"incidents": incidents})
+        program = SimpleNamespace(run=run, measured_s=0.1)
+        ledger = SimpleNamespace(wall_ns=100 * 10**9, ledger_ns={"checkpoint": 10**9}, devices=2)
+        return {row.name: row for row in propose(ledger, program, None)}
+
+    one = {"first_step_ns": 8 * 10**9, "detected_ns": 0, "lost_steps": 5, "warm": False, "cold_reason": "--warm off"}
+    cold, warm = made([one]), made([{**one, "warm": True}])
+
+    assert made([]) == {}
+    assert isinstance(cold["fault.warm"], Proposal)
+    assert cold["fault.warm"].parameters["ettr"] > cold["fault.warm"].parameters["ettr_before"]
+    assert "headway run --warm auto" in cold["fault.warm"].reason
+    assert isinstance(warm["fault.warm"], Refusal)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from headway.fault.incident import Incident as Incident
     from headway.fault.ladder import ACTIONS as ACTIONS
     from headway.fault.ladder import decide as decide
-    from headway.fault.standby import dual_phase as dual_phase
-    from headway.fault.standby import standby_size as standby_size
     from headway.fault.outliers import Suspicion as Suspicion
     from headway.fault.outliers import suspects as suspects
+    from headway.fault.standby import dual_phase as dual_phase
+    from headway.fault.standby import standby_size as standby_size
 
 PUBLIC: dict[str, str] = {
     "ACTIONS": "headway.fault.ladder:ACTIONS",

@@ -14,6 +14,7 @@ from headway.core.units import format_fraction, format_seconds
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.incident import SCHEMA, Incident, read_incidents
 from headway.fault.plan import Preparation, prepare
+from headway.ledger.attempts import book_run
 from headway.ledger.metrics import ettr_of_steps
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.trace.runs import Run
@@ -50,6 +51,13 @@ def incidents_of(run: Run) -> dict[str, Any]:
     return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], "ettr": ettr}
 
 
+def account_of(path: Path) -> dict[str, Any]:
+    """Return what `headway run --json` says of the attempts of a run."""
+    run = Run.open(path)
+    answer = incidents_of(run)
+    return {"attempts": len(run.attempts()), "incidents": answer["incidents"], "ettr": answer["ettr"]}
+
+
 def row_of(incident: Incident) -> dict[str, Any]:
     """Return an incident as JSON shows it, with the seconds of its phases."""
     row: dict[str, Any] = msgspec.to_builtins(incident)
@@ -58,8 +66,6 @@ def row_of(incident: Incident) -> dict[str, Any]:
 
 def measured_ettr(run: Run) -> float | None:
     """Return the wall time of the steps that were kept / the wall time of the run; None without a step."""
-    from headway.ledger.attempts import book_run
-
     booked = book_run(run.attempts(), run.meta)
     kept_ns = sum(int(one.step_wall_ns[: one.kept_steps].sum()) for one in booked.attempts)
     wall_ns = booked.wall[1] - booked.wall[0]

@@ -52,16 +52,17 @@ class JobSupervisor(Supervisor):
         return self._warm.spawn(spec, stdout_fd, stderr_fd) if self.incidents else None
 
     def environment(self, spec: RankSpec) -> Mapping[str, str]:
-        """Have the ranks of the first attempt note what they import."""
-        return spec.env if self.incidents else self._warm.noting(spec)
+        """Have ranks note what they import, until that is known."""
+        return self._warm.noting(spec)
 
     def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
         """Follow the steps of an attempt."""
         progress = self._progress = Progress(attempt, len(group.ranks))
         drainer.listeners[:] = [one for one in drainer.listeners if getattr(one, "__func__", None) is not Progress.add]
         drainer.listeners.append(progress.add)
-        if not self.incidents:
+        if self._warm.wants_notes:
             self._warm.began([rank.spec for rank in group.ranks])
+        if not self.incidents:
             return
         warm = all(rank.warm for rank in group.ranks)
         reason = None if warm else self._warm.reason or "some ranks were forked, others not"

@@ -36,6 +36,9 @@ PR_SET_CHILD_SUBREAPER = 36
 FORK_S = 3.0
 """How long a fork may take before the rank is started cold."""
 
+MOST_DEATHS = 2
+"""Warm processes that may die before no more is started."""
+
 MOST_LOOKS = 100
 """Looks for the ranks' notes, a few a second."""
 
@@ -69,11 +72,17 @@ class Warm:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: Packets | None = None
         self._wanted: dict[str, Any] | None = None
-        self._looks = 0
+        self._looks = self._deaths = 0
+        self._has_died = False
+
+    @property
+    def wants_notes(self) -> bool:
+        """Whether the ranks of the next attempt are to leave notes."""
+        return not self._is_off and self._wanted is None
 
     def noting(self, spec: RankSpec) -> Mapping[str, str]:
-        """Return the environment of a rank of the first attempt, which leaves a note."""
-        return spec.env if self._is_off else {**spec.env, NOTE: self._note_of(spec.rank)}
+        """Return the environment of a rank that leaves a note."""
+        return {**spec.env, NOTE: self._note_of(spec.rank)} if self.wants_notes else spec.env
 
     def _note_of(self, rank: int) -> str:
         return str(self._folder / f"r{rank}.warm")
@@ -86,7 +95,10 @@ class Warm:
         """All ranks have made a step: start the warm process, or hear what it says. Called a few times a second."""
         if self._is_off or not self._specs:
             return
-        if self._wanted is None:
+        if self._has_died:
+            self._has_died = False
+            self._start(self._wanted or {})
+        elif self._wanted is None:
             try:
                 self._start(self._noted())
             except _Cold as cause:  # a note is written after the step: what is missing now may be there soon
@@ -150,8 +162,7 @@ class Warm:
         except TimeoutError:
             return
         except ChannelClosed:
-            self.close()
-            self.reason = "the warm process died"
+            self._died("the warm process died")
             return
         refused = json.loads(body)["reason"]
         if not refused:
@@ -182,8 +193,7 @@ class Warm:
             os.write(opens, b"g")
             return pid
         except (ChannelClosed, TimeoutError, OSError, ValueError) as cause:
-            self.close()  # whatever it has forked finds the gate closed, and ends
-            self.reason = f"the warm process did not fork: {cause}"
+            self._died(f"the warm process did not fork: {cause}")  # what it has forked finds the gate closed, and ends
             return None
         finally:
             _LIBC.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -197,6 +207,13 @@ class Warm:
             return "the command line is another one"
         names = [name for name in {*spec.env, *first.env} - {*VARYING} if spec.env.get(name) != first.env.get(name)]
         return f"{min(names)} is another one" if names else ""
+
+    def _died(self, reason: str) -> None:
+        """Start the next attempt cold, and another warm process beside it, unless that has failed too often."""
+        self.close()
+        self._deaths += 1
+        self._has_died = self._deaths <= MOST_DEATHS
+        self.reason = reason
 
     def close(self) -> None:
         """End the warm process."""
