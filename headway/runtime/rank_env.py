@@ -140,7 +140,14 @@ ALONE = {"HEADWAY_RANK": "0"}
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
     """Return the launcher's environment as ranks inherit it: without what an outer recording left there."""
-    ours = "HEADWAY_MAIN_PID", "HEADWAY_RINGS", "HEADWAY_PLAN", "HEADWAY_RANK", "HEADWAY_LOCAL_RANK"
+    ours = (
+        "HEADWAY_MAIN_PID",
+        "HEADWAY_RINGS",
+        "HEADWAY_PLAN",
+        "HEADWAY_RANK",
+        "HEADWAY_LOCAL_RANK",
+        "HEADWAY_WARM_NOTE",
+    )
     return {name: value for name, value in env.items() if name not in ours}
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from headway.core.wires import ChannelClosed, Packets
 from headway.fault.runtime.zygote import SOCKET, VARYING
 from headway.runtime.agent import RankSpec, die_with
+from headway.runtime.host_memory import host_memory
 from headway.runtime.save_and_leave import VARIABLE as LEAVE
 from headway.runtime.warm_note import VARIABLE as NOTE
 
@@ -39,6 +40,14 @@ FORK_S = 3.0
 MOST_DEATHS = 2
 """Warm processes that may die before no more is started."""
 
+LEAST_FREE_BYTES = 2 << 30
+"""Memory of the host, or of its container, that must be free for a warm process to be started; half of that ends it."""
+
+NO_ROOM = "the host has too little free memory for a warm process"
+
+LOOK_AT_MEMORY = 50
+"""Looks between two at the free memory."""
+
 MOST_LOOKS = 100
 """Looks for the ranks' notes, a few a second."""
 
@@ -49,6 +58,11 @@ PACKAGE = str(Path(__file__).resolve().parents[3])
 """The folder that holds the package `headway`."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _free_bytes() -> int:
+    """Return the free memory; where the system does not say, there is none."""
+    return host_memory()["memory_available_bytes"] or 0
 
 
 class _Cold(Exception):  # noqa: N818 - it is no error: ranks start cold, for this reason
@@ -106,14 +120,21 @@ class Warm:
                 self._looks += 1
                 if not isinstance(cause, _NoNote) or self._looks > MOST_LOOKS:
                     self._wanted = {}
-        elif self._channel is not None and self.reason is not None:
-            self._hear()
+        elif self._channel is not None:
+            self._looks += 1
+            if self._looks % LOOK_AT_MEMORY == 0 and _free_bytes() < LEAST_FREE_BYTES // 2:
+                self.close()
+                self.reason = NO_ROOM
+            elif self.reason is not None:
+                self._hear()
 
     def _noted(self) -> dict[str, Any]:
         """Return what to import. Raises `_Cold` where the notes forbid it."""
         argv = self._specs[0].argv
         if argv[0] != sys.executable or argv[1:2] != ("-u",):
             raise _Cold("the script is not run by the interpreter of headway")
+        if _free_bytes() < LEAST_FREE_BYTES:
+            raise _Cold(NO_ROOM)
         notes = [self._note(spec.rank) for spec in self._specs]
         first = notes[0]
         if any(note["path"] != first["path"] for note in notes):
@@ -122,6 +143,7 @@ class Warm:
         late = _shared([note["late"] for note in notes])
         if "torch" not in early:
             raise _Cold("the ranks import torch from another place")
+        self._forget_notes()
         alike = all(note["late_env"] == first["late_env"] and not note["late_reasons"] for note in notes)
         if self._has_plan or not alike:
             late = {}
@@ -135,6 +157,11 @@ class Warm:
         if note["reasons"]:
             raise _Cold(f"before rank {rank} imported torch, {note['reasons'][0]}")
         return note
+
+    def _forget_notes(self) -> None:
+        for spec in self._specs:
+            with contextlib.suppress(OSError):
+                os.unlink(self._note_of(spec.rank))
 
     def _start(self, wanted: dict[str, Any]) -> None:
         """Start the process as a rank is started, but for what differs between ranks."""
@@ -216,7 +243,8 @@ class Warm:
         self.reason = reason
 
     def close(self) -> None:
-        """End the warm process."""
+        """End the warm process, and remove the notes."""
+        self._forget_notes()
         if self._channel is not None:
             self._channel.close()
             self._channel = None

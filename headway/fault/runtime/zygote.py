@@ -33,6 +33,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
@@ -60,6 +61,8 @@ PICKS = ("tqdm.utils",)
 """Modules that go through all variables for those with a prefix of their own: TQDM_."""
 
 _MAPPINGS = ("os", "_collections_abc", "collections.abc", "copy")
+
+_OOM = Path("/proc/self/oom_score_adj")
 
 ADOPTED_S = 5.0
 """How long a fork waits to become the launcher's child."""
@@ -101,6 +104,7 @@ class Zygote:
     def __init__(self, channel: Packets, launcher: int) -> None:
         self._channel, self._launcher = channel, launcher
         self._late: list[str] = []
+        self._oom = _first_to_go()
         self._kept: set[str] = set()
         """Variables that imports have set."""
         self._said = [b"", b""]
@@ -187,6 +191,8 @@ class Zygote:
         """Be a rank that has just been started: its session, streams, environment; nothing of the zygote's."""
         stdout, stderr, gate, *board = fds
         os.setsid()
+        if self._oom is not None:
+            _OOM.write_text(self._oom)
         until = time.monotonic() + ADOPTED_S
         while os.getppid() != self._launcher:
             if time.monotonic() > until:
@@ -290,6 +296,21 @@ def _open_device() -> str:
         if target.startswith(DEVICES):
             return f"an import opened {target}"
     return ""
+
+
+def _first_to_go() -> str | None:
+    """Let the kernel end this process first where memory runs out; returns what a rank has, None = as it was.
+
+    A process may lower that number to what it was before; where it may not, nothing is changed.
+    """
+    try:
+        before = _OOM.read_text()
+        _OOM.write_text("1000")
+        _OOM.write_text(before)
+        _OOM.write_text("1000")
+    except OSError:
+        return None
+    return before
 
 
 def _close_boards() -> None:
