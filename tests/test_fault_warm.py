@@ -14,7 +14,9 @@ from tests.test_fault_incidents import SUPERVISOR
 from tests.warm_jobs import job
 
 FACES = """
-import json, multiprocessing, pickle, random, threading
+import json, multiprocessing, numpy, pickle, random, threading
+drawn = json.dumps([random.random(), float(numpy.random.rand()), torch.rand(1).item()])
+pathlib.Path(f"{sys.argv[1]}.random.{attempt}").write_text(drawn)
 torch.manual_seed(7)
 stdout_kind, stderr_kind = (os.readlink(f"/proc/self/fd/{fd}").partition(":")[0] for fd in (1, 2))
 with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -36,7 +38,6 @@ face = {
 if not attempt:
     pathlib.Path(sys.argv[1]).write_text(str(os.getppid()))
 pathlib.Path(f"{sys.argv[1]}.{attempt}").write_text(json.dumps(face))
-pathlib.Path(f"{sys.argv[1]}.random.{attempt}").write_text(str(random.random()))
 """
 
 SQUARE = """
@@ -45,26 +46,26 @@ def square(x):
 """
 
 
-def start(tmp_path, text, *arguments, **options):
-    """Run a job of two attempts; returns how it ended and its incident."""
+def start(tmp_path, text, *arguments, restarts=1, **options):
+    """Run a job that is killed in all attempts but the last; returns how it ended and the last incident."""
     done = run(
-        tmp_path / "run", [script(tmp_path, text), *map(str, arguments)], {"HEADWAY": ""}, max_restarts=1,
+        tmp_path / "run", [script(tmp_path, text), *map(str, arguments)], {"HEADWAY": ""}, max_restarts=restarts,
         supervisor=SUPERVISOR, **options,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    (incident,) = read_incidents(tmp_path / "run")
-    return done, incident
+    return done, read_incidents(tmp_path / "run")[-1]
 
 
 @pytest.mark.slow
 def test_a_warm_attempt_shows_the_script_the_same_face_as_a_cold_one(tmp_path):
     note = tmp_path / "note"
-    _, incident = start(tmp_path, job(FACES, after=SQUARE), note)
+    _, incident = start(tmp_path, job(FACES, after=SQUARE, last=2), note, restarts=2)
     cold, warm = (json.loads((tmp_path / f"note.{attempt}").read_text()) for attempt in (0, 1))
 
     assert (incident.warm, incident.cold_reason) == (True, None)
     assert warm == cold
-    assert (tmp_path / "note.random.0").read_text() != (tmp_path / "note.random.1").read_text()
+    drawn = [json.loads((tmp_path / f"note.random.{attempt}").read_text()) for attempt in range(3)]
+    assert all(len({*draws}) == 3 for draws in zip(*drawn, strict=True))  # the last two are forks of one process
 
 
 @pytest.mark.slow

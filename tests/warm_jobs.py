@@ -35,13 +35,13 @@ if __name__ == "__main__":
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 {main}
     train()
-    if attempt == 0:
-        wait_for_warm({wait_s})
+    if attempt < {last}:
+        wait_for_warm({wait_s} if attempt == 0 else 0)
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def job(main: str, *, before: str = "", after: str = "", wait_s: float = 30.0) -> str:
-    """Return a script that runs `main` in both attempts, and is killed at the end of the first."""
+def job(main: str, *, before: str = "", after: str = "", wait_s: float = 30.0, last: int = 1) -> str:
+    """Return a script that runs `main` in each attempt, and is killed at the end of all before attempt `last`."""
     indented = "\n".join("    " + line for line in main.strip().splitlines())
-    return JOB.format(before=before, after=after, main=indented, wait_s=wait_s)
+    return JOB.format(before=before, after=after, main=indented, wait_s=wait_s, last=last)

@@ -215,8 +215,11 @@ class Zygote:
             os.set_inheritable(fd, True)
             os.environ[LEAVE] = f"{fd}:{environment[LEAVE].partition(':')[2]}"
         os.environ["HEADWAY_MAIN_PID"] = str(os.getpid())
+        # As fresh as those of any new process: else all ranks would draw alike. Python's own does it by itself.
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # as fresh as that of any new process; Python's own does it by itself
+            sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
         _record(self._late)
 
 
