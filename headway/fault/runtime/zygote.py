@@ -131,7 +131,7 @@ class Zygote:
             self._said = outputs()
             ours.__class__ = environ
         if not reason and num_threads() > 1:
-            reason = f"an import started {num_threads() - 1} threads"
+            reason = f"an import started threads ({num_threads() - 1}), as OpenBLAS does without OMP_NUM_THREADS=1"
         return reason or _open_device()
 
     def _import(self, modules: Mapping[str, str]) -> str:
