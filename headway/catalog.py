@@ -16,6 +16,7 @@ ADVISERS: dict[str, str] = {
     "parallel": "headway.parallel.advise:propose",
     "checkpoint": "headway.checkpoint.advise:propose",
     "host": "headway.host.advise:propose",
+    "fault": "headway.fault.advise:propose",
     "power": "headway.power.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
@@ -39,6 +40,9 @@ REMEDIES: dict[str, str] = {
 
 REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.rehearsal:rehearse"}
 """What is asked while a run is recorded -> the function that says which remedies a loader would not take."""
+
+SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
+"""What supervises the attempts of a run that may have several."""
 
 PARAMETERS: dict[str, dict[str, str]] = {
     "data.workers": {

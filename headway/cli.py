@@ -71,6 +71,12 @@ VERBS: dict[str, tuple[str, str]] = {
     "data stalls": ("headway.verbs.data:stalls", "Split a run's input stalls into fetch, prep and transfer; what-if."),
     "data status": ("headway.verbs.data_serve:status", "Say how the data servers are: jobs, hits, bytes."),
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
+    "fault incidents": ("headway.verbs.fault:incidents", "List a run's failures: who, what was done, what it cost."),
+    "fault plan": ("headway.verbs.fault:plan", "Say how often to save, how many hosts to keep in reserve."),
+    "fault sim": (
+        "headway.verbs.fault:sim",
+        "Simulate a job on a fleet whose hosts fail: ETTR, and where the rest went.",
+    ),
     "storage backends": ("headway.verbs.storage_region:backends", "Say which ways to find written pages work here."),
     "storage fit": ("headway.verbs.storage:fit", "Learn failure rates from disk logs; name each model's scheme."),
     "storage fleet": ("headway.verbs.storage:fleet", "Simulate redundancy that follows the failure rates of disks."),
@@ -96,6 +102,7 @@ VERBS: dict[str, tuple[str, str]] = {
 GROUPS: dict[str, str] = {
     "cluster": "Queues of jobs and scheduling policies, simulated.",
     "comm": "Communication between ranks.",
+    "fault": "Failures: incidents, what restarts cost, plans against them.",
     "trace": "Read, convert and describe traces.",
     "data": "The input side of a run.",
     "ckpt": "Checkpoints: list, verify, repair, convert.",

@@ -77,7 +77,7 @@ def test_a_plan_is_copied_and_an_event_file_that_cannot_be_written_is_a_problem_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("headway.runtime.finalise.finalise_attempt", full)
-    recording.end_attempt([])
+    recording.close_attempt([])()
 
     assert (tmp_path / "run" / "plan.json").read_text() == "{}"
     assert "No space left" in recording.problems.lines()[0]

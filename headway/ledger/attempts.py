@@ -106,7 +106,7 @@ def book_run(
     """
     parts = [Parts.of(trace) for trace in traces]
     outlines = [_outlines(part, clock_offset_ns or {}) for part in parts]
-    listed = _listed(meta)
+    listed, failures = _listed(meta), _failures(meta)
     ranks = sorted({rank for outline in outlines for rank in outline} | set(listed))
     low, high = _wall(outlines, listed, meta)
     attempts, from_ns = [], low
@@ -120,7 +120,12 @@ def book_run(
             facts = {**parts[index].ranks.get(rank, {}), **(listed.get(rank, {}) if final else {})}
             life = life_of(rows, facts, from_ns=from_ns, until_ns=until, failed=not final)
             _add_spans(spans, rows, life)
-            books.append(Booked.of(book_rank(rows, life, restarted=index > 0)))
+            book = book_rank(rows, life, restarted=index > 0)
+            if not final and index in failures:
+                _split_end(book.sheet, life, failures[index])
+            if index - 1 in failures:
+                _split_start(book.sheet, life, failures[index - 1])
+            books.append(Booked.of(book))
         following = None if final else outlines[index + 1]
         attempts.append(_book_attempt(books, ranks, (from_ns, until), following, spans))
         from_ns = until
@@ -133,6 +138,48 @@ def _listed(meta: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     if (meta.get("exit") or {}).get("code") != 0:
         return rows
     return {rank: row if row.get("exit_code") is not None else {**row, "exit_code": 0} for rank, row in rows.items()}
+
+
+def _failures(meta: Mapping[str, Any]) -> dict[int, list[tuple[int, str]]]:
+    """Return failed attempt -> (end, sub-line) of each phase that followed its failure, as the supervisor noted."""
+    phases = {
+        "detected_ns": "restart.detect", "located_ns": "restart.locate", "down_ns": "restart.down",
+        "decided_ns": "restart.decide",
+    }  # fmt: skip
+    return {
+        int(row["attempt"]): [(int(row[key]), sub) for key, sub in phases.items()]
+        for row in meta.get("incidents") or []
+    }
+
+
+def _pieces(start_ns: int, end_ns: int, phases: Sequence[tuple[int, str]]) -> dict[str, int]:
+    """Split a stretch of time at the ends of phases; what follows the last one is the launch of the next attempt.
+
+    >>> _pieces(0, 100, [(10, "restart.detect"), (15, "restart.locate"), (60, "restart.down"), (61, "restart.decide")])
+    {'restart.detect': 10, 'restart.locate': 5, 'restart.down': 45, 'restart.decide': 1, 'restart.launch': 39}
+    """
+    pieces, at_ns = {}, start_ns
+    for until_ns, sub in [*phases, (end_ns, "restart.launch")]:
+        until_ns = min(max(until_ns, at_ns), end_ns)
+        pieces[sub] = until_ns - at_ns
+        at_ns = until_ns
+    return pieces
+
+
+def _split_end(sheet: Sheet, life: Life, phases: Sequence[tuple[int, str]]) -> None:
+    """Book what followed the last record of a rank that failed, or was stopped for another's failure."""
+    end = len(life.step_start) + 1
+    for sub in ("unknown.cut_short", "idle.exit"):
+        sheet.ns[SUB_CODE[sub], end] = 0
+    for sub, duration_ns in _pieces(life.record_ns, life.until_ns, phases).items():
+        sheet.book(sub, end, duration_ns)
+
+
+def _split_start(sheet: Sheet, life: Life, phases: Sequence[tuple[int, str]]) -> None:
+    """Book what came before the process of a later attempt began."""
+    sheet.ns[SUB_CODE["restart.launch"], 0] -= life.born_ns - life.from_ns
+    for sub, duration_ns in _pieces(life.from_ns, life.born_ns, phases).items():
+        sheet.book(sub, 0, duration_ns)
 
 
 def _rows(parts: Parts, rank: int, clock_offset_ns: Mapping[int, int] | None) -> Rows:

@@ -42,6 +42,13 @@ def ettr(mtbf_s: float, *, restart_s: float, interval_s: float, save_s: float) -
     return interval_s / wall_s
 
 
+def ettr_of_steps(productive_s: float, *, wall_s: float) -> float:
+    """Return the wall time of the steps whose result was kept / the wall time of the job, at most 1."""
+    _check(wall_s=wall_s)
+    _check_not_negative(productive_s=productive_s)
+    return min(productive_s / wall_s, 1.0)
+
+
 def ettr_first_order(mtbf_s: float, *, restart_s: float, interval_s: float, save_s: float) -> float:
     """Return the first-order form (1 - (u + dt / 2) / M) / (1 + c / dt), never below 0.
 

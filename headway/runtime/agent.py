@@ -52,10 +52,15 @@ class RankSpec:
     """Its whole environment."""
 
 
+Spawn = Callable[[RankSpec, int, int], "int | None"]
+"""Starts a rank that writes to these two descriptors, as a child of this process; returns its id, None to leave it."""
+
+
 class RankProcess:
     """One rank while it runs, and how it ended."""
 
-    def __init__(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> None:
+    def __init__(self, spec: RankSpec, stdout_fd: int, stderr_fd: int, *, spawn: Spawn | None = None) -> None:
+        """Start it: by `spawn`, where that does."""
         self.spec = spec
         self.told = False
         """Whether it was sent a signal before it ended."""
@@ -64,18 +69,25 @@ class RankProcess:
         self.end_ns: int | None = None
         parent = os.getpid()
         self.start_ns = time.perf_counter_ns()
-        self._process = subprocess.Popen(
-            spec.argv,
-            env=dict(spec.env),
-            stdout=stdout_fd,
-            stderr=stderr_fd,
-            start_new_session=True,
-            close_fds=False,  # what the launcher was given to hand on, as in `train.py <(zcat rows.gz)`
-            # Runs in the child between fork and exec; it calls into libc only.
-            # Asked, not killed: a script that saves when it is told to end does so here, too.
-            preexec_fn=lambda: die_with(parent, signal.SIGTERM),
+        pid = spawn(spec, stdout_fd, stderr_fd) if spawn is not None else None
+        self.warm = pid is not None
+        """Whether it was forked from a process that had imported what it needs."""
+        self._process = (
+            None
+            if pid is not None
+            else subprocess.Popen(
+                spec.argv,
+                env=dict(spec.env),
+                stdout=stdout_fd,
+                stderr=stderr_fd,
+                start_new_session=True,
+                close_fds=False,  # what the launcher was given to hand on, as in `train.py <(zcat rows.gz)`
+                # Runs in the child between fork and exec; it calls into libc only.
+                # Asked, not killed: a script that saves when it is told to end does so here, too.
+                preexec_fn=lambda: die_with(parent, signal.SIGTERM),
+            )
         )
-        self.pid = self._process.pid
+        self.pid = self._process.pid if self._process is not None else pid or 0
         try:
             self.pidfd: int | None = os.pidfd_open(self.pid)
         except OSError:
@@ -89,7 +101,7 @@ class RankProcess:
                 # While the zombie stands its id cannot be reused, so this group is surely the rank's own.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.pid, signal.SIGKILL)
-            self.code = self._process.wait()
+            self.code = self._process.wait() if self._process is not None else _reaped(self.pid)
             if self.pidfd is not None:
                 os.close(self.pidfd)
                 self.pidfd = None
@@ -106,6 +118,11 @@ class RankProcess:
         """Say whether the zombie ended with another code than 0; what a clean rank left running is left alone."""
         found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return found is not None and (found.si_code != os.CLD_EXITED or found.si_status != 0)
+
+
+def _reaped(pid: int) -> int:
+    """Return the exit code of a child that has ended, minus the signal when one killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
@@ -178,6 +195,14 @@ class Group:
         """Asked at every step: whether the ranks are to be stopped because they make no progress."""
         self.hung = False
         """Whether they were."""
+        self.spawn: Spawn | None = None
+        """What may start ranks in place of this process."""
+        self.look: Callable[[], None] = lambda: None
+        """Called at every step while ranks run."""
+        self.detected_ns: int | None = None
+        """When it was seen that a rank had failed, or that they made no progress."""
+        self.located_ns: int | None = None
+        """When it was known which of them failed first."""
         self.saves_first = True
         """Whether ranks that can are asked to save and leave before SIGTERM is forwarded to them."""
         self._board: LeaveBoard | None = None
@@ -190,7 +215,7 @@ class Group:
                 ends = attach(spec)
                 spec = replace(spec, env={**spec.env, **self._board.variable(index)})
                 try:
-                    self.ranks.append(RankProcess(spec, *ends))
+                    self.ranks.append(RankProcess(spec, *ends, spawn=self.spawn))
                 finally:
                     for fd in ends:
                         if fd > 2:
@@ -207,7 +232,7 @@ class Group:
     @property
     def failed(self) -> bool:
         """Whether a rank has ended with another code than 0."""
-        return any(rank.code not in (None, 0) for rank in self.ranks)
+        return any(rank.poll() not in (None, 0) for rank in self.ranks)
 
     def wait(
         self, signals: Signals, *, grace_s: float, is_secondary: Callable[[RankProcess], bool] | None = None
@@ -232,22 +257,28 @@ class Group:
     ) -> bool:
         """Watch for at most `timeout_s`; returns False once no rank runs any more."""
         self._sleep(signals, timeout_s)
+        self.look()
         for number in signals.passing:
             self.tell(number)
         signals.passing.clear()
         if signals.stop:
             self._obey(signals, grace_s)
         elif self.failed and self.running:
+            self.detected_ns = self._first_end_ns()
             first = [rank for rank in self.ranks if rank.code not in (None, 0)]
             if is_secondary is not None and all(is_secondary(rank) for rank in first):
                 self._wait_for(
                     lambda: any(r.code not in (None, 0) and not is_secondary(r) for r in self.ranks), SETTLE_S
                 )
+            self.located_ns = time.perf_counter_ns()
             self.stop(grace_s=grace_s, signals=signals)
         elif self.running and self.overdue():
-            self.hung = True
+            self.hung, self.detected_ns = True, time.perf_counter_ns()
             self.stop(grace_s=grace_s, signals=signals)
         return bool(self.running)
+
+    def _first_end_ns(self) -> int | None:
+        return min((rank.end_ns for rank in self.ranks if rank.code not in (None, 0) and rank.end_ns), default=None)
 
     def tell(self, number: int, *, whole_group: bool = False) -> None:
         """Send `number` to every rank that runs."""

@@ -22,17 +22,16 @@ from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import RankSpec, Signals
+from headway.runtime.attempts import Attempts, say
 from headway.runtime.exit_class import OomWatch
 from headway.runtime.launch import (
     RUNS,
-    Attempts,
     ExitReport,
     LaunchOptions,
     open_recording,
     open_streams,
     recorded_env,
     report,
-    say,
 )
 from headway.runtime.problems import Problems
 from headway.runtime.rank_env import Command, Place

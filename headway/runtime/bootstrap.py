@@ -28,6 +28,8 @@ from headway.runtime.hooks import PostImport
 from headway.runtime.host_memory import process_memory
 from headway.runtime.probes import Probes, now, timers_off
 from headway.runtime.rank_variables import number
+from headway.runtime.warm_note import VARIABLE as NOTE_VARIABLE
+from headway.runtime.warm_note import WarmNote
 from headway.trace.ring import CHILD, MAIN, Recorder, warn
 from headway.trace.vocabulary import SPANS
 
@@ -53,6 +55,15 @@ class Session:
         self.undos: list[patches.Undo] = []
         self.windows: windows.Windows | None = None
         self._torch_started = 0
+        self._note: WarmNote | None = None
+
+    def note_for_warm_starts(self, path: str) -> None:
+        """Note for later attempts what the script did before it imported torch, which it begins now."""
+        try:
+            self._note = WarmNote(path, getattr(self.finder, "started", None))
+            self.probes.after_first_step = self._note.stepped
+        except Exception as cause:
+            self.probes.failed("the note for warm starts", cause)
 
     def answer_for_stacks(self) -> None:
         """Register the signal by which the launcher asks for this process's stacks."""
@@ -77,6 +88,8 @@ class Session:
             self.probes.failed(module.__name__, cause)
 
     def _after_torch(self) -> None:
+        if self._note is not None:
+            self._note.imported()
         if self._torch_started:
             self.probes.emit(IMPORT, self._torch_started, now() - self._torch_started)
         self.undos += remedy.apply_plan(self.probes, os.environ)
@@ -154,14 +167,14 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, 
     )
     for name in ("HEADWAY_RANK", "HEADWAY_LOCAL_RANK"):
         os.environ.pop(name, None)  # processes that the script starts may be ranks of their own
-    os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
-    if not any(name in os.environ for name in FLIGHT_SIZES):
-        os.environ[FLIGHT_SIZES[0]] = FLIGHT_ENTRIES
+    before_torch()
     if is_main:
         recorder.open()  # a child waits for its first record: most have none
     session = Session(Probes(recorder, environ["HEADWAY_RUN"]), finder)
     if launched and is_main and recorder.path and not timers_off():
         session.answer_for_stacks()
+    if launched and is_main and environ.get(NOTE_VARIABLE):
+        session.note_for_warm_starts(environ[NOTE_VARIABLE])
     _SESSIONS["active"] = session
     atexit.register(session.finish)
     for name in sorted(WATCHED):
@@ -172,6 +185,13 @@ def start(finder: PostImport | Any, environ: Mapping[str, str] = os.environ, *, 
     finder.names.discard("torch")
     finder.hand_over(before=before_import, after=after_import)
     return session
+
+
+def before_torch() -> None:
+    """Set the variables that torch looks at when it is imported, unless the user has."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", KINETO_QUIET)
+    if not any(name in os.environ for name in FLIGHT_SIZES):
+        os.environ[FLIGHT_SIZES[0]] = FLIGHT_ENTRIES
 
 
 def leave() -> None:

@@ -33,15 +33,14 @@ from headway.core.beside import say_beside
 from headway.core.errors import InputError
 from headway.runtime import rank_env
 from headway.runtime.agent import Group, Signals
+from headway.runtime.attempts import Attempts, say
 from headway.runtime.exit_class import OomWatch, RankEnd
 from headway.runtime.launch import (
-    Attempts,
     ExitReport,
     LaunchOptions,
     open_recording,
     open_streams,
     report,
-    say,
     specs_of,
 )
 from headway.runtime.rank_env import Place, Port
@@ -78,6 +77,7 @@ class HostAgent(SimpleElasticAgent):
         self._stack = ExitStack()
         self._port: Port | None = None
         self._group: Group | None = None
+        self._ended: Group | None = None
         self._watch = OomWatch()
         self._restarts = 0
         self._ours = False
@@ -104,6 +104,8 @@ class HostAgent(SimpleElasticAgent):
             self._restarts += 1
             if self.attempts is None:
                 self.attempts = self._open_attempts(worker_group)
+            if self._ended is not None:  # what torch decides stands: it knows the other hosts
+                self.attempts.again(self._ended, self.ends, max(worker_group.spec.max_restarts - attempt + 1, 1))
             self.attempts.recording.world_size = worker_group.workers[0].world_size
             places = self._places(worker_group, attempt)
             self._group = self.attempts.start(
@@ -205,7 +207,7 @@ class HostAgent(SimpleElasticAgent):
         self._ours = True
         try:
             group.stop(grace_s=self._options.grace_s, number=number, signals=self._signals)
-            self.ends = self.attempts.finish(group, self._watch)
+            self.ends, self._ended = self.attempts.finish(group, self._watch), group
         finally:
             self._ours = False
 

@@ -32,6 +32,8 @@ class PostImport:
         self.names = names
         """Modules still waited for; a caller may add to it."""
         self._before, self._after = before, after
+        self.started: object = None
+        """What the process was like when it began, where somebody asked for it."""
 
     @classmethod
     def first(cls, name: str, then: Callable[[PostImport], None]) -> PostImport:

@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,32 +21,28 @@ from typing import TYPE_CHECKING
 from headway.core.beside import say_beside
 from headway.core.errors import InputError
 from headway.core.private import PRIVATE
+from headway.core.tables import pick
 from headway.runtime import rank_env
-from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
+from headway.runtime.agent import RankSpec, Signals
+from headway.runtime.attempts import Attempts, say
 from headway.runtime.exit_class import (
     BLAME,
     FLUSH_CODE,
-    HEADER,
     HUNG_CODE,
     OomWatch,
     RankEnd,
     classify,
     exit_status,
-    failed_at_exit,
     failure_text,
     first_failure,
-    is_secondary,
     traceback_of,
 )
 from headway.runtime.rank_env import Command, Place, Port
-from headway.runtime.recording import DEFAULT_MAX_RUN_BYTES, Exit, RankRow, Recording, claim_folder, next_folder
+from headway.runtime.recording import DEFAULT_MAX_RUN_BYTES, Exit, Recording, claim_folder, next_folder
 from headway.runtime.streams import Streams
 
 if TYPE_CHECKING:
-    from headway.runtime.drain import Drainer
-    from headway.runtime.hang_watch import HangWatch
-    from headway.runtime.prometheus import Metrics
-    from headway.runtime.status import StatusLine
+    pass
 
 RUNS = Path("headway-runs")
 """Default parent of run folders, in the working directory."""
@@ -72,6 +68,11 @@ class LaunchOptions:
     """Seconds between looks at the ranks of several hosts; on one host an exit is seen at once."""
     standalone: bool = False
     """Accepted for torchrun's sake: one host never needs a rendezvous here."""
+    supervisor: str = ""
+    """'module:function' that makes what supervises restarts, from the catalog; '' = every restart is a plain one."""
+    warm: str = "auto"
+    """auto: later attempts are forked from a process that has imported what the ranks import, where that is the same;
+    off: each one starts cold."""
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     """Port of rank 0's store; None = a free one per attempt."""
@@ -179,6 +180,7 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError("--module and --no-python exclude each other. Drop one of them.")
     if options.max_restarts < 0:
         raise InputError(f"--max-restarts is {options.max_restarts}; it must be at least 0. Pass 0 for no restart.")
+    pick({"auto": 0, "off": 0}, options.warm, "--warm")
     if not options.grace_s >= 0:
         raise InputError(f"--grace-s is {options.grace_s}; it must be at least 0. Pass 30.")
     if options.hang_timeout_s is not None and not options.hang_timeout_s > 0:
@@ -323,8 +325,10 @@ def _run_local(options: LaunchOptions, script: Sequence[str], start_ns: int) -> 
                 ends = attempts.finish(group, watch)
             if signals.stop or not group.failed:
                 break
-            if attempt < options.max_restarts:
-                say(options, f"attempt {attempt} failed; starting attempt {attempt + 1} of {options.max_restarts}")
+            left = options.max_restarts - attempt
+            if not attempts.again(group, ends, left):
+                break
+            say(options, f"attempt {attempt} failed; starting attempt {attempt + 1} of {options.max_restarts}")
     return report(options, recording, ends, signals, output_lost=streams.output_lost)
 
 
@@ -336,127 +340,6 @@ def _port(options: LaunchOptions, attempt: int) -> Port:
         except OSError:
             say(options, f"port {options.master_port} is taken: another one is used")
     return Port()
-
-
-class Attempts:
-    """What every attempt needs of the launcher: streams, drains, the status line, and the rows of its ranks."""
-
-    def __init__(self, options: LaunchOptions, recording: Recording, streams: Streams, signals: Signals) -> None:
-        self.options, self.recording, self.streams, self.signals = options, recording, streams, signals
-        self._status: StatusLine | None = None
-        self._metrics: Metrics | None = None
-        self._hang_watch: HangWatch | None = None
-        self._attempt = 0
-        self._secondary: dict[int, bool] = {}
-
-    def __enter__(self) -> Attempts:
-        """Open the metrics endpoint if one was asked for."""
-        if self.options.metrics_port is not None:
-            from headway.runtime.prometheus import Metrics
-
-            self._metrics = Metrics(self.recording, self.options.metrics_port, self.options.metrics_host)
-            say(self.options, f"metrics at {self._metrics.url}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Read the rest of the output, take the status line away, close the metrics endpoint."""
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._status is not None:
-            self._status.stop()
-        self.streams.close()
-
-    def start(self, specs: Sequence[RankSpec], attempt: int, *, plain: bool | None = None) -> Group:
-        """Start the ranks, then everything that may take its time."""
-        self._attempt = attempt
-        group = Group(specs)
-        group.start(
-            lambda spec: self.streams.attach(
-                spec.rank,
-                plain=spec.rank == 0 if plain is None else plain,
-                label=f"{self.options.role}{spec.local_rank}",
-                alone=len(specs) == 1,
-            )
-        )
-        self.streams.start()
-        drainer = self.recording.begin(attempt, {spec.rank for spec in specs})
-        if not self.options.quiet and specs[0].rank == 0 and self._status is None:
-            from headway.runtime.status import StatusLine
-
-            start_ns = self.recording.start_ns
-            self._status = StatusLine(self.streams, world_size=self.recording.nproc, start_ns=start_ns)
-            self._status.start()
-        if self._status is not None:
-            self._status.follow(drainer)
-        if self._metrics is not None:
-            self._metrics.follow(drainer)
-        with self.recording.problems.kept("reports of hangs"):
-            group.overdue = self._watch_for_hangs(drainer)
-        return group
-
-    def _watch_for_hangs(self, drainer: Drainer) -> Callable[[], bool]:
-        """Let the hang watch follow an attempt's drain; returns what says that the attempt is to be ended."""
-        from headway.runtime.hang_watch import HangWatch
-
-        if self._hang_watch is None:
-            self._hang_watch = HangWatch(
-                self.recording.path,
-                world_size=self.recording.world_size,
-                say=lambda text: say(self.options, text),
-                timeout_s=self.options.hang_timeout_s,
-            )
-        watch = self._hang_watch
-        watch.begin()
-        if watch.look not in drainer.lookers:  # a later attempt's drainer carries them over
-            drainer.listeners.append(watch.add)
-            drainer.lookers.append(watch.look)
-        return lambda: watch.expired
-
-    def is_secondary(self, rank: RankProcess) -> bool:
-        """Say whether a rank that ended blames its connection rather than itself."""
-        if rank.pid not in self._secondary:
-            self.streams.finish(0.2, rank=rank.spec.rank)
-            self._secondary[rank.pid] = is_secondary(self._end_of(rank, None))
-        return self._secondary[rank.pid]
-
-    def finish(self, group: Group, watch: OomWatch) -> list[RankEnd]:
-        """Read what the ranks still had to say, finalise their events, and return how each ended."""
-        self.streams.finish()
-        hung = self._hung(group)
-        ends = [replace(self._end_of(rank, watch), hung=rank.spec.rank in hung) for rank in group.ranks]
-        self.recording.end_attempt(
-            [
-                RankRow(r.spec.rank, r.spec.local_rank, r.pid, r.start_ns, r.end_ns, r.code, self._attempt)
-                for r in group.ranks
-            ]
-        )
-        return ends
-
-    def _hung(self, group: Group) -> set[int]:
-        """Return the ranks that the attempt was ended for: the silent one, or all when none stands out."""
-        if self._hang_watch is None:
-            return set()
-        with self.recording.problems.kept("the report of a hang"):
-            self._hang_watch.finish()
-        blamed = self._hang_watch.blamed
-        own = {rank.spec.rank for rank in group.ranks}
-        return ({blamed} if blamed in own else own) if group.hung else set()
-
-    def _end_of(self, rank: RankProcess, watch: OomWatch | None) -> RankEnd:
-        tail = self.streams.tail(rank.spec.rank)
-        code = rank.code if rank.code is not None else 0
-        text = tail.text()
-        suspect = code == -9 or "killed by signal: Killed" in text[-4096:]  # the rank, or one of its loader workers
-        killed = suspect and not rank.told and watch is not None and watch.killed(rank.pid)
-        return RankEnd(
-            rank.spec.rank,
-            code or int(failed_at_exit(self.recording.path, rank.spec.rank)),
-            rank.end_ns or 0,
-            text,
-            tail.arrival_ns(HEADER.encode()),
-            rank.told,
-            killed,
-        )
 
 
 def report(
@@ -490,9 +373,3 @@ def report(
         )
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
     return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path, problems)
-
-
-def say(options: LaunchOptions, text: str) -> None:
-    """Write one line of our own on stderr, unless `quiet`."""
-    if not options.quiet:
-        say_beside(f"headway: {text}\n")

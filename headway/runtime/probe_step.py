@@ -94,6 +94,8 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
                 return result
             steps[0] = count = steps[0] + 1
             page[STEPS] = count
+            if count == 1:
+                probes.after_first_step()
             gap_open[0] = True
             if gap_asks[0]:
                 gap.note_loop()

@@ -117,6 +117,9 @@ class Probes:
     differentiating: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether gradients are computed without a backward just now: what that calls itself is not recorded again."""
 
+    after_first_step: Callable[[], None] = lambda: None
+    """Called once, after the first update that counts."""
+
     trainer: list[int] = field(default_factory=lambda: [0])
     """[1] Identifier of the thread that ran the last backward or update; 0 before the first."""
 

@@ -108,6 +108,16 @@ def torchrun_env(place: Place, base: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def may_restart(environment: Mapping[str, str] = os.environ) -> bool:
+    """Say whether the launcher would start the job again, as it tells its ranks.
+
+    >>> may_restart({"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}), may_restart({})
+    (True, False)
+    """
+    count, most = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return count.isdigit() and most.isdigit() and int(count) < int(most)
+
+
 def without_interpreter(script: Sequence[str]) -> tuple[bool, Sequence[str]]:
     """Return whether a script is a module, and it: of `python train.py` and `python -m package` what they mean.
 
@@ -130,7 +140,14 @@ ALONE = {"HEADWAY_RANK": "0"}
 
 def inherited(env: Mapping[str, str]) -> dict[str, str]:
     """Return the launcher's environment as ranks inherit it: without what an outer recording left there."""
-    ours = "HEADWAY_MAIN_PID", "HEADWAY_RINGS", "HEADWAY_PLAN", "HEADWAY_RANK", "HEADWAY_LOCAL_RANK"
+    ours = (
+        "HEADWAY_MAIN_PID",
+        "HEADWAY_RINGS",
+        "HEADWAY_PLAN",
+        "HEADWAY_RANK",
+        "HEADWAY_LOCAL_RANK",
+        "HEADWAY_WARM_NOTE",
+    )
     return {name: value for name, value in env.items() if name not in ours}
 
 

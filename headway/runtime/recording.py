@@ -19,7 +19,7 @@ import shutil
 import socket
 import time
 import uuid
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -200,7 +200,12 @@ class Recording:
         budget = max(self.max_run_bytes // 4 - kept // 2, self.max_run_bytes // 32)
         self._ranks = ranks
         self.drainer = Drainer(
-            self.rings, self.problems, attempt=attempt, budget_bytes=budget, ranks=self._own_rings, earlier=self.drainer
+            self.rings,
+            self.problems,
+            attempt=attempt,
+            budget_bytes=budget,
+            ranks=self._own_rings,
+            earlier=self.drainer,
         )
         self.drainer.chores.append(lambda: prune_windows(self.path / "windows", budget, self._own_windows))
         # Ranks that joined another launcher's line are its children, as are the ranks beside them.
@@ -214,20 +219,26 @@ class Recording:
         """Return the load beside the training part of the last attempt, as far as it was followed."""
         return self.load_watch.to_builtins() if self.load_watch is not None else None
 
-    def end_attempt(self, rows: Sequence[RankRow]) -> None:
-        """Stop draining and write the events of the attempt that ended.
+    def close_attempt(self, rows: Sequence[RankRow]) -> Callable[[], None]:
+        """Stop draining an attempt that ended; returns what writes its events, which may run later, in any thread.
 
         A failure (a full disk) is kept in `problems`, and the rings stay: it must not hide how the job itself ended.
         """
-        from headway.runtime.finalise import finalise_attempt, pack_windows
-
-        self.rows = [row for row in self.rows if row.attempt != self.attempt] + list(rows)
+        attempt, own_ranks = self.attempt, self._own_rings
+        own_windows = self._own_windows
+        self.rows = [row for row in self.rows if row.attempt != attempt] + list(rows)
         if self.drainer is not None:
             self.drainer.stop()
-        with self.problems.kept(f"events of attempt {self.attempt}"):
-            of_rank = {row.rank: asdict(row) for row in rows}
-            finalise_attempt(self.path, self.attempt, rows=of_rank, rings=self.rings, ranks=self._own_rings)
-            pack_windows(self.path / "windows", self._own_windows)
+
+        def write() -> None:
+            from headway.runtime.finalise import finalise_attempt, pack_windows
+
+            with self.problems.kept(f"events of attempt {attempt}"):
+                of_rank = {row.rank: asdict(row) for row in rows}
+                finalise_attempt(self.path, attempt, rows=of_rank, rings=self.rings, ranks=own_ranks)
+                pack_windows(self.path / "windows", own_windows)
+
+        return write
 
     def end(self, exit_: Exit) -> None:
         """Write the final run.json; a failure is kept in `problems`."""

@@ -56,11 +56,14 @@ def waited(start_ns: int, end_ns: int, *, step: int) -> None:
         _emit(session.probes, WAIT, start_ns, end_ns, 0, step)
 
 
-def restored(start_ns: int, end_ns: int, *, bytes: int, step: int, verified_bytes: int = 0) -> None:
-    """Note that checkpoint `step` was read back; after a failure the steps beyond it count as done twice."""
+def restored(start_ns: int, end_ns: int, *, bytes: int, step: int, verified_bytes: int = 0, held: bool = False) -> None:
+    """Note that checkpoint `step` was read back; after a failure the steps beyond it count as done twice.
+
+    It was `held` where all of it came from the memory of an agent.
+    """
     session = active()
     if session is not None:
-        _emit(session.probes, RESTORE, start_ns, end_ns, bytes, step, verified_bytes)
+        _emit(session.probes, RESTORE, start_ns, end_ns, bytes, step, verified_bytes, int(held))
 
 
 def background(name: str, start_ns: int, end_ns: int, *, bytes: int, step: int) -> None:

@@ -44,7 +44,7 @@ class Run:
     """The run folder."""
 
     meta: dict[str, Any]
-    """What run.json says, and `input`: what caches and orders of the last attempt counted."""
+    """What run.json says; `input`: what caches and orders of the last attempt counted; `incidents`: the failures."""
 
     parts: Parts
     """Events of the last attempt by rank; those in Parquet are not read yet."""
@@ -75,7 +75,8 @@ class Run:
             )
         parts = _load(path, numbers[-1])
         if len(hosts) == 1:
-            return cls(path, {**hosts[0], **_counted(parts)}, _with_facts(parts, hosts[0]))
+            facts = {**hosts[0], **_counted(parts), "incidents": _incidents(path)}
+            return cls(path, facts, _with_facts(parts, hosts[0]))
         return merge([cls(path, host, _with_facts(parts.select(_own(host)), host)) for host in hosts])
 
     def attempts(self) -> list[Parts]:
@@ -226,6 +227,15 @@ def _facts(path: Path) -> list[dict[str, Any]]:
             )
         parts = [_facts_from_events(path)]
     return parts
+
+
+def _incidents(path: Path) -> list[dict[str, Any]]:
+    """Return the failures that the supervisor of a run noted; [] where it had none."""
+    file = path / "incidents.json"
+    if not file.is_file():
+        return []
+    rows = read_json(file, fix="Copy the run folder again.").get("incidents", [])
+    return [row for row in rows if "attempt" in row]
 
 
 def _fold_ranks(path: Path, meta: dict[str, Any]) -> dict[str, Any]:

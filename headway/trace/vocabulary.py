@@ -146,8 +146,9 @@ SPANS: dict[str, Span] = {
     "checkpoint.snapshot": Span(64, "CKPT", ("bytes", "seq"), "the state is copied while training stands still"),
     "checkpoint.wait": Span(65, "CKPT", ("bytes", "seq"),
                             "wait for the end of a copy before the update, or for an earlier save before a new one"),
-    "checkpoint.restore": Span(66, "CKPT", ("bytes", "seq", "corr"),
-                               "a saved state is read back; bytes = read, corr = bytes that were checked"),
+    "checkpoint.restore": Span(66, "CKPT", ("bytes", "seq", "corr", "peer"),
+                               "a saved state is read back; bytes = read, corr = bytes that were checked, peer = 1 if "
+                               "all of it came from an agent's memory, 0 from storage"),
     # In the background, on lane 'saver': written down when the saver reports; they never own the device.
     "checkpoint.persist": Span(67, "CKPT", ("bytes", "seq"), "the copy is written to storage"),
     "checkpoint.digest": Span(68, "CKPT", ("bytes", "seq"), "checksums of what was written"),

@@ -85,6 +85,9 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         "baseline": str(baseline) if baseline else None,
         "applied": [],
         "verified": None,
+        "attempts": 0,
+        "incidents": [],
+        "ettr": None,
     }
     try:
         from headway.verbs.verdict import summarise, verdict_line
@@ -93,6 +96,10 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
             raise InputError("no rank was started. Start it on every host.")
         facts, explanation = summarise(report.run, plan, baseline)
         answer.update(facts)
+        if as_json:
+            from headway.verbs.fault import account_of
+
+            answer.update(account_of(report.run))
         line = verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
     except HeadwayError as reason:
         line = f"nothing to account for: {reason if not report.problems else report.problems[0]}"

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway.catalog import SUPERVISOR
 from headway.core.errors import InputError
 from headway.core.units import parse_bytes
 from headway.runtime.launch import LaunchOptions
@@ -33,6 +34,13 @@ class RunOptions:
     rdzv_conf: Annotated[str, _help("KEY=VALUE pairs with commas between them.")] = ""
     standalone: Annotated[bool, _help("Accepted for torchrun's sake: one host needs no rendezvous.")] = False
     max_restarts: Annotated[int, _help("Attempts after the first one.")] = 0
+    warm: Annotated[
+        str,
+        _help(
+            "auto: later attempts start from a process that has imported what the script imports, where that is the "
+            "same; off: each one starts cold."
+        ),
+    ] = "auto"
     monitor_interval: Annotated[float, _help("Seconds between looks at the ranks of several hosts.")] = 0.1
     master_addr: Annotated[str, _help("Address of rank 0's store.")] = "127.0.0.1"
     master_port: Annotated[int | None, _help("Its port; a free one by default.")] = None
@@ -88,10 +96,11 @@ class RunOptions:
             "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone",
             "max_restarts", "role", "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module",
             "no_python", "out", "no_launch", "windows", "verify", "grace_s", "quiet", "json", "metrics_port",
-            "metrics_host",
+            "metrics_host", "warm",
         )  # fmt: skip
         return LaunchOptions(
             rdzv_conf=rendezvous_settings(self.rdzv_conf),
+            supervisor=SUPERVISOR,
             apply=self.plan_path,
             baseline=str(baseline) if baseline else None,
             remedies=remedies,

@@ -57,6 +57,7 @@ from headway.core.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.runtime.device import capturing, host_has_devices
+from headway.runtime.rank_env import may_restart
 from headway.runtime.save_and_leave import Leaving
 from headway.runtime.state.rng_state import RngStates
 from headway.storage.manifest import COMMIT, GENERATORS, METADATA
@@ -247,7 +248,7 @@ class Checkpointer(Closing):
             self._policy.observe_failure()
         state_account.restored(
             started_ns, time.perf_counter_ns(), bytes=report.read_bytes, step=report.step,
-            verified_bytes=report.hashed_bytes,
+            verified_bytes=report.hashed_bytes, held=report.source == "memory",
         )  # fmt: skip
         return report
 
@@ -259,7 +260,10 @@ class Checkpointer(Closing):
             self._saver.tell_failures(is_asked=True)
 
     def close(self) -> None:
-        """Wait, let the agent go, detach; doing it again is fine. Raises as `wait` does."""
+        """Wait, let the agent go, detach; doing it again is fine. Raises as `wait` does.
+
+        Where an error is being handled and the job may be started again, the agent stays for a while.
+        """
         if self._closed or self._pid != os.getpid():
             return
         try:
@@ -272,7 +276,7 @@ class Checkpointer(Closing):
                 undo()
             if self._saver is not None:
                 atexit.unregister(self._leave)
-                self._saver.close()
+                self._saver.close(stays=sys.exc_info()[0] is not None and may_restart())
 
     # Steps.
 
@@ -393,11 +397,15 @@ class Checkpointer(Closing):
         return self._schedule
 
     def _leave(self) -> None:
-        """The interpreter ends without `close`: hand over what is left; the agent finishes it alone."""
+        """The interpreter ends without `close`: hand over what is left; the agent finishes it alone.
+
+        After an error of a job that is started again the agent stays for a while: the next attempt restores from it.
+        """
         if self._pid == os.getpid() and self._saver is not None:
             with suppress(HeadwayError):
                 self._saver.complete(wait=True)
-            self._saver.link.leave()
+            if getattr(sys, "last_value", None) is None or not may_restart():
+                self._saver.link.leave()
 
     def _check(self) -> None:
         if self._pid != os.getpid():

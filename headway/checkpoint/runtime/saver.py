@@ -253,9 +253,9 @@ class Saver:
         while self.link.outstanding:
             self._listen_long(LISTEN_S, max(self._begun, default=0))
 
-    def close(self) -> None:
-        """Let the agent go, which finishes what it has, and give the memory back."""
-        self.link.close()
+    def close(self, *, stays: bool = False) -> None:
+        """Let the agent go, which finishes what it has (and `stays` for the next attempt); give the memory back."""
+        (self.link.abandon if stays else self.link.close)()
         if self._pending is not None:
             self._pending.snapshot.wait()  # else a device would go on writing to memory that is not ours any more
         if self._arenas is not None:

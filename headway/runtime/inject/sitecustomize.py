@@ -36,9 +36,23 @@ def _record() -> None:
         if spec is not None:
             hooks = module_from_spec(spec)
             loader.exec_module(hooks)
-            hooks.PostImport.first("torch", _begin).install()
+            finder = hooks.PostImport.first("torch", _begin)
+            finder.install()
+            if os.environ.get("HEADWAY_WARM_NOTE"):
+                finder.started = _surroundings()
     except Exception as cause:
         _warn(cause)
+
+
+def _surroundings() -> Any:
+    """Return what `headway.runtime.warm_note.surroundings` says at the start of the process."""
+    loader = SourceFileLoader("headway_warm_note", os.path.join(_RUNTIME, "warm_note.py"))
+    spec = spec_from_loader("headway_warm_note", loader)
+    if spec is None:
+        return None
+    note = module_from_spec(spec)
+    loader.exec_module(note)
+    return note.surroundings()
 
 
 def _lead() -> None:
@@ -93,5 +107,22 @@ def _chain() -> None:
     spec.loader.exec_module(module)
 
 
-_record()
-_chain()
+def _serve() -> None:
+    """Be the process that later attempts are forked from: what returns from here is a rank, forked, about to begin."""
+    root = os.path.dirname(os.path.dirname(_RUNTIME))
+    sys.path.insert(0, root)
+    try:
+        from importlib import import_module
+
+        import_module(os.environ.pop("HEADWAY_ZYGOTE")).serve(root, _chain)
+    except Exception as cause:
+        _warn(cause)
+        os._exit(1)
+
+
+if os.environ.get("HEADWAY_ZYGOTE"):
+    _serve()
+    _lead()
+else:
+    _record()
+    _chain()

@@ -1,0 +1,38 @@
+"""Failures of a training job: who failed, what to do then, how fast the job goes on, and what all that costs.
+
+Public names are resolved on first use, through one literal table; none of them needs torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from headway.core.lazy import lazily
+
+if TYPE_CHECKING:
+    from headway.fault.backup import backup_peers as backup_peers
+    from headway.fault.fleet import Scenario as Scenario
+    from headway.fault.fleet import simulate as simulate
+    from headway.fault.incident import Incident as Incident
+    from headway.fault.ladder import ACTIONS as ACTIONS
+    from headway.fault.ladder import decide as decide
+    from headway.fault.outliers import Suspicion as Suspicion
+    from headway.fault.outliers import suspects as suspects
+    from headway.fault.standby import dual_phase as dual_phase
+    from headway.fault.standby import standby_size as standby_size
+
+PUBLIC: dict[str, str] = {
+    "ACTIONS": "headway.fault.ladder:ACTIONS",
+    "Incident": "headway.fault.incident:Incident",
+    "Scenario": "headway.fault.fleet:Scenario",
+    "Suspicion": "headway.fault.outliers:Suspicion",
+    "backup_peers": "headway.fault.backup:backup_peers",
+    "decide": "headway.fault.ladder:decide",
+    "dual_phase": "headway.fault.standby:dual_phase",
+    "simulate": "headway.fault.fleet:simulate",
+    "standby_size": "headway.fault.standby:standby_size",
+    "suspects": "headway.fault.outliers:suspects",
+}
+"""Public name -> "module:function"."""
+
+__getattr__, __dir__ = lazily(__name__, PUBLIC)

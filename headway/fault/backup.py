@@ -1,0 +1,126 @@
+"""Which rank keeps a copy of another one's state, so that no eviction of a parallel group takes both.
+
+A whole tensor, pipeline or data parallel group may be evicted to be sure of
+one faulty member (ByteRobust, section 5.3). So a rank and the holder of its
+copy share no such group, and are not on one host. A shift along two axes does
+it, and gives every rank one copy to hold; the shift is searched so that not
+even the two hosts share a group, where that is possible. Where no shift does,
+a matching is searched.
+
+>>> backup_peers(Mesh({"tp": 2, "pp": 2, "dp": 2}), ranks_per_host=2)
+[6, 7, 4, 5, 2, 3, 0, 1]
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.core.mesh import Mesh
+
+Ranks = NDArray[np.int64]
+
+
+def backup_peers(mesh: Mesh, ranks_per_host: int) -> list[int]:
+    """Return for each rank the one that holds its copy: a permutation of the ranks.
+
+    Along a single axis (data parallel alone) all ranks share its group: there the peer is the same rank of the next
+    host. Raises `InputError` where hosts and mesh do not fit, and where there is no such peer.
+    """
+    world = mesh.world_size
+    if ranks_per_host < 1 or world % ranks_per_host:
+        raise InputError(
+            f"{mesh.product()} = {world} ranks do not fill hosts of {ranks_per_host}. Change a degree of the mesh, or "
+            "--ranks-per-host."
+        )
+    hosts = np.arange(world) // ranks_per_host
+    if world == ranks_per_host:
+        raise InputError(f"all {world} ranks are on one host: no copy would survive it. Use the checkpoint's folder.")
+    sizes = [size for _, size in mesh.axes if size > 1]
+    if len(sizes) < 2:
+        return ((np.arange(world) + ranks_per_host) % world).tolist()
+    places = _coordinates(sizes)
+    allowed = None
+    for strict in (True, False):
+        for shift in _shifts(sizes):
+            peers = _ranks((places + np.array(shift)) % np.array(sizes), sizes)
+            if (hosts[peers] == hosts).any():
+                continue
+            if not strict or not _hosts_meet(places, peers, ranks_per_host):
+                return [int(peer) for peer in peers]
+    allowed = (hosts[:, None] != hosts[None, :]) & (_differing(places, places) >= 2)
+    return _matched(allowed)
+
+
+def _coordinates(sizes: list[int]) -> Ranks:
+    """Return [world, axes]: the place of each rank, the fastest axis first.
+
+    sizes 2, 3:   rank 0 -> 0 0 | 1 -> 1 0 | 2 -> 0 1 | 3 -> 1 1 | 4 -> 0 2 | 5 -> 1 2
+    """
+    rank, columns = np.arange(int(np.prod(sizes))), []
+    for size in sizes:
+        columns.append(rank % size)
+        rank = rank // size
+    return np.stack(columns, axis=1)
+
+
+def _ranks(places: Ranks, sizes: list[int]) -> Ranks:
+    """Return the ranks at these places: the inverse of `_coordinates`."""
+    strides = np.cumprod([1, *sizes[:-1]])
+    ranks: Ranks = places @ strides
+    return ranks
+
+
+def _shifts(sizes: list[int]) -> list[tuple[int, ...]]:
+    """Return the shifts along two axes or more, the slowest axes first: those lead to other hosts soonest."""
+    every = itertools.product(*(range(size) for size in reversed(sizes)))
+    shifts = [tuple(reversed(one)) for one in every if sum(step > 0 for step in one) >= 2]
+    return sorted(shifts, key=lambda shift: (sum(step > 0 for step in shift), [-(step > 0) for step in shift[::-1]]))
+
+
+def _differing(one: Ranks, other: Ranks) -> Ranks:
+    """Return [n, m]: along how many axes two places differ; ranks that differ along one only share a group."""
+    found: Ranks = (one[:, None, :] != other[None, :, :]).sum(axis=2)
+    return found
+
+
+def _hosts_meet(places: Ranks, peers: Ranks, ranks_per_host: int) -> bool:
+    """Say whether, for some rank, a rank on its peer's host shares a group with it."""
+    mates = (peers // ranks_per_host)[:, None] * ranks_per_host + np.arange(ranks_per_host)
+    return bool(((places[mates] != places[:, None, :]).sum(axis=2) < 2).any())
+
+
+def _matched(allowed: NDArray[np.bool_]) -> list[int]:
+    """Return a perfect matching of the ranks with allowed peers, by augmenting paths. Raises `InputError`."""
+    holder_of: dict[int, int] = {}  # peer -> rank that it holds the copy of
+    options = [np.flatnonzero(row).tolist() for row in allowed]
+    for start in range(len(options)):
+        # Breadth first: ranks on the frontier look for a peer that is free, or whose rank may move on to another one.
+        came: dict[int, int] = {}
+        frontier, free = [start], -1
+        while frontier and free < 0:
+            rank = frontier.pop(0)
+            for peer in options[rank]:
+                if peer not in came:
+                    came[peer] = rank
+                    if peer not in holder_of:
+                        free = peer
+                        break
+                    frontier.append(holder_of[peer])
+        if free < 0:
+            raise InputError(
+                "no assignment of peers keeps every copy off its own host and groups. Use more hosts, or other degrees."
+            )
+        while True:  # hand the peers along the path on, from its end
+            rank = came[free]
+            before = next((peer for peer, held in holder_of.items() if held == rank), -1)
+            holder_of[free] = rank
+            if before < 0 or rank == start:
+                break
+            del holder_of[before]
+            free = before
+    peers = {rank: peer for peer, rank in holder_of.items()}
+    return [peers[rank] for rank in range(len(options))]

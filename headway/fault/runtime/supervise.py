@@ -1,0 +1,164 @@
+"""Supervises the attempts of a run: notes each failure, decides what follows, starts later attempts warm.
+
+`headway run --max-restarts N` has one of these (`headway.runtime.supervision`
+is the joint). RUN/incidents.json is written whole at each change; a failure to
+write it costs the account, never the job.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headway.fault.incident import Blamed, Incident, write_incidents
+from headway.fault.ladder import Limits, Seen, decide
+from headway.fault.runtime.incidents import Progress
+from headway.fault.runtime.warm import Warm
+from headway.runtime import redact
+from headway.runtime.exit_class import RankEnd, is_secondary, traceback_of
+from headway.runtime.problems import Problems
+from headway.runtime.supervision import Failure, Supervisor
+
+if TYPE_CHECKING:
+    from headway.runtime.agent import Group, RankSpec
+    from headway.runtime.drain import Drainer
+    from headway.runtime.launch import LaunchOptions
+    from headway.runtime.recording import Recording
+
+
+class JobSupervisor(Supervisor):
+    """The supervisor of one host's ranks."""
+
+    def __init__(
+        self, run: Path, warm: Warm, problems: Problems, say: Callable[[str], None], *, group_rank: int = 0
+    ) -> None:
+        """`say` prints one line; `group_rank` is the index of this host."""
+        self.run, self._warm, self._problems, self._say = run, warm, problems, say
+        self._group_rank = group_rank
+        self.incidents: list[Incident] = []
+        """All failures so far."""
+        self._seen: list[Seen] = []
+        self._progress = Progress(-1, 0)
+        self._before: Progress | None = None
+
+    def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
+        """Fork a rank of a later attempt from the warm process, where that is the same as a cold start."""
+        return self._warm.spawn(spec, stdout_fd, stderr_fd) if self.incidents else None
+
+    def environment(self, spec: RankSpec) -> Mapping[str, str]:
+        """Have ranks note what they import, until that is known."""
+        return self._warm.noting(spec)
+
+    def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
+        """Follow the steps of an attempt."""
+        progress = self._progress = Progress(attempt, len(group.ranks))
+        drainer.listeners[:] = [one for one in drainer.listeners if getattr(one, "__func__", None) is not Progress.add]
+        drainer.listeners.append(progress.add)
+        if self._warm.wants_notes:
+            self._warm.began([rank.spec for rank in group.ranks])
+        if not self.incidents:
+            return
+        warm = all(rank.warm for rank in group.ranks)
+        reason = None if warm else self._warm.reason or "some ranks were forked, others not"
+        self.incidents[-1] = msgspec.structs.replace(self.incidents[-1], warm=warm, cold_reason=reason)
+        self._write()
+
+    def look(self) -> bool:
+        """Complete the account of the last failure once all ranks have made a step again."""
+        first_step_ns = self._progress.first_step_ns
+        if first_step_ns is not None and self.incidents and self.incidents[-1].first_step_ns is None:
+            self._amend(first_step_ns)
+        if first_step_ns is not None:
+            self._warm.trains()
+        return first_step_ns is not None
+
+    def _amend(self, first_step_ns: int | None) -> None:
+        """Add to the last incident what the attempt after it shows."""
+        before, now, last = self._before, self._progress, self.incidents[-1]
+        if before is None or now.attempt <= last.attempt:
+            return
+        lost = before.lost_to(now) if first_step_ns is not None else None
+        self.incidents[-1] = msgspec.structs.replace(
+            last, first_step_ns=first_step_ns, restored=now.source, lost_steps=lost
+        )
+        self._write()
+
+    def failed(self, failure: Failure) -> bool:
+        """Note a failed attempt; says whether another one is to follow."""
+        self.look()
+        progress, first = self._progress, failure.first
+        hung = [end.rank for end in failure.ends if end.hung]
+        ranks = hung or ([first.rank] if first is not None else [])
+        seen = Seen(
+            failure.cls,
+            step=progress.base + progress.steps,
+            checkpoint=max((one for one in (progress.commit, progress.restored) if one is not None), default=None),
+            error=_error_of(first),
+            hosts=(socket.gethostname(),) if first is not None else (),
+            confidence=0.5 if first is None or is_secondary(first) or len(ranks) != 1 else 1.0,
+        )
+        decision = decide(seen, self._seen, Limits(failure.restarts_left))
+        self._seen.append(replace(seen, action=decision.action))
+        self.incidents.append(
+            Incident(
+                number=len(self.incidents),
+                attempt=failure.attempt,
+                cls=failure.cls,
+                suspects=Blamed(ranks, list(seen.hosts), None, seen.confidence),
+                detected_ns=failure.detected_ns,
+                located_ns=failure.located_ns,
+                down_ns=failure.down_ns,
+                decided_ns=time.perf_counter_ns(),
+                action=decision.action,
+                reason=decision.reason,
+                step=seen.step,
+                checkpoint=seen.checkpoint,
+                evidence=_evidence(first),
+            )
+        )
+        self._before = progress
+        self._write()
+        if decision.action == "stop" and failure.restarts_left:
+            self._say(f"no further attempt: {decision.reason}")
+        return decision.action != "stop"
+
+    def _write(self) -> None:
+        try:
+            write_incidents(self.run, self.incidents, group_rank=self._group_rank)
+        except OSError as cause:
+            self._problems.add("the list of incidents", cause)
+
+    def close(self) -> None:
+        """Complete the last account, and end the warm process."""
+        try:
+            self.look()
+        finally:
+            self._warm.close()
+
+
+def _error_of(end: RankEnd | None) -> str:
+    """Return the last line of a rank's traceback, '' without one."""
+    found = traceback_of(end.stderr) if end is not None else None
+    return redact.text(found.rstrip().rpartition("\n")[2][:500]) if found else ""
+
+
+def _evidence(end: RankEnd | None) -> str:
+    """Say in a few words how a rank ended."""
+    if end is None:
+        return ""
+    how = f"signal {-end.code}" if end.code < 0 else f"exit code {end.code}"
+    how = "no progress" if end.hung else "killed by the kernel for memory" if end.oom_killed else how
+    error = _error_of(end)
+    return f"rank {end.rank}: {how}" + (f", {error}" if error else "")
+
+
+def supervisor(options: LaunchOptions, recording: Recording, say: Callable[[str], None]) -> Supervisor:
+    """Return what supervises a run; the catalog names this function."""
+    warm = Warm(recording.live, options.warm, has_plan=options.apply is not None)
+    return JobSupervisor(recording.path, warm, recording.problems, say, group_rank=recording.group_rank)

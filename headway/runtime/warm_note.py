@@ -1,0 +1,123 @@
+"""What a rank notes so that a later attempt may start from a process that has imported torch already.
+
+A process that imports torch before the script begins is the same as one in
+which the script imports it only if the script changed nothing that an import
+can see. So the first attempt's ranks note, when the script imports torch, what
+had changed since the process began; and after the first step which modules
+were imported, up to the end of the import of torch ("early") and after it
+("late"). Only a rank whose environment names a file (`VARIABLE`) notes
+anything. Standard library only.
+
+>>> changes({"env": {"A": "1"}, "cwd": "/"}, {"env": {"A": "2"}, "cwd": "/"})
+['A was set']
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+VARIABLE = "HEADWAY_WARM_NOTE"
+"""Variable of a rank's environment: the file that it notes to."""
+
+PREFIX = "HEADWAY"
+"""Variables that begin so are ours: they are set, and taken away, while a process starts."""
+
+OURS = ("KINETO_LOG_LEVEL", "TORCH_FR_BUFFER_SIZE")
+"""Variables that the recording sets before torch is imported."""
+
+
+def surroundings() -> dict[str, Any]:
+    """Return what an import can see of the process: environment, folder, cores, finders, flags of dlopen."""
+    return {
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "finders": [getattr(finder, "__name__", type(finder).__name__) for finder in sys.meta_path],
+        "dlopen": sys.getdlopenflags(),
+        "import": f"{__import__.__module__}.{__import__.__qualname__}",
+    }
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return in words what differs; headway's own variables do not count."""
+    old, new = ({k: v for k, v in one["env"].items() if not _is_ours(k)} for one in (before, now))
+    found = [f"{name} was {'set' if name in new else 'removed'}" for name in sorted(old.keys() | new.keys())
+             if old.get(name) != new.get(name)]  # fmt: skip
+    words = {
+        "cwd": "the working directory was changed", "cores": "the cores of the process were changed",
+        "finders": "finders of modules were added or removed", "dlopen": "the flags of dlopen were changed",
+        "import": "__import__ was replaced",
+    }  # fmt: skip
+    return found + [text for key, text in words.items() if before.get(key) != now.get(key)]
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(PREFIX) or name in OURS
+
+
+def num_threads() -> int:
+    """Return the threads of this process, those of libraries too."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def origins(modules: Mapping[str, ModuleType]) -> dict[str, str]:
+    """Return name -> file of every module that was found by the ordinary way, in the order of their imports.
+
+    The script itself, and what was put into `sys.modules` by hand, are left out.
+    """
+    found = {}
+    for name, module in list(modules.items()):
+        spec = getattr(module, "__spec__", None)
+        origin = getattr(spec, "origin", None)
+        if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith("/"):
+            found[name] = origin
+    return found
+
+
+class WarmNote:
+    """The note of this process; every failure leaves it unwritten, and later attempts start cold."""
+
+    def __init__(self, path: str, started: Mapping[str, Any] | None) -> None:
+        """`started` is what `surroundings` said when the process began; None = that was not seen."""
+        self._file = path
+        self._path = list(sys.path)
+        now = surroundings()
+        self._at_torch = now
+        self._reasons = ["the start of the process was not seen"] if started is None else changes(started, now)
+        if num_threads() > 1:
+            self._reasons.append(f"{num_threads() - 1} more threads ran")
+        self._early: list[str] = []
+
+    def imported(self) -> None:
+        """Say that torch has been imported."""
+        self._early = list(origins(sys.modules))
+
+    def stepped(self) -> None:
+        """Write the note: all ranks import by now what they need."""
+        reasons = self._reasons or ([] if self._early else ["torch was not imported whole"])
+        now, env = surroundings(), self._at_torch["env"]
+        # What an import sets, the same import sets in the warm process: that is compared there.
+        late_env = {
+            name: now["env"].get(name) for name in sorted(env.keys() | now["env"].keys())
+            if not _is_ours(name) and env.get(name) != now["env"].get(name)
+        }  # fmt: skip
+        late = changes(self._at_torch, {**now, "env": env})
+        torch = sys.modules["torch"]
+        if str(torch.get_default_dtype()) != "torch.float32" or str(torch.get_default_device()) != "cpu":
+            late.append("the default type or device was changed")
+        files = origins(sys.modules)
+        note = {
+            "reasons": reasons, "late_reasons": late, "late_env": late_env, "path": self._path,
+            "early": {name: files[name] for name in self._early if name in files},
+            "late": {name: file for name, file in files.items() if name not in set(self._early)},
+        }  # fmt: skip
+        import json  # here: this module is loaded at the start of a process, for `surroundings`
+
+        draft = f"{self._file}.draft"
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(note, file)
+        os.replace(draft, self._file)

@@ -1,0 +1,105 @@
+"""Failures of real jobs under the supervisor: what is noted of them, and what `headway fault incidents` says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from headway.core.errors import FormatError
+from headway.fault.incident import FILE, Blamed, Incident, read_incidents, write_incidents
+from headway.ledger.ledger import Ledger
+from headway.trace.runs import Run
+from headway.verbs.fault import incidents
+from tests.launching import run, script
+
+SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
+
+DIES = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import headway
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+checkpoint = headway.Checkpointer(sys.argv[1], model=model.module, optimizer=optimizer)
+step = checkpoint.restore().step or 0
+while step < 12:
+    optimizer.zero_grad()
+    model(torch.full((2, 4), float(step))).square().mean().backward()
+    optimizer.step()
+    step += 1
+    if step % 5 == 0:
+        checkpoint.save(step, block="durable")
+    if step == 7 and rank == 1 and attempt == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+print("loss", rank, float(next(model.parameters()).sum()))
+checkpoint.close()
+dist.destroy_process_group()
+"""
+
+
+def test_a_list_of_incidents_is_read_as_it_was_written_and_damage_is_an_error(tmp_path):
+    one = Incident(
+        number=0, attempt=0, cls="hang", suspects=Blamed([3], ["a"], "tp of ranks 2, 3", 0.5), detected_ns=1,
+        located_ns=2, down_ns=3, decided_ns=4, action="restart",
+    )  # fmt: skip
+    write_incidents(tmp_path, [one])
+
+    assert read_incidents(tmp_path) == [one]
+    assert json.loads((tmp_path / FILE).read_text())["incidents"][0]["class"] == "hang"
+    (tmp_path / FILE).write_text("[1]")
+    with pytest.raises(FormatError, match="not a list of incidents"):
+        read_incidents(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_its_job_goes_on_from_memory(tmp_path, capsys):
+    job, out = script(tmp_path, DIES), tmp_path / "run"
+    done = run(
+        out, [job, str(tmp_path / "ckpt")], {"HEADWAY": ""}, nproc_per_node=2, max_restarts=3, supervisor=SUPERVISOR
+    )
+    incidents(out, json=True)
+    answer = json.loads(capsys.readouterr().out)
+    (row,) = answer["incidents"]
+    times = [row[f"{name}_ns"] for name in ("detected", "located", "down", "decided", "first_step")]
+
+    assert done.returncode == 0, done.stderr
+    assert (row["class"], row["suspects"]["ranks"], row["step"], row["lost_steps"]) == ("infra", [1], 7, 2)
+    assert (row["action"], row["restored"], row["checkpoint"]) == ("restart", "memory", 5)
+    assert times == sorted(times)
+    assert sum(row["phases_s"].values()) == pytest.approx(row["downtime_s"])
+    assert 0 < answer["ettr"] < 1
+    incidents(out)
+    assert re.search(r"attempt 0, step 7: infra, rank 1", capsys.readouterr().out)
+    ledger = Ledger.of(Run.open(out))
+    assert ledger.sub_ns["restart.locate"] >= 0 < ledger.sub_ns["restart.decide"]
+    assert sum(ledger.sub_ns.values()) == 2 * ledger.wall_ns
+    losses = {line.split()[-1] for line in done.stdout.splitlines() if "loss" in line}
+    assert len(losses) == 1
+
+
+@pytest.mark.slow
+def test_the_same_error_at_the_same_step_ends_a_job_before_its_restarts_are_used_up(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import torch
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for step in range(4):
+            weight.sum().backward()
+            optimizer.step()
+        raise ValueError("row 17 is empty")
+        """,
+    )
+    done = run(tmp_path / "run", [job], {"HEADWAY": ""}, max_restarts=5, supervisor=SUPERVISOR, quiet=False)
+    found = read_incidents(tmp_path / "run")
+
+    assert done.returncode == 1
+    assert [row.action for row in found] == ["restart", "stop"]
+    assert "no further attempt: the same error came again at step 4: ValueError: row 17 is empty" in done.stderr

@@ -1,0 +1,200 @@
+"""The pure part of the fault room against binomial tails, brute force, published numbers and the closed form."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.core.errors import FormatError, InputError
+from headway.core.mesh import Mesh
+from headway.fault import Scenario, backup_peers, dual_phase, simulate, standby_size, suspects
+from headway.fault.advise import propose
+from headway.fault.fleet import PARTS, Times
+from headway.fault.plan import prepare
+from headway.ledger.hang import Origin, Verdict
+from headway.ledger.metrics import ettr
+from headway.plan.proposal import Proposal, Refusal
+from headway.verbs.fault import plan, sim
+
+
+@given(hosts=st.integers(1, 300), p=st.fractions(0, 1), quantile=st.fractions(0, 1))
+def test_hosts_in_reserve_are_the_quantile_of_the_binomial(hosts, p, quantile):
+    if not (0 < float(p) < 1 and 0 < float(quantile) < 1):
+        return
+    found = standby_size(hosts, float(p), float(quantile))
+    exact_p = Fraction(float(p))
+
+    def tail(count):
+        terms = (math.comb(hosts, k) * exact_p**k * (1 - exact_p) ** (hosts - k) for k in range(count + 1))
+        return sum(terms, Fraction(0))
+
+    slack = Fraction(1, 10**9)
+    assert tail(found) >= Fraction(float(quantile)) - slack
+    assert found == 0 or tail(found - 1) < Fraction(float(quantile)) + slack
+
+
+def test_hosts_in_reserve_are_the_published_ones():
+    assert [standby_size(hosts, 1.2e-3) for hosts in (128, 256, 512, 1024)] == [2, 2, 3, 4]
+
+
+def test_two_phases_leave_one_suspect_where_groups_are_not_larger_than_they_are_many():
+    for hosts in range(1, 65):
+        for size in (size for size in range(1, hosts + 1) if hosts % size == 0):
+            phases = dual_phase(hosts, size)
+            most = 1 if size <= phases.num_groups else math.ceil(size / phases.num_groups)
+            for host in range(hosts):
+                found = phases.suspects(host // size, host % phases.num_groups)
+
+                assert host in found
+                assert len(found) <= most
+
+
+def meshes():
+    """Yield every mesh of tp, pp <= 8 (powers of two and odd ones), dp <= 16, with hosts of 1 to 8 ranks."""
+    for tp, pp, dp in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4, 8), (1, 2, 4, 5, 16)):
+        for ranks_per_host in (1, 2, 4, 8):
+            if tp * pp * dp % ranks_per_host == 0 and tp * pp * dp > ranks_per_host:
+                yield Mesh({"tp": tp, "pp": pp, "dp": dp}), ranks_per_host
+
+
+def test_a_copy_is_in_no_group_and_on_no_host_of_its_owner_and_all_hold_one():
+    unsolved = 0
+    for mesh, ranks_per_host in meshes():
+        wide = [axis for axis, size in mesh.axes if size > 1]
+        places = np.array([list(mesh.coordinates(rank).values()) for rank in range(mesh.world_size)])
+        try:
+            peers = np.array(backup_peers(mesh, ranks_per_host))
+        except InputError:
+            unsolved += 1
+            assert mesh.world_size <= 4 * ranks_per_host, mesh
+            continue
+
+        assert sorted(peers.tolist()) == list(range(mesh.world_size))
+        assert (peers // ranks_per_host != np.arange(mesh.world_size) // ranks_per_host).all()
+        assert len(wide) == 1 or ((places[peers] != places).sum(axis=1) >= 2).all(), mesh
+    assert unsolved < 20
+
+
+HEALTHY = ["wait (/opt/torch/distributed.py:{line})", "backward (/opt/torch/autograd.py:{line})", "main (train.py:40)"]
+
+
+def test_a_planted_fault_is_among_the_suspects_of_any_grid_and_any_order_of_ranks():
+    draws = np.random.default_rng(5)
+    for case in range(200):
+        sizes = [int(draws.choice(choices)) for choices in ((1, 2, 4, 8), (1, 2, 4, 8), (4, 8, 16, 32, 160))]
+        mesh = Mesh(dict(zip(("tp", "pp", "dp"), sizes, strict=True)))
+        fault = int(draws.integers(mesh.world_size))
+        axis = str(draws.choice(["tp", "pp"]))
+        stacks = {
+            rank: [frame.format(line=int(draws.integers(1, 9))) for frame in HEALTHY] for rank in range(mesh.world_size)
+        }
+        for rank in mesh.group_of(fault, axis):
+            stacks[rank] = ["recv (/opt/torch/p2p.py:7)", f"{axis} of {'stage' if axis == 'pp' else 'layer'}"]
+        stacks[fault] = ["read (loader.py:3)"]
+        order = draws.permutation(mesh.world_size).tolist()
+        found = suspects({rank: stacks[rank] for rank in order}, mesh)
+
+        assert fault in found.ranks, (case, mesh)
+        assert len(found.ranks) <= mesh.size(axis)
+        assert found == suspects(stacks, mesh)
+        assert 0 < found.confidence <= 1
+
+
+def test_nobody_is_blamed_without_a_consensus_and_a_verdict_narrows_a_group():
+    mesh = Mesh({"tp": 4, "dp": 4})
+    alone = {rank: [f"kind {'abcdefghijklmnop'[rank]}"] for rank in range(16)}
+    most = {rank: ["main"] if rank < 7 else [f"{'abcdefghi'[rank - 7]} of its own"] for rank in range(16)}
+    odd = {rank: ["wait"] if rank in (4, 5, 6) else ["read"] if rank == 7 else ["main"] for rank in range(16)}
+    verdict = Verdict(mesh, (Origin((7,), "absent", 15),), (), {}, {})
+
+    assert suspects(alone, mesh).ranks == suspects({rank: ["main"] for rank in range(16)}, mesh).ranks == []
+    assert suspects(most, mesh).reason == "9 of 16 ranks are outliers: no consensus"
+    assert (suspects(odd, mesh).ranks, suspects(odd, mesh).group) == ([4, 5, 6, 7], "tp of ranks 4, 5, 6, 7")
+    assert suspects(odd, mesh, verdict).ranks == [7]
+    assert suspects({rank: ["main"] for rank in range(16) if rank != 9}, mesh).ranks == [9]
+
+
+@pytest.mark.parametrize(
+    ("mtbf_s", "times"),
+    [
+        (11_124.0, Times(restart_s=600.0, save_s=10.0, save_every_s=300.0)),
+        (5_000.0, Times(detect_s=30.0, locate_s=70.0, restart_s=200.0, save_s=40.0, save_every_s=900.0)),
+        (500.0, Times(restart_s=60.0, save_s=5.0, save_every_s=60.0)),
+    ],
+)
+def test_a_fleet_with_one_cause_has_the_ettr_of_the_closed_form(mtbf_s, times):
+    found = simulate(Scenario(1, 8, mtbf_s * 40_000 / 86_400, mtbf_s=mtbf_s, times=times), seed=3)
+    down_s = times.detect_s + times.locate_s + times.restart_s
+    expected = ettr(mtbf_s, restart_s=down_s, interval_s=times.save_every_s, save_s=times.save_s)
+
+    assert found.ettr == pytest.approx(expected, abs=0.003)
+    assert set(found.unproductive_s) == set(PARTS)
+
+
+QUICK = Times(detect_s=30, locate_s=60, restart_s=90, save_s=0.02, save_every_s=30, standby_hosts=5, replace_s=768)
+SLOW = Times(detect_s=600, locate_s=300, restart_s=768, save_s=13, save_every_s=1800, replace_s=768)
+
+
+def test_the_published_fleet_keeps_its_ettr_and_loses_it_with_requeues_and_rare_saves():
+    fleet = {"hosts": 1200, "devices_per_host": 8, "days": 90.0, "per_1000_host_days": 3.79}
+    quick = simulate(Scenario(**fleet, mix="published", times=QUICK), seed=1)
+    slow = simulate(Scenario(**fleet, times=SLOW), seed=1)
+    month = Times(detect_s=600, restart_s=900, save_s=1, save_every_s=600)
+    megascale = simulate(Scenario(1200, 8, 28.0, mtbf_s=28 * 86_400 / 100, times=month), seed=1)
+
+    assert quick.ettr >= 0.96
+    assert quick.ettr - slow.ettr >= 0.10
+    assert megascale.ettr > 0.90
+
+
+def test_verbs_print_one_object_and_name_what_is_wrong(tmp_path, capsys):
+    scenario = tmp_path / "fleet.toml"
+    scenario.write_text(
+        "hosts = 8\ndevices_per_host = 8\ndays = 1\nmtbf_s = 3600\n[mix]\na = 1\n[times]\nrestart_s = 60\n"
+    )
+    sim(scenario, seed=1, json=True)
+    simulated = json.loads(capsys.readouterr().out)
+    plan(mtbf_s=11_124.0, restart_s=600.0, save_s=10.0, mesh="tp=2,pp=2,dp=2", ranks_per_host=2, json=True)
+    prepared = json.loads(capsys.readouterr().out)
+
+    assert {"ettr", "unproductive_s", "num_incidents", "longest_unproductive_s"} <= simulated.keys()
+    assert prepared["backup_peer"] == [6, 7, 4, 5, 2, 3, 0, 1]
+    assert 0.9 < prepared["ettr"] < 0.91
+    scenario.write_text("hosts = 8\nhostss = 9\n")
+    with pytest.raises(FormatError, match="no scenario"):
+        sim(scenario)
+    for call, words in {
+        lambda: standby_size(10, 1.5): "p_daily is 1.5; it is a probability",
+        lambda: dual_phase(10, 4): "groups of 4 do not divide 10 hosts.*5, 2",
+        lambda: backup_peers(Mesh({"tp": 3}), 2): "do not fill hosts of 2",
+        lambda: prepare(mtbf_s=1.0, restart_s=0.0, save_s=0.1, hosts=3): "belong together",
+        lambda: suspects({9: ["x"]}, Mesh({"tp": 2})): "rank 9 is not in",
+        lambda: Scenario(8, 8, 1.0): "mtbf_s, or per_1000_host_days",
+    }.items():
+        with pytest.raises(InputError, match=words):
+            call()
+
+
+def test_a_run_with_cold_restarts_is_advised_to_start_warm_and_one_without_failures_to_do_nothing():
+    def made(incidents):
+        run = SimpleNamespace(meta={"incidents": incidents})
+        program = SimpleNamespace(run=run, measured_s=0.1)
+        ledger = SimpleNamespace(wall_ns=100 * 10**9, ledger_ns={"checkpoint": 10**9}, devices=2)
+        return {row.name: row for row in propose(ledger, program, None)}
+
+    one = {"first_step_ns": 8 * 10**9, "detected_ns": 0, "lost_steps": 5, "warm": False, "cold_reason": "--warm off"}
+    cold, warm = made([one]), made([{**one, "warm": True}])
+
+    assert made([]) == {}
+    assert isinstance(cold["fault.warm"], Proposal)
+    assert cold["fault.warm"].parameters["ettr"] > cold["fault.warm"].parameters["ettr_before"]
+    assert "headway run --warm auto" in cold["fault.warm"].reason
+    assert isinstance(warm["fault.warm"], Refusal)
