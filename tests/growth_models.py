@@ -59,8 +59,9 @@ class GPT2(nn.Module):
         self.transformer = named(
             wte=nn.Embedding(17, width), wpe=nn.Embedding(12, width), ln_f=nn.LayerNorm(width, eps=eps),
             h=nn.ModuleList(named(
-                ln_1=nn.LayerNorm(width, eps=eps), attn__c_attn=Conv1D(3 * inner, width), attn__c_proj=Conv1D(width, inner),
-                ln_2=nn.LayerNorm(width, eps=eps), mlp__c_fc=Conv1D(hidden, width), mlp__c_proj=Conv1D(width, hidden),
+                ln_1=nn.LayerNorm(width, eps=eps), attn__c_attn=Conv1D(3 * inner, width),
+                attn__c_proj=Conv1D(width, inner), ln_2=nn.LayerNorm(width, eps=eps), mlp__c_fc=Conv1D(hidden, width),
+                mlp__c_proj=Conv1D(width, hidden),
             ) for _ in range(layers)),
         )  # fmt: skip
         self.lm_head = nn.Linear(width, 17, bias=False)

@@ -170,7 +170,7 @@ class Found:
 
 
 def find(rows: Sequence[tuple[str, str]], name: str) -> Found | None:
-    """Return what the first matching row says of a parameter's name, or None. Raises `InputError` on an unknown role."""
+    """Return what the first matching row says of a name, or None. Raises `InputError` on an unknown role."""
     for pattern, role in rows:
         if match := _compiled(pattern).fullmatch(name):
             pick(ROLES, role, "role")

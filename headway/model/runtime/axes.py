@@ -32,8 +32,9 @@ def divide(
 
     The copies `c` of input `j` have `R_c + (W_j - sum R) / n_j`: the projection of the random `drawn`, of the result's
     shape, on what keeps the sum, so that copies differ and training tells them apart. Without `drawn` they are all
-    `W_j / n_j`, which stay equal for ever. An input that has no source (-1) reads zeros, so its weight is free: `drawn`;
-    but where it reads something (`reads_rest`) it must be zero. An input with one copy has its weight bit for bit.
+    `W_j / n_j`, which stay equal for ever. An input that has no source (-1) reads zeros, so its weight is free and is
+    that of `drawn`; where it reads something (`reads_rest`) it must be zero. An input with one copy has its weight bit
+    for bit.
     """
     known = torch.from_numpy(np.flatnonzero(source >= 0)).to(weight.device)
     index = torch.from_numpy(source[source >= 0]).to(weight.device)

@@ -81,9 +81,9 @@ def grow(
 
     `family` is a key of `headway.model.FAMILIES`, found by the names of parameters by default. `depth="zero"`: new
     blocks write zeros; `"cancel"`: weights that add up to zero over copies. `split="random"`: copies differ (drawn from
-    `seed`); `"equal"`: they are equal, and stay so. `eps="scale"`: norms of `large` have another epsilon where its width
-    is no multiple; `"keep"`: they keep it, and the stream is scaled. What cannot grow without loss is refused before
-    anything is written: `InputError` names the module or the parameter.
+    `seed`); `"equal"`: they are equal, and stay so. `eps="scale"`: the epsilon of the norms of `large` is eta^2 times
+    the small one's, which differs where the width is no multiple; `"keep"`: it is the same, and the stream is scaled.
+    What cannot grow without loss is refused before anything is written: `InputError` names the module or the parameter.
     """
     pick(DEPTHS, depth, "depth")
     pick(SPLITS, split, "split")
@@ -100,6 +100,12 @@ def grow(
         for name in after.tensors.keys() - tied:
             after.tensors[name].copy_(_grown(growth, name, sources[name]))
     return large
+
+
+def stream_scale(small: Described, large: Described, eps: str) -> float:
+    """Return what the residual stream is multiplied by; 1 where it is an output of the model itself."""
+    is_read = small.has_final_norm or any(found.role == "head" for found in small.roles.values())
+    return 1 / eta(small.width, large.width) if eps == "keep" and is_read else 1.0
 
 
 def _growth(small: Described, large: Described, depth: str, split: str, eps: str, seed: int) -> _Growth:
@@ -124,16 +130,14 @@ def _growth(small: Described, large: Described, depth: str, split: str, eps: str
     check_heads(small.heads, large.heads, small.attention_path)
     if large.tied is not None and small.tied is None:
         raise InputError(f"{large.tied} is tied in the large model and not in the small one. Untie it.")
-    share = eta(small.width, large.width)
-    has_end = small.has_final_norm or any(found.role == "head" for found in small.roles.values())
     growth = _Growth(
-        small, large, order, depth, split, seed, share, 1 / share if eps == "keep" and has_end else 1.0
+        small, large, order, depth, split, seed, eta(small.width, large.width), stream_scale(small, large, eps)
     )  # fmt: skip
     wanted = {growth.source_of(name) for name in large.tensors}
     if odd := sorted(wanted ^ set(small.tensors)):
         raise InputError(
-            f"the two models do not have the same parameters: only one has {', '.join(odd[:6])}. Build both alike, with "
-            "biases in both or in none."
+            f"the two models do not have the same parameters: one alone has {', '.join(odd[:6])}. Build both alike, "
+            "with biases in both or in none."
         )
     return growth
 
