@@ -75,3 +75,128 @@ class GPT2(nn.Module):
             x = x + block.attn.c_proj(attend(*block.attn.c_attn(block.ln_1(x)).chunk(3, -1), self.size, True))
             x = x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x))))
         return self.lm_head(top.ln_f(x))
+
+
+class Llama(nn.Module):
+    def __init__(self, width: int, layers: int, heads: int, kv: int, hidden: int, tied: bool = False, size: int = 8,
+                 eps: float = 1e-5) -> None:  # fmt: skip
+        super().__init__()
+        self.config, self.size = {"num_attention_heads": heads}, size
+
+        def linear(outputs: int, inputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        self.model = named(
+            embed_tokens=nn.Embedding(17, width), norm=LlamaRMSNorm(width, eps),
+            layers=nn.ModuleList(named(
+                input_layernorm=LlamaRMSNorm(width, eps), self_attn__q_proj=linear(heads * size, width),
+                self_attn__k_proj=linear(kv * size, width), self_attn__v_proj=linear(kv * size, width),
+                self_attn__o_proj=linear(width, heads * size), post_attention_layernorm=LlamaRMSNorm(width, eps),
+                mlp__gate_proj=linear(hidden, width), mlp__up_proj=linear(hidden, width),
+                mlp__down_proj=linear(width, hidden),
+            ) for _ in range(layers)),
+        )  # fmt: skip
+        self.lm_head = linear(17, width)
+        if tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        top: Any = self.model
+        x = top.embed_tokens(ids)
+        for block in top.layers:
+            y, a = block.input_layernorm(x), block.self_attn
+            x = x + a.o_proj(attend(a.q_proj(y), a.k_proj(y), a.v_proj(y), self.size, True))
+            y, m = block.post_attention_layernorm(x), block.mlp
+            x = x + m.down_proj(F.silu(m.gate_proj(y)) * m.up_proj(y))
+        return self.lm_head(top.norm(x))
+
+
+def encoder_layer(width: int, heads: int, hidden: int, attention: str, norms: tuple[str, str], size: int) -> nn.Module:
+    return named(**{
+        f"attention__{attention}__query": nn.Linear(width, heads * size),
+        f"attention__{attention}__key": nn.Linear(width, heads * size),
+        f"attention__{attention}__value": nn.Linear(width, heads * size),
+        "attention__output__dense": nn.Linear(heads * size, width), norms[0]: nn.LayerNorm(width),
+        "intermediate__dense": nn.Linear(width, hidden), "output__dense": nn.Linear(hidden, width),
+        norms[1]: nn.LayerNorm(width),
+    })  # fmt: skip
+
+
+class Bert(nn.Module):
+    """Norms after the addition, a pooler and a tied masked-language head."""
+
+    def __init__(self, width: int, layers: int, heads: int, hidden: int, size: int = 8) -> None:
+        super().__init__()
+        self.config, self.size = {"num_attention_heads": heads}, size
+        norms = ("attention__output__LayerNorm", "output__LayerNorm")
+        self.bert = named(
+            embeddings__word_embeddings=nn.Embedding(17, width), embeddings__LayerNorm=nn.LayerNorm(width),
+            embeddings__position_embeddings=nn.Embedding(12, width), pooler__dense=nn.Linear(width, width),
+            embeddings__token_type_embeddings=nn.Embedding(2, width), encoder__layer=nn.ModuleList(
+                encoder_layer(width, heads, hidden, "self", norms, size) for _ in range(layers)
+            ),
+        )  # fmt: skip
+        self.cls = named(
+            predictions__transform__dense=nn.Linear(width, width), predictions__decoder=nn.Linear(width, 17),
+            predictions__transform__LayerNorm=nn.LayerNorm(width),
+        )  # fmt: skip
+        self.classifier = nn.Linear(width, 3)
+        top: Any = self
+        top.cls.predictions.decoder.weight = top.bert.embeddings.word_embeddings.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        e, bert, cls = self.bert.embeddings, self.bert, self.cls.predictions
+        x = e.word_embeddings(ids) + e.position_embeddings.weight[: ids.shape[1]] + e.token_type_embeddings.weight[0]
+        x = e.LayerNorm(x)
+        for block in bert.encoder.layer:
+            a = block.attention.self
+            y = block.attention.output.dense(attend(a.query(x), a.key(x), a.value(x), self.size, False))
+            x = block.attention.output.LayerNorm(x + y)
+            x = block.output.LayerNorm(x + block.output.dense(F.gelu(block.intermediate.dense(x))))
+        words = cls.decoder(cls.transform.LayerNorm(F.gelu(cls.transform.dense(x))))
+        return torch.cat([words.flatten(1), self.classifier(bert.pooler.dense(x[:, 0]).tanh())], 1)
+
+
+class ViT(nn.Module):
+    def __init__(self, width: int, layers: int, heads: int, hidden: int, size: int = 8) -> None:
+        super().__init__()
+        self.config, self.size = {"num_attention_heads": heads}, size
+        norms = ("layernorm_before", "layernorm_after")
+        self.vit = named(
+            embeddings__patch_embeddings__projection=nn.Conv2d(3, width, 4, 4),
+            encoder__layer=nn.ModuleList(
+                encoder_layer(width, heads, hidden, "attention", norms, size) for _ in range(layers)
+            ),
+            layernorm=nn.LayerNorm(width),
+        )
+        top: Any = self.vit
+        top.embeddings.cls_token = nn.Parameter(torch.randn(1, 1, width))
+        top.embeddings.position_embeddings = nn.Parameter(torch.randn(1, 5, width))
+        self.classifier = nn.Linear(width, 3)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        e: Any = self.vit.embeddings
+        x = e.patch_embeddings.projection(image).flatten(2).transpose(1, 2)
+        x = torch.cat([e.cls_token.expand(len(x), -1, -1), x], 1) + e.position_embeddings
+        for block in self.vit.encoder.layer:
+            y, a = block.layernorm_before(x), block.attention.attention
+            x = x + block.attention.output.dense(attend(a.query(y), a.key(y), a.value(y), self.size, False))
+            x = x + block.output.dense(F.gelu(block.intermediate.dense(block.layernorm_after(x))))
+        return self.classifier(self.vit.layernorm(x)[:, 0])
+
+
+class Encoder(nn.Module):
+    """torch's own encoder, between an embedding and a head."""
+
+    def __init__(
+        self, width: int, layers: int, heads: int, hidden: int, first: bool = True, final: bool = True
+    ) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(17, width), nn.Parameter(torch.randn(12, width))
+        layer = nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True, norm_first=first)
+        norm = nn.LayerNorm(width) if final else None
+        self.encoder = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 17)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.encoder(self.embedding(ids) + self.position[: ids.shape[1]]))

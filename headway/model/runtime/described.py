@@ -92,7 +92,7 @@ def describe(module: nn.Module, family: str) -> Described:
     kinds = {_norm_kind(name, each) for name, each in norms.items()}
     if len(kinds) > 1:
         raise InputError(f"{', '.join(list(norms)[:4])} are of both kinds, layer and RMS. Use one of them.")
-    turned = frozenset(name for name in tensors if type(modules.get(_owner(name))).__name__ == "Conv1D")
+    turned = frozenset(name for name, each in tensors.items() if each.ndim == 2 and _is_turned(modules[_owner(name)]))
     layers = {found.layer for found in roles.values() if found.layer is not None}
     post = next((name for name, found in roles.items() if found.role == "post gain"), "")
     for path, each in modules.items():
@@ -109,6 +109,16 @@ def describe(module: nn.Module, family: str) -> Described:
 def _owner(name: str) -> str:
     """Return the path of the module that a parameter is in."""
     return name.rpartition(".")[0]
+
+
+def _is_turned(module: nn.Module) -> bool:
+    """Return whether a layer stores its weight inputs first, as GPT-2's Conv1D does: by its class, or its bias."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        return False
+    weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
+    if not isinstance(weight, torch.Tensor) or not isinstance(bias, torch.Tensor):
+        return False
+    return "Conv1D" in type(module).__name__ or weight.shape[0] != weight.shape[1] == len(bias)
 
 
 def _norm_kind(name: str, module: nn.Module) -> str:
