@@ -189,10 +189,18 @@ class Encoder(nn.Module):
     """torch's own encoder, between an embedding and a head."""
 
     def __init__(
-        self, width: int, layers: int, heads: int, hidden: int, first: bool = True, final: bool = True
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        hidden: int,
+        first: bool = True,
+        final: bool = True,
+        features: int = 0,
     ) -> None:
         super().__init__()
-        self.embedding, self.position = nn.Embedding(17, width), nn.Parameter(torch.randn(12, width))
+        self.embedding: nn.Module = nn.Linear(features, width) if features else nn.Embedding(17, width)
+        self.position = nn.Parameter(torch.randn(12, width))
         layer = nn.TransformerEncoderLayer(width, heads, hidden, batch_first=True, norm_first=first)
         norm = nn.LayerNorm(width) if final else None
         self.encoder = nn.TransformerEncoder(layer, layers, norm, enable_nested_tensor=False)

@@ -94,9 +94,9 @@ def test_after_one_step_copies_differ_unless_the_split_is_equal(split, are_apart
     assert bool((cosine.abs() < 0.999).all()) == are_apart
 
 
-def test_encoders_without_a_final_norm_or_with_norms_after_the_addition_are_lossless_too():
-    for first, final in ((True, False), (False, True)):
-        sizes = {"layers": 2, "heads": 2, "hidden": 24, "first": first, "final": final}
+def test_encoders_with_no_final_norm_with_norms_after_the_addition_or_of_features_are_lossless_too():
+    for first, final, features in ((True, False, 0), (False, True, 0), (True, True, 5)):
+        sizes = {"layers": 2, "heads": 2, "hidden": 24, "first": first, "final": final, "features": features}
         small = trained(Encoder(16, **sizes))
         large = Encoder(32 if not first else 40, **{**sizes, "heads": 4 if not first else 5}).double()
 

@@ -145,7 +145,9 @@ FAMILIES: dict[str, list[tuple[str, str]]] = {
         ("*pos*.weight", "position"),
         ("pe", "position"),
         ("cls*", "position"),
-        ("*emb*.weight", "token"),
+        ("*emb*.weight", "token"),  # or a linear layer, which the caller takes for a patch
+        ("*emb*.bias", "patch"),
+        ("input*.*", "patch"),
         ("*tok*.weight", "token"),
         ("wte.weight", "token"),
         ("*head*.*", "head"),

@@ -64,6 +64,9 @@ def _inputs(small: Described, large: Described, eps: str, seed: int) -> Iterator
         ids = torch.randint(0, shape[0], (SEQUENCES, length), generator=generator).to(gain.device)
         yield ids, ids
     for shape in by_role.get("patch", []):
+        if len(shape) == 2:
+            features = torch.randn(SEQUENCES, length, shape[1], generator=generator).to(gain)
+            yield features, features
         if len(shape) == 4:
             side = int(max(rows, default=5) ** 0.5) * shape[-1]
             image = torch.randn(SEQUENCES, shape[1], side, side, generator=generator).to(gain)

@@ -85,7 +85,10 @@ def describe(module: nn.Module, family: str) -> Described:
             )
     tensors: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
     tensors = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
-    roles = roles_of(tensors, family)
+    roles = {
+        name: Found("patch", None) if found.role == "token" and isinstance(modules[_owner(name)], nn.Linear) else found
+        for name, found in roles_of(tensors, family).items()
+    }
     norms = {name: modules[_owner(name)] for name, found in roles.items() if found.role in GAINS}
     if not norms:
         raise InputError(f"family {family!r} finds no norm among {', '.join(list(tensors)[:4])}. Add a row for it.")
