@@ -77,6 +77,20 @@ class GPT2(nn.Module):
         return self.lm_head(top.ln_f(x))
 
 
+class Scaled(GPT2):
+    """Its logits depend on its width, which no parameter shows."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) / self.lm_head.in_features
+
+
+class Paired(GPT2):
+    """It takes two inputs."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * mask
+
+
 class Llama(nn.Module):
     def __init__(self, width: int, layers: int, heads: int, kv: int, hidden: int, tied: bool = False, size: int = 8,
                  eps: float = 1e-5) -> None:  # fmt: skip

@@ -203,10 +203,10 @@ def saved(tmp_path, monkeypatch):
     return model
 
 
-def verb(checkpoint: str, out: str, large: dict[str, int], *more: str) -> int:
+def verb(checkpoint: str, out: str, large: dict[str, int], *more: str, model: str = "GPT2") -> int:
     sizes = ("--small", json.dumps(TRAINED), "--large", json.dumps(large))
     with pytest.raises(SystemExit) as ended:
-        main(["model", "grow", "tests.growth_models:GPT2", *sizes, "--checkpoint", checkpoint, "-o", out, *more])
+        main(["model", "grow", f"tests.growth_models:{model}", *sizes, "--checkpoint", checkpoint, "-o", out, *more])
     return ended.value.code
 
 
@@ -250,3 +250,14 @@ def test_the_verb_says_what_is_wrong_and_writes_nothing(saved, capsys, tmp_path,
     assert code == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "o").exists()
+
+
+def test_the_verb_refuses_a_model_that_depends_on_its_size_and_says_what_it_could_not_compare(saved, capsys, tmp_path):
+    assert verb("dcp", "o", LARGER, model="Scaled") == 3
+    assert "something else in it depends on its size" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "o").exists()
+    assert verb("dcp", "o", LARGER, "--json", model="Paired") == 0
+
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["max_relative_error"] is None
+    assert "takes none of the inputs" in answer["not_compared"]

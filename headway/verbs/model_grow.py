@@ -35,8 +35,8 @@ def grow(
 ) -> int:
     """Write a larger model whose outputs are those of a trained smaller one.
 
-    Norms come before the attention and the layers after it, or the width is a multiple. The head size stays. Both
-    models are run on drawn inputs and compared; the state of the optimizer starts afresh.
+    Both are run on drawn inputs and compared. The head size stays; where norms come after the addition, the width must
+    be a multiple. The optimizer's state is not grown: it starts afresh.
 
     Example: `headway model grow my.model:build --small s.json --large l.json --checkpoint runs/s -o runs/l/step-0`
 
@@ -85,6 +85,7 @@ def grow(
     answer = {
         "schema": "headway.model-grow/1", "max_relative_error": grown.max_relative_error,
         "parameters": list(grown.parameters), "path": str(out), "family": grown.family, "prefix": grown.prefix,
+        "not_compared": grown.not_compared,
     }  # fmt: skip
     emit(answer, lambda screen: _screen(answer, screen), as_json=json)
     return 0
@@ -118,10 +119,12 @@ def _sizes(option: str, text: str) -> dict[str, Any]:
 
 def _screen(answer: dict[str, Any], screen: ScreenOptions) -> str:
     before, after = answer["parameters"]
-    return draw(
-        [
-            paragraph(f"{answer['path']}: {plural(after, 'parameter')}, grown from {before} ({answer['family']})."),
-            paragraph(f"outputs on drawn inputs differ by {answer['max_relative_error']:.1e} of the largest"),
-        ],
-        **screen,
+    error = answer["max_relative_error"]
+    compared = (
+        answer["not_compared"] if error is None else f"outputs on drawn inputs differ by {error:.1e} of the largest"
     )
+    parts = [
+        paragraph(f"{answer['path']}: {plural(after, 'parameter')}, grown from {before:,} ({answer['family']})."),
+        paragraph(compared),
+    ]
+    return draw(parts, **screen)
