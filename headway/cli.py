@@ -82,6 +82,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "storage fleet": ("headway.verbs.storage:fleet", "Simulate redundancy that follows the failure rates of disks."),
     "storage region": ("headway.verbs.storage_region:region", "Scrub the file of a protected region; repair it."),
     "storage restripe": ("headway.verbs.storage_restripe:restripe", "Change the parity scheme of what is stored."),
+    "model grow": ("headway.verbs.model_grow:grow", "Start a larger model at a trained smaller one's outputs."),
     "parallel schedule show": ("headway.verbs.parallel_schedule:show", "Show a pipeline's order on a time axis."),
     "parallel schedule check": ("headway.verbs.parallel_schedule:check", "Check a pipeline's order from a file."),
     "parallel schedule export": ("headway.verbs.parallel_schedule:export", "Write an order as torch's CSV or JSON."),
@@ -108,6 +109,7 @@ GROUPS: dict[str, str] = {
     "ckpt": "Checkpoints: list, verify, repair, convert.",
     "storage": "Redundancy of what is stored.",
     "power": "Power of a site over time: limits, and what keeps to them.",
+    "model": "The model itself.",
     "parallel": "Pipelines and partitions of a model.",
     "parallel schedule": "Orders of a pipeline's step.",
 }

@@ -44,7 +44,7 @@ def test_every_remedy_is_proposed_by_a_room_and_acts_against_a_cause():
     assert set(REMEDIES) <= set(CAUSES_OF_REMEDY)
 
 
-@pytest.mark.parametrize("room", ["headway.cluster", "headway.data", "headway.parallel"])
+@pytest.mark.parametrize("room", ["headway.cluster", "headway.data", "headway.model", "headway.parallel"])
 def test_no_public_name_is_that_of_a_module_beside_it(room):
     """Importing the module would put it in the place of what is public."""
     package = importlib.import_module(room)

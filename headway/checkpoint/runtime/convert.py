@@ -76,7 +76,7 @@ class Exported:
 
 
 def rewrite(
-    path: Path,
+    path: Path | Source,
     target: Path,
     *,
     world_size: int = 1,
@@ -135,7 +135,7 @@ def _write_rank(
 
 
 def export(
-    path: Path, out: Path, *, prefix: str = "", dtype: str | None = None, file_bytes: int = FILE_BYTES
+    path: Path | Source, out: Path, *, prefix: str = "", dtype: str | None = None, file_bytes: int = FILE_BYTES
 ) -> Exported:
     """Write saved state as safetensors, or as a torch.save file, by the suffix of `out`; return what was written.
 

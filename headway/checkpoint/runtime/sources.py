@@ -184,25 +184,12 @@ class SafetensorsSource(Source):
         self._stack.close()
 
 
-class TorchSource(Source):
-    """A file of torch.save: a nested mapping of tensors and values."""
+class StateSource(Source):
+    """State in memory: a nested mapping of tensors and values."""
 
-    def __init__(self, path: Path) -> None:
-        """Map the file. Raises `FormatError` for what is none, `InputError` for more than plain values."""
-        super().__init__(str(path))
-        try:
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except pickle.UnpicklingError as cause:
-            raise InputError(
-                f"{path} holds more than tensors and plain values, so that loading it may run code of whoever wrote "
-                "it. Save its state dicts alone."
-            ) from cause
-        except (RuntimeError, EOFError, ValueError) as cause:
-            raise FormatError(f"{path} cannot be read ({cause}). Check it: headway ckpt verify") from cause
-        if not isinstance(state, Mapping):
-            raise FormatError(
-                f"{path} holds a {type(state).__name__}, no mapping of names to tensors. Save a state dict."
-            )
+    def __init__(self, place: str, state: Mapping[str, Any]) -> None:
+        """Name what the mapping holds."""
+        super().__init__(place)
         found = local_shards(state)
         self._tensors = {shard.fqn: shard.tensor for shard in found.shards}
         self._objects = found.objects
@@ -227,12 +214,38 @@ class TorchSource(Source):
         return self._objects[fqn]
 
     def close(self) -> None:
-        """Let the mapped file go."""
+        """Let the tensors go."""
         self._tensors.clear()
 
 
-def open_source(path: Path) -> Source:
-    """Open saved state of any of the formats. Raises `FormatError` naming them for what is none."""
+class TorchSource(StateSource):
+    """A file of torch.save: a nested mapping of tensors and values."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file. Raises `FormatError` for what is none, `InputError` for more than plain values."""
+        try:
+            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as cause:
+            raise InputError(
+                f"{path} holds more than tensors and plain values, so that loading it may run code of whoever wrote "
+                "it. Save its state dicts alone."
+            ) from cause
+        except (RuntimeError, EOFError, ValueError) as cause:
+            raise FormatError(f"{path} cannot be read ({cause}). Check it: headway ckpt verify") from cause
+        if not isinstance(state, Mapping):
+            raise FormatError(
+                f"{path} holds a {type(state).__name__}, no mapping of names to tensors. Save a state dict."
+            )
+        super().__init__(str(path), state)
+
+
+def open_source(path: Path | Source) -> Source:
+    """Open saved state of any of the formats. Raises `FormatError` naming them for what is none.
+
+    What is a source already is returned.
+    """
+    if isinstance(path, Source):
+        return path
     if path.is_dir():
         if (path / METADATA).exists() or (path / COMMIT).exists():
             return CheckpointSource(path)
