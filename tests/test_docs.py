@@ -76,7 +76,7 @@ def test_links_between_documents_lead_somewhere(document):
     assert not [target for target in targets if not ((ROOT / document).parent / target).exists()]
 
 
-def test_the_readme_names_every_verb_and_remedy():
-    text = (ROOT / "README.md").read_text()
+def test_the_page_of_commands_names_every_verb_and_remedy():
+    text = (ROOT / "docs" / "commands.md").read_text()
 
     assert not [name for name in [*VERBS, *REMEDIES] if name not in text]
