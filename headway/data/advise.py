@@ -265,7 +265,7 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> P
         parameters={"bytes": budget},
         loaders=tuple(facts),
         cost=f"{format_bytes(budget)} of memory per rank, for {format_fraction(fraction, 0)} of the examples",
-        risk="applied only if a probe finds the dataset pure: equal examples when read twice, no random draw",
+        risk="applied only where reading an example twice in a test process gives equal results without side effects",
         reason=f"For {_names(facts)}. {note}{prediction.note}".strip(),
         memory_bytes=budget,
     )
