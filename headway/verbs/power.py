@@ -34,6 +34,10 @@ from headway.verbs.source import run_at
 ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
 
 
+FILLER = "headway applies a filler beside ranks on CPUs only; leave it out on accelerators: --use floor,ramps,battery"
+"""What a plan with a filler has to say."""
+
+
 def check(
     source: Path | None = None, /, *, spec: str, device: str = "", devices: int = 0, step_s: float = 0.01,
     idle_w: float | None = None, overhead_fraction: float = 0.0, json: bool = False,
@@ -132,6 +136,7 @@ def plan(
         "cost_usd": _finite(found.cost_usd), "added_energy_fraction": found.added_energy_fraction,
         "step_time_factor": found.step_time_factor, "least_storage_j": _finite(found.least_storage_j),
         "path": str(path), "basis": wave.basis, "devices": count or 1, "device": name or None, "used": list(allowed),
+        "notes": [FILLER] if found.kind == "filler" else [],
     }  # fmt: skip
     write_power_plan(result, path, str(source.resolve()) if source is not None and source.is_dir() else None)
     emit(result, lambda screen: _plan_screen(result, screen), as_json=json)
@@ -217,4 +222,6 @@ def _plan_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     else:
         said = f"Nothing of {', '.join(result['used'])} makes the specification hold; {storage}."
     parts: list[Any] = [uncut(rows), ""] if result["mitigations"] else []
-    return draw([*parts, paragraph(said), paragraph(result["basis"], style="dim"), paragraph(result["path"])], **screen)
+    notes = [paragraph(text, style="yellow") for text in result["notes"]]
+    basis, path = paragraph(result["basis"], style="dim"), paragraph(result["path"])
+    return draw([*parts, paragraph(said), *notes, basis, path], **screen)
