@@ -50,6 +50,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "cluster sim": ("headway.verbs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
+    "cost transfer": ("headway.verbs.cost:transfer", "Predict a new device from a few measurements and other devices."),
     "ckpt advise": ("headway.verbs.ckpt_advise:advise", "Say how often to save, and what a failure loses each way."),
     "ckpt bench": ("headway.verbs.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
     "ckpt diff": ("headway.verbs.ckpt:diff", "Compare two checkpoints bit by bit."),
@@ -96,6 +97,7 @@ VERBS: dict[str, tuple[str, str]] = {
 GROUPS: dict[str, str] = {
     "cluster": "Queues of jobs and scheduling policies, simulated.",
     "comm": "Communication between ranks.",
+    "cost": "Costs learned from measurements.",
     "trace": "Read, convert and describe traces.",
     "data": "The input side of a run.",
     "ckpt": "Checkpoints: list, verify, repair, convert.",
