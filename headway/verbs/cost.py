@@ -21,7 +21,7 @@ PEERS = ("ridge", "one_hot")
 
 def transfer(
     *, data: Path, target: str, sources: str = "", samples: int = 10, seed: int = 0, predictor: str = "kernel",
-    select: str = "random", json: bool = False,
+    select: str = "clusters", json: bool = False,
 ) -> int:  # fmt: skip
     """Predict a device's latencies from a few of its samples, and say how wrong the predictions of the others are.
 
@@ -45,7 +45,7 @@ def transfer(
     predictor
         kernel, ridge or one_hot.
     select
-        How the samples are chosen: random or clusters.
+        How the samples are chosen: clusters (of the sources' latencies) or random.
     json
         Print one JSON object instead of text.
     """
