@@ -50,6 +50,8 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "cluster sim": ("headway.verbs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
+    "cost calibrate": ("headway.verbs.cost:calibrate", "Measure this host's operators; an interrupted one goes on."),
+    "cost predict": ("headway.verbs.cost:predict", "Predict the step of a model that was never run on this host."),
     "cost transfer": ("headway.verbs.cost:transfer", "Predict a new device from a few measurements and other devices."),
     "ckpt advise": ("headway.verbs.ckpt_advise:advise", "Say how often to save, and what a failure loses each way."),
     "ckpt bench": ("headway.verbs.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
