@@ -77,18 +77,18 @@ def measure(number: int, module: nn.Module, inputs: tuple[Any, ...]) -> Measured
     graph = graph_of(module, inputs)
     calls = Counter(graph.operators)
     kept: dict[Operator, float] = {}
-    nodes = dict(zip(graph.operators, graph.nodes, strict=True))
+    samples = dict(zip(graph.operators, graph.calls, strict=True))
     step = step_of(module, inputs)
     rounds = [quiet_s(step, STEP_S, limit=float("inf"))]  # and one behind the operators: the quieter one counts
     with torch.no_grad():
-        for leaf, node in nodes.items():
-            seconds = quiet_s(materialised(node), OPERATOR_S)
+        for leaf, sample in samples.items():
+            seconds = quiet_s(materialised(sample), OPERATOR_S)
             if seconds is not None:
                 kept[leaf] = seconds
     rounds.append(quiet_s(step, STEP_S, limit=float("inf")))
     step_s = min(seconds for seconds in rounds if seconds is not None)
     return MeasuredModel(
-        number, step_s, list(kept), list(kept.values()), [calls[leaf] for leaf in kept], len(nodes) - len(kept)
+        number, step_s, list(kept), list(kept.values()), [calls[leaf] for leaf in kept], len(samples) - len(kept)
     )
 
 

@@ -27,7 +27,7 @@ RATE = 1e-3
 class StepGraph:
     """Operators of a step in the order of their calls, and who reads what."""
 
-    nodes: list[torch.fx.Node]
+    calls: list[torch.fx.Node]
     """[n] Calls."""
 
     operators: list[Operator]
@@ -46,7 +46,7 @@ def step_of(module: torch.nn.Module, inputs: tuple[Any, ...]) -> Callable[[], An
 
     def step() -> None:
         optimizer.zero_grad()
-        _loss(module(*inputs)).backward()  # type: ignore[no-untyped-call]
+        _loss(module(*inputs)).backward()  # type: ignore[no-untyped-call]  # torch has no type for it
         optimizer.step()
 
     return step
@@ -73,23 +73,23 @@ def graph_of(module: torch.nn.Module, inputs: tuple[Any, ...]) -> StepGraph:
         ) from error
     place: dict[torch.fx.Node, int] = {}
     graph = StepGraph([], [], [], [])
-    for node in traced.graph.nodes:
-        if node.op != "call_function":
+    for call in traced.graph.nodes:
+        if call.op != "call_function":
             continue
-        sources = {place[read] for read in node.all_input_nodes if read in place}
-        if node.target is operator.getitem:  # one of several outputs: its operator's own
-            place.update(dict.fromkeys([node], next(iter(sources))) if sources else {})
+        sources = {place[read] for read in call.all_input_nodes if read in place}
+        if call.target is operator.getitem:  # one of several outputs: its operator's own
+            place.update(dict.fromkeys([call], next(iter(sources))) if sources else {})
             continue
-        place[node] = len(graph.nodes)
-        graph.nodes.append(node)
-        graph.operators.append(_leaf(node))
+        place[call] = len(graph.calls)
+        graph.calls.append(call)
+        graph.operators.append(_leaf(call))
         graph.src.extend(sources)
-        graph.dst.extend([place[node]] * len(sources))
+        graph.dst.extend([place[call]] * len(sources))
     return graph
 
 
-def materialised(node: torch.fx.Node) -> Callable[[], Any]:
-    """Return a call of the node's operator on tensors of its shapes: normal numbers, indices 0."""
+def materialised(call: torch.fx.Node) -> Callable[[], Any]:
+    """Return a function that repeats the call on tensors of its shapes: normal numbers, indices 0."""
 
     def real(value: Any) -> Any:
         fake = value.meta.get("val")
@@ -100,9 +100,9 @@ def materialised(node: torch.fx.Node) -> Callable[[], Any]:
         storage = torch.zeros(max(extent, 1), dtype=fake.dtype)
         return (storage.normal_() if fake.is_floating_point() else storage).as_strided(fake.shape, fake.stride())
 
-    arguments = torch.fx.node.map_arg(node.args, real)
-    keywords = torch.fx.node.map_arg(node.kwargs, real)
-    target: Any = node.target
+    arguments = torch.fx.node.map_arg(call.args, real)
+    keywords = torch.fx.node.map_arg(call.kwargs, real)
+    target: Any = call.target
     return lambda: target(*arguments, **keywords)
 
 
@@ -124,10 +124,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(entry)
 
 
-def _leaf(node: torch.fx.Node) -> Operator:
-    target: Any = node.target
-    read = [tensor for source in node.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
-    written = list(_tensors(node.meta.get("val")))
+def _leaf(call: torch.fx.Node) -> Operator:
+    target: Any = call.target
+    read = [tensor for source in call.all_input_nodes for tensor in _tensors(source.meta.get("val"))]
+    written = list(_tensors(call.meta.get("val")))
     counted = flop_registry.get(target.overloadpacket)
     flops = 0.0
     if counted is not None:
@@ -135,8 +135,8 @@ def _leaf(node: torch.fx.Node) -> Operator:
         def value_of(source: torch.fx.Node) -> Any:
             return source.meta.get("val")
 
-        values, keywords = torch.fx.node.map_arg(node.args, value_of), torch.fx.node.map_arg(node.kwargs, value_of)
-        flops = float(counted(*values, **keywords, out_val=node.meta.get("val")))
+        values, keywords = torch.fx.node.map_arg(call.args, value_of), torch.fx.node.map_arg(call.kwargs, value_of)
+        flops = float(counted(*values, **keywords, out_val=call.meta.get("val")))
     kind = "pointwise" if torch.Tag.pointwise in target.tags else ""
     extents = [size for tensor in read[:2] for size in (*tensor.shape[:4], *[1] * (4 - min(tensor.ndim, 4)))]
     read_bytes, written_bytes = (
