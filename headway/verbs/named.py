@@ -14,7 +14,7 @@ def imported(target: str, example: str) -> Any:
     """Import `target`, written as MODULE:NAME; raises `InputError`, with `example` where it is written otherwise."""
     module, _, name = target.partition(":")
     if not module or not name:
-        raise InputError(f"{target!r} is not MODULE:NAME. Write it so, such as {example}.")
+        raise InputError(f"{target!r} names nothing to import. Write MODULE:NAME, such as {example}.")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
