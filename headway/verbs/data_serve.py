@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.data.serving.messages import FROM_SERVER, Ask, Told
 from headway.data.serving.server import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, grid
+from headway.verbs.named import imported
 from headway.verbs.output import emit
 
 ANSWER_S = 5.0
@@ -97,14 +96,7 @@ def status(path: Path | None = None, /, *, json: bool = False) -> int:
 
 def _imported(target: str) -> Any:
     """Return what MODULE:NAME names. Raises `InputError` on what cannot be imported or served."""
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise InputError(f"{target!r} names nothing to serve. Write MODULE:NAME, such as my_project.data:train_set.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found: Any = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot import {target}: {error}. Run this where Python finds the module.") from error
+    found = imported(target, "my_project.data:train_set")
     if isinstance(found, type) or (callable(found) and not hasattr(found, "__getitem__")):
         found = found()
     if hasattr(found, "stages") and hasattr(found, "loader"):

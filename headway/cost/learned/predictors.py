@@ -1,0 +1,220 @@
+"""Latencies of a new device from a few samples of it, the same samples on other devices, and their operators.
+
+A sample is an architecture. Everything is done on logarithms, so errors are
+relative and predictions are positive.
+
+>>> rng = np.random.default_rng(0)
+>>> source_s = np.exp(rng.normal(size=(3, 40)))
+>>> target_s = 2 * source_s[1]                        # the new device is the second source, twice as slow
+>>> task = Transfer(source_s, np.zeros((40, 1)), np.arange(10), target_s[:10])
+>>> float(np.abs(ridge(task) / target_s - 1).max()) < 0.02
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.core.rng import stream
+
+Floats = NDArray[np.float64]
+
+PENALTIES = np.logspace(-3, 4, 15)
+"""Penalties of ridge regression that are tried; the features have variance 1."""
+
+Weights = tuple[float, float, float]
+"""Variances of a kernel's three terms, over that of its noise: mean of the sources, single sources, operators."""
+
+GRID: tuple[Weights, ...] = tuple(
+    (mean, single, operators)
+    for mean in (1e2, 1e4)
+    for single in (0.1, 1.0, 10.0, 100.0)
+    for operators in (0.0, 0.1, 1.0, 10.0, 100.0)
+)
+"""Weights that are tried."""
+
+TRUST_IN_REHEARSALS, TRUST_PER_SAMPLE = 10.0, 0.25
+"""Exponents of the two errors that weights are judged by; 3 to 30 and 0.1 to 0.5 change little."""
+
+REHEARSED_SAMPLES = 60
+"""Samples per source in all rehearsals together: six draws of 10, one of 300."""
+
+JUDGED_SAMPLES = 1000
+"""Samples that a rehearsal is judged on at most."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """What is known of a new device, and of others."""
+
+    source_s: Floats
+    """[s, n] Seconds of every sample on each other setting."""
+
+    one_hot: Floats
+    """[n, f] Features of the samples' operators."""
+
+    chosen: NDArray[np.int64]
+    """[k] Samples that were measured on the new device."""
+
+    measured_s: Floats
+    """[k] Their seconds."""
+
+    seed: int = 0
+    """Seed of the rehearsals of `kernel`."""
+
+    def __post_init__(self) -> None:
+        """Check shapes and values; raises `InputError`."""
+        n = self.source_s.shape[1]
+        if not len(self.source_s):
+            raise InputError("there are 0 sources; a new device is predicted from at least 1. Name other settings.")
+        if len(self.chosen) < 2:
+            raise InputError(f"{len(self.chosen)} samples are too few; at least 2 must be measured. Pass --samples 10.")
+        if len(self.chosen) != len(self.measured_s) or len(self.one_hot) != n:
+            raise InputError("samples and measurements differ in number; pass one measurement per chosen sample.")
+        if not (np.isfinite(self.measured_s) & (self.measured_s > 0)).all():
+            raise InputError("a measured latency is not above 0; remove or repeat that measurement.")
+
+
+class PredictorFn(Protocol):
+    """A predictor. Write a function of this shape; there is nothing to subclass."""
+
+    def __call__(self, task: Transfer) -> Floats:
+        """Return [n] seconds of all samples on the new device."""
+        ...
+
+
+def ridge(task: Transfer) -> Floats:
+    """Regress on the log latencies of the sources; the penalty has the least leave-one-out error."""
+    return _ridge(standardised(task.source_s), task)
+
+
+def one_hot(task: Transfer) -> Floats:
+    """Regress on the operators alone, as `ridge` does: what a predictor without sources reaches."""
+    return _ridge(task.one_hot, task)
+
+
+def kernel(task: Transfer, rehearsed: Floats | None = None) -> Floats:
+    """Gaussian processes over the sources and the operators, averaged by how well their weights do.
+
+    The covariance of two samples is linear in three groups of features:
+
+        a * mean x mean' + b * rest . rest' + c * operators . operators' + (1 if they are one sample)
+
+    mean: of the standardised log latencies over the sources; rest: what each
+    source adds to it. A new device follows the mean nearly whatever it is,
+    single sources less surely, and operators tell what no source has.
+
+    Each (a, b, c) of `GRID` counts as exp(-10 * log error in rehearsals - k / 4 * log leave-one-out error): few samples
+    follow the rehearsals on the sources, many follow themselves. `rehearsed` is what `rehearse` returns, by default
+    for the task's own sources and number of samples.
+    """
+    if rehearsed is None:
+        rehearsed = rehearse(task.source_s, task.one_hot, len(task.chosen), seed=task.seed)
+    features, group = _features(standardised(task.source_s), task.one_hot)
+    chosen, log_s = features[task.chosen], np.log(task.measured_s)
+    fits = [_posterior(chosen, log_s, np.asarray(weights)[group]) for weights in GRID]
+    left_out = np.log(np.maximum([error for _, _, error in fits], 1e-12))
+    belief = -TRUST_IN_REHEARSALS * rehearsed - TRUST_PER_SAMPLE * len(log_s) * left_out
+    share = np.exp(belief - belief.max())
+    share /= share.sum()
+    constant = share @ np.array([constant for constant, _, _ in fits])
+    log_prediction: Floats = constant + features @ (share @ np.stack([slope for _, slope, _ in fits]))
+    return np.exp(log_prediction)
+
+
+def rehearse(source_s: Floats, one_hot: Floats, num_samples: int, *, seed: int = 0) -> Floats:
+    """Return [len(GRID)] mean log error with which each source is predicted from the others by `num_samples` samples.
+
+    Each source in turn plays the new device. Zeros where there are fewer than two sources.
+    """
+    score = np.zeros(len(GRID))
+    if len(source_s) < 2:
+        return score
+    logs, rng = np.log(source_s.T), stream(seed, "rehearsals")
+    for left_out, target in enumerate(logs.T):
+        features, group = _features(_standardised(np.delete(logs, left_out, axis=1)), one_hot)
+        error = np.zeros(len(GRID))
+        for _ in range(max(1, REHEARSED_SAMPLES // num_samples)):
+            drawn = rng.permutation(len(logs))[: num_samples + JUDGED_SAMPLES]
+            here, there = drawn[:num_samples], drawn[num_samples:]
+            if not len(there):  # every sample is measured: judge on those, there is nothing else to predict
+                there = here
+            for place, weights in enumerate(GRID):
+                constant, slope, _ = _posterior(features[here], target[here], np.asarray(weights)[group])
+                error[place] += np.abs(np.expm1(constant + features[there] @ slope - target[there])).mean()
+        score += np.log(np.maximum(error, 1e-12))
+    return score / len(source_s)
+
+
+def mape(predicted_s: Floats, actual_s: Floats, chosen: NDArray[np.int64]) -> float:
+    """Return the mean absolute error in per cent over the samples that were not chosen."""
+    rest = np.ones(len(actual_s), bool)
+    rest[chosen] = False
+    if not rest.any():
+        raise InputError("every sample was measured; leave at least one out to judge the predictions.")
+    return float(100 * np.abs(predicted_s / actual_s - 1)[rest].mean())
+
+
+def standardised(source_s: Floats) -> Floats:
+    """Return [n, s] log latencies of [s, n] seconds, each source with mean 0 and deviation 1 over all samples."""
+    return _standardised(np.log(source_s.T))
+
+
+def _standardised(columns: Floats) -> Floats:
+    """Return columns of mean 0 and deviation 1; one that is constant becomes 0."""
+    centred = columns - columns.mean(0)
+    standard: Floats = centred / np.maximum(centred.std(0), 1e-12)
+    return standard
+
+
+def _ridge(features: Floats, task: Transfer) -> Floats:
+    """Return seconds by ridge regression on [n, d] features with a free constant."""
+    log_s = np.log(task.measured_s)
+    base, constant = features[task.chosen].mean(0), log_s.mean()
+    left, singular, right = np.linalg.svd(features[task.chosen] - base, full_matrices=False)
+    projected = left.T @ (log_s - constant)
+    errors = []
+    for penalty in PENALTIES:
+        # Leave-one-out error without refitting: residual / (1 - leverage); the constant has leverage 1 / k.
+        shrunk = singular**2 / (singular**2 + penalty)
+        leverage = np.square(left) @ shrunk + 1 / len(log_s)
+        residual = log_s - constant - left @ (shrunk * projected)
+        errors.append(np.square(residual / np.maximum(1 - leverage, 1e-9)).mean())
+    slope = right.T @ (singular / (singular**2 + PENALTIES[int(np.argmin(errors))]) * projected)
+    log_prediction: Floats = constant + (features - base) @ slope
+    return np.exp(log_prediction)
+
+
+def _features(standardised: Floats, one_hot: Floats) -> tuple[Floats, NDArray[np.int64]]:
+    """Return [n, d] features of a kernel and [d] the group of each; each group has a mean square of 1 per sample."""
+    mean = _standardised(standardised.mean(1, keepdims=True))
+    rest = standardised - mean * (mean * standardised).mean(0)
+    operators = one_hot - one_hot.mean(0)
+    groups = [
+        block / max(np.sqrt(np.square(block).sum(1).mean()), 1e-12) if index else block
+        for index, block in enumerate((mean, rest, operators))
+    ]
+    return np.hstack(groups), np.repeat(np.arange(3), [block.shape[1] for block in groups])
+
+
+def _posterior(features: Floats, log_s: Floats, variance: Floats) -> tuple[float, Floats, float]:
+    """Return constant and [d] slopes of the posterior mean, and the mean absolute leave-one-out error.
+
+    With C the inverse covariance of the [k, d] features' samples and P = C - C 1 1' C / (1' C 1), which takes the
+    constant out, the error of sample i predicted from the others is (P y)_i / P_ii.
+    """
+    weighted = features * variance
+    inverse = np.linalg.inv(weighted @ features.T + np.eye(len(log_s)))
+    ones = inverse.sum(1)
+    projected = inverse - np.outer(ones, ones) / ones.sum()
+    residual = projected @ log_s
+    return ones @ log_s / ones.sum(), weighted.T @ residual, float(np.abs(residual / np.diag(projected)).mean())
+
+
+PREDICTORS: dict[str, PredictorFn] = {"kernel": kernel, "ridge": ridge, "one_hot": one_hot}
+"""Every predictor of a new device. Adding one is adding a line here."""

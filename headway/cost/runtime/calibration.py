@@ -1,0 +1,112 @@
+"""Measures a host's operators in steps of small made-up models: perceptrons, convolutional nets, transformers."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from headway.core.rng import stream
+from headway.cost.learned.cost_table import Host, MeasuredModel
+from headway.cost.learned.operators import Operator
+from headway.cost.runtime.graph import graph_of, materialised, step_of
+
+OPERATOR_S, STEP_S = 0.01, 0.15
+"""Seconds for which an operator, and a step, is repeated."""
+
+SPREAD = 0.5
+"""Median less quiet time, over the latter, above which an operator is repeated, three times as long, then dropped."""
+
+
+class _Language(nn.Module):
+    """A transformer that predicts tokens."""
+
+    def __init__(self, tokens: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        blocks = [nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, batch_first=True) for _ in range(layers)]
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(width, tokens)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.blocks(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def here(threads: int) -> Host:
+    """Give operators of this process so many threads; return what a table measured by it says of itself."""
+    torch.set_num_threads(threads)
+    return Host(platform.node(), str(torch.__version__), torch.get_num_threads())
+
+
+def made_model(number: int, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return model `number` and inputs: kinds take turns, sizes are log-uniform."""
+    rng = stream(seed, "calibration", number)
+
+    def drawn(low: int, high: int) -> int:
+        return int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
+
+    batch = drawn(4, 32)
+    if number % 3 == 0:
+        width = drawn(64, 768)
+        hidden = [
+            layer for _ in range(drawn(1, 3)) for layer in (nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        ]
+        return nn.Sequential(*hidden, nn.Linear(width, 10)), (torch.randn(8 * batch, width),)
+    if number % 3 == 1:
+        size, channels, layers, before = drawn(16, 48), drawn(8, 48), [], 3
+        for depth in range(drawn(1, 3)):
+            layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+            layers += [nn.MaxPool2d(2)] if depth == 0 else []
+            before = channels
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
+        return nn.Sequential(*layers, *head), (torch.randn(batch, 3, size, size),)
+    heads, tokens = drawn(2, 6), drawn(256, 4000)
+    model = _Language(tokens, heads * 2 * drawn(8, 24), heads, drawn(1, 2))
+    return model, (torch.randint(0, tokens, (batch // 2 + 1, drawn(16, 96))),)
+
+
+def measure(number: int, module: nn.Module, inputs: tuple[Any, ...]) -> MeasuredModel:
+    """Time each different operator of a step alone, and the step."""
+    graph = graph_of(module, inputs)
+    calls = Counter(graph.operators)
+    kept: dict[Operator, float] = {}
+    samples = dict(zip(graph.operators, graph.calls, strict=True))
+    step = step_of(module, inputs)
+    rounds = [quiet_s(step, STEP_S, limit=float("inf"))]  # and one behind the operators: the quieter one counts
+    with torch.no_grad():
+        for leaf, sample in samples.items():
+            seconds = quiet_s(materialised(sample), OPERATOR_S)
+            if seconds is not None:
+                kept[leaf] = seconds
+    rounds.append(quiet_s(step, STEP_S, limit=float("inf")))
+    step_s = min(seconds for seconds in rounds if seconds is not None)
+    return MeasuredModel(
+        number, step_s, list(kept), list(kept.values()), [calls[leaf] for leaf in kept], len(samples) - len(kept)
+    )
+
+
+def quiet_s(call: Callable[[], Any], budget_s: float, *, limit: float = SPREAD) -> float | None:
+    """Return the seconds of a call, after two others, that a tenth of the calls keep below; None where noisy twice.
+
+    A tenth, not half: on shared cores the others measure what else runs.
+    """
+    for budget in (budget_s, 3 * budget_s):
+        call()
+        call()
+        taken: list[float] = []
+        end = time.perf_counter() + budget
+        while len(taken) < 10 or (time.perf_counter() < end and len(taken) < 100):
+            begin = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - begin)
+        quiet, middle = statistics.quantiles(taken, n=10)[0], statistics.median(taken)
+        if middle - quiet <= limit * quiet:
+            return quiet
+    return None
