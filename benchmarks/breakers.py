@@ -42,6 +42,7 @@ FORCED: dict[str, dict[str, object]] = {
                                     "1F0,1I0,1F1,1I1,1F2,1I2,1W0,1F3,1I3,1W1,1W2,1W3"]},
     "host.gc": {"every_steps": 5},
     "host.logging": {"queue": 64},
+    "power.filler": {"on_after_s": 0.005, "off_within_s": 0.002, "level": 0.5},
 }  # fmt: skip
 """Remedy -> the parameters that it is forced on scripts with."""
 

@@ -85,3 +85,38 @@ def test_what_cannot_be_copied_is_named_once_with_the_way_out(value, step):
 def test_a_state_of_another_sampler_is_refused_with_the_place():
     with pytest.raises(InputError, match=r"holds a value of Held\.other\.size, which this sampler does not have"):
         write_back(Held(3), {(("attribute", "other"), ("attribute", "size")): 3})
+
+
+OUTSIDE = [0]
+
+
+def test_a_pass_that_is_resumed_in_another_order_says_so():
+    """Its order rests on a list of the module's, which no look at the sampler finds."""
+
+    class Turning(Held):
+        def __iter__(self):
+            OUTSIDE[0] += 1
+            return iter([(item + OUTSIDE[0]) % len(ITEMS) for item in ITEMS])
+
+    OUTSIDE[0] = 0
+    loader = DataLoader(ITEMS, 4, sampler=Turning(None))
+    list(loader)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    OUTSIDE[0] = 0
+    again = DataLoader(ITEMS, 4, sampler=Turning(None))
+    again.load_state_dict(state)
+
+    with pytest.warns(RuntimeWarning, match="Turning yields other batches than before the interruption"):
+        list(again)
+
+
+def test_a_sampler_that_cannot_be_looked_at_costs_no_state():
+    class Closed(Held):
+        def __getattr__(self, name):
+            raise ValueError(name)
+
+    loader = DataLoader(ITEMS, 4, sampler=Closed(None))
+    with pytest.warns(RuntimeWarning, match=r"does not hold Closed \(ValueError"):
+        loader.state_dict()

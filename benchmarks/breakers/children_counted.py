@@ -1,6 +1,6 @@
 """The script counts its child processes and reaps whichever has ended.
 
-Remedies: data.workers data.threads data.cache
+Remedies: data.workers data.threads data.cache power.filler
 """
 
 import multiprocessing

@@ -124,7 +124,7 @@ def decide(incident: Seen, history: Sequence[Seen], limits: Limits) -> Decision:
         return Decision("stop", f"the same error came again at step {incident.step}: {incident.error}")
     if _without_progress(incident, history) >= limits.no_progress:
         return _stuck(incident, history, limits)
-    if incident.hosts and (incident.certain or _blamed_again(incident, before)):
+    if incident.cls != "user" and incident.hosts and (incident.certain or _blamed_again(incident, before)):
         return _without_host(incident, limits)
     return Decision("restart", "nothing says that it would come again")
 

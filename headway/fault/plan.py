@@ -19,6 +19,9 @@ from headway.fault.backup import backup_peers
 from headway.fault.standby import standby_size
 from headway.ledger.metrics import ettr, ettr_first_order, optimal_interval_s
 
+LONGEST_S = 1e10
+"""Some 300 years: times of a job are shorter."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
@@ -53,6 +56,10 @@ def prepare(
         raise InputError("hosts and p_daily belong together: the number of hosts, and the chance that one fails a day.")
     if (mesh is None) != (ranks_per_host is None):
         raise InputError("mesh and ranks_per_host belong together. Pass both, such as tp=8,pp=4,dp=16 and 8.")
+    given = {"mtbf_s": mtbf_s, "restart_s": restart_s, "save_s": save_s, "interval_s": interval_s or 0.0}
+    for name, value in given.items():
+        if value > LONGEST_S:
+            raise InputError(f"{name} is {value:.3g}; it must be at most {LONGEST_S:.0g} seconds. Pass seconds.")
     if interval_s is None:
         interval_s = optimal_interval_s(mtbf_s, save_s=save_s)
     values = {"restart_s": restart_s, "interval_s": interval_s, "save_s": save_s}

@@ -22,6 +22,9 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 
+MOST_HOSTS = 1_000_000
+"""Hosts of a job, at most."""
+
 
 def standby_size(hosts: int, p_daily: float, quantile: float = 0.99) -> int:
     """Return the least k with P(X <= k) >= quantile, X ~ Binomial(hosts, p_daily).
@@ -31,8 +34,8 @@ def standby_size(hosts: int, p_daily: float, quantile: float = 0.99) -> int:
     for name, value in {"p_daily": p_daily, "quantile": quantile}.items():
         if not 0 < value < 1:
             raise InputError(f"{name} is {value}; it is a probability between 0 and 1. Pass 0.0012 for 1 in 833.")
-    if hosts < 1:
-        raise InputError(f"hosts is {hosts}; it must be at least 1. Pass the number of hosts of the job.")
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise InputError(f"hosts is {hosts}; it must be 1 to {MOST_HOSTS:,}. Pass the number of hosts of the job.")
     # In logarithms: (1 - p)^n is 0 in floating point where many hosts fail every day.
     log_odds = math.log(p_daily) - math.log1p(-p_daily)
     log_term, total = hosts * math.log1p(-p_daily), 0.0

@@ -43,7 +43,8 @@ def _schedule(program: Program) -> Proposal | Refusal:
     try:
         known = RecordedPipeline.of(program.recording)
         bound = program.predict(["bubble=none"], interval=False).speedup
-        tried = {name: program.predict([f"schedule={name}"], interval=False).speedup for name in CANDIDATES}
+        others = [name for name in CANDIDATES if known.reordered(name) != known.orders]
+        tried = {name: program.predict([f"schedule={name}"], interval=False).speedup for name in others}
     except InputError as cause:
         return Refusal(NAME, "parallel", str(cause))
     starved = float(program.recording.waiting.mean())
@@ -51,9 +52,9 @@ def _schedule(program: Program) -> Proposal | Refusal:
         share = format_fraction(starved, 0)
         reason = f"ranks had no core for {share} of their compute: with less bubble they would wait more for cores"
         return Refusal(NAME, "parallel", reason)
-    name = max(CANDIDATES, key=lambda one: (round(tried[one], 2), -CANDIDATES.index(one)))
+    name = max(others, key=lambda one: (round(tried[one], 2), -CANDIDATES.index(one)))
     if tried[name] < MIN_SPEEDUP:
-        reason = f"of {', '.join(CANDIDATES)}, {name} is predicted best: {tried[name]:.3f}x"
+        reason = f"of {', '.join(others)}, {name} is predicted best: {tried[name]:.3f}x"
         if bound >= MIN_SPEEDUP:
             lost = format_fraction(1 - 1 / bound)
             reason += f"; the bubble costs {lost} of a step: take more microbatches, or stages of equal time"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.bounded_json import read_json
-from headway.core.errors import FormatError
+from headway.core.errors import FormatError, InputError
 from headway.core.planfile import PlanFile, Remedy
 from headway.core.whole_file import whole_file
 from headway.plan.proposal import Proposal, Refusal
@@ -64,6 +64,8 @@ def write_power_plan(answer: Mapping[str, Any], path: Path, baseline: str | None
 
 def read_power_plan(path: Path) -> dict[str, Any]:
     """Return the answer of a plan file; raises `FormatError` where it is none of `headway power plan`."""
+    if not path.is_file():
+        raise InputError(f"{path} does not exist. Write a plan with `headway power plan`, and name its file.")
     tree = read_json(path, fix="Write one with `headway power plan`.")
     answer = tree.get("power") if isinstance(tree, dict) else None
     if (

@@ -113,7 +113,8 @@ def predicted(row: Json) -> str:
     'at most 1.90x'
     """
     if row.get("at_most") and finite(row.get("predicted_speedup")) is not None:
-        return f"at most {speedup(row['predicted_speedup'])}"
+        most = finite(row["predicted_speedup"]) or 0.0
+        return f"at most {speedup(most)}" if most <= 10 else "at most over 10x"
     text, bounds = speedup(row.get("predicted_speedup")), interval(row.get("interval"))
     return f"{text} ({bounds})" if bounds and text != "-" else text
 

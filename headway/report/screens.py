@@ -324,7 +324,7 @@ def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **scr
         parts += ["", _changes(comparison["changes"])]
     if regressions:
         parts += ["", *(paragraph(Text.assemble(("regression  ", "red"), r)) for r in regressions)]
-    elif comparison.get("threshold") is not None:
+    elif comparison.get("threshold") is not None and comparison.get("verdict") != "inconclusive":
         parts += ["", paragraph(f"No regression past {percent(comparison['threshold'])}.", style="dim")]
     parts += [paragraph(Text.assemble(("note  ", "yellow"), _plain(note))) for note in comparison.get("notes") or ()]
     return draw(parts, **screen)

@@ -3,10 +3,10 @@
 A process that imports torch before the script begins is the same as one in
 which the script imports it only if the script changed nothing that an import
 can see. So the first attempt's ranks note, when the script imports torch, what
-had changed since the process began; and after the first step which modules
-were imported, up to the end of the import of torch ("early") and after it
-("late"). Only a rank whose environment names a file (`VARIABLE`) notes
-anything. Standard library only.
+had changed since the process began, and after the first step from which files
+the modules came that were imported by the end of torch's import ("early").
+Only a rank whose environment names a file (`VARIABLE`) notes anything.
+Standard library only.
 
 >>> changes({"env": {"A": "1"}, "cwd": "/"}, {"env": {"A": "2"}, "cwd": "/"})
 ['A was set']
@@ -86,7 +86,6 @@ class WarmNote:
         self._file = path
         self._path = list(sys.path)
         now = surroundings()
-        self._at_torch = now
         self._reasons = ["the start of the process was not seen"] if started is None else changes(started, now)
         if num_threads() > 1:
             self._reasons.append(f"{num_threads() - 1} more threads ran")
@@ -99,22 +98,9 @@ class WarmNote:
     def stepped(self) -> None:
         """Write the note: all ranks import by now what they need."""
         reasons = self._reasons or ([] if self._early else ["torch was not imported whole"])
-        now, env = surroundings(), self._at_torch["env"]
-        # What an import sets, the same import sets in the warm process: that is compared there.
-        late_env = {
-            name: now["env"].get(name) for name in sorted(env.keys() | now["env"].keys())
-            if not _is_ours(name) and env.get(name) != now["env"].get(name)
-        }  # fmt: skip
-        late = changes(self._at_torch, {**now, "env": env})
-        torch = sys.modules["torch"]
-        if str(torch.get_default_dtype()) != "torch.float32" or str(torch.get_default_device()) != "cpu":
-            late.append("the default type or device was changed")
         files = origins(sys.modules)
-        note = {
-            "reasons": reasons, "late_reasons": late, "late_env": late_env, "path": self._path,
-            "early": {name: files[name] for name in self._early if name in files},
-            "late": {name: file for name, file in files.items() if name not in set(self._early)},
-        }  # fmt: skip
+        early = {name: files[name] for name in self._early if name in files}
+        note = {"reasons": reasons, "path": self._path, "early": early}
         import json  # here: this module is loaded at the start of a process, for `surroundings`
 
         draft = f"{self._file}.draft"

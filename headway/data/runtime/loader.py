@@ -295,8 +295,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             return StreamWalk(epoch, self.num_workers, before=before)
         before = dict(loaded.get("sampler", {}))
         return SamplerWalk(
-            epoch, self._index_sampler, self._auto_collation, self._seed, skip=loaded.get("batches", 0), before=before
-        )
+            epoch, self._index_sampler, self._auto_collation, self._seed, skip=loaded.get("batches", 0), before=before,
+            digest=loaded.get("digest"),
+        )  # fmt: skip
 
     def _get_iterator(self) -> Any:
         self._used = "none" if self._server is None else "server"

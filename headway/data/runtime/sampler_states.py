@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway.core.errors import HeadwayError
 from headway.data.runtime.hidden_state import Opaque, Path, changed, shown, values_in, write_back
 from headway.runtime.draws import own_generators
 from headway.runtime.reach import attributes
@@ -38,6 +39,15 @@ def taken(sampler: Any) -> State:
     `load_state_dict`; then what else has changed since the sampler's first pass (`hidden_state`), and the names of what
     has changed and cannot be copied. What there is none of is left out.
     """
+    try:
+        return _taken(sampler)
+    except HeadwayError:
+        raise
+    except Exception as cause:  # whatever a class of the script's raises: a save of the job must not fail by it
+        return {"generators": [], "epochs": [], "unsaved": [f" ({type(cause).__name__}: {cause})"]}
+
+
+def _taken(sampler: Any) -> State:
     inner = innermost(sampler)
     first = _first_values(inner)
     found: State = {

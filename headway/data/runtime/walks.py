@@ -9,7 +9,10 @@ each batch taken are noted for `headway data audit`.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +129,10 @@ class SamplerWalk(Taken):
     skip: int = 0
     before: State = field(default_factory=dict)
     """What the order rested on at the start of the pass, see `sampler_states`."""
+    digest: int | None = None
+    """Checksum of the batches before `skip`, as they were when the state was taken; None where it has none."""
+    read: dict[int, int] = field(default_factory=dict)
+    """Number of batches -> checksum of so many, of those that the loop has not yet passed."""
 
     def __post_init__(self) -> None:
         """Note, or put back, what decides the order."""
@@ -139,7 +146,7 @@ class SamplerWalk(Taken):
 
         It raises `InputError` when the sampler yields fewer than those.
         """
-        name = type(innermost(self.sampler)).__name__
+        name = name_of(self.sampler)
         self._begin(lambda: {"kind": "sampler", "sampler": name}, 0)
         return self._keys()
 
@@ -147,8 +154,17 @@ class SamplerWalk(Taken):
         seen: dict[Any, int] = {}
         seed = derived_seed(self.seed, "sampler", self.epoch) & WORD
         batch = 0
+        digest: int | None = 0
         for batch, indices in enumerate(DrawsApart(lambda: iter(self.sampler), seed), start=1):
             items = list(indices) if self.batched else [indices]
+            if digest is not None and " at 0x" not in (text := repr(items)):  # an address tells nothing
+                digest = self.read[batch] = zlib.crc32(text.encode(), digest)
+            else:
+                digest = None
+            for passed in [number for number in [*self.read][:2] if number < self.skip + self.taken]:
+                del self.read[passed]
+            if batch == self.skip and digest is not None and self.digest not in (None, digest):
+                _warn_of_another_order(name_of(self.sampler))
             again = occurrences(items, seen)
             keys = Keys(items, again, seed=self.seed, epoch=self.epoch, batch=batch - 1)
             if self.deliveries is not None:
@@ -168,7 +184,24 @@ class SamplerWalk(Taken):
         if self.finished:
             return between_passes(self.sampler, self.epoch + 1)
         warn_of_unsaved(self.sampler, self.before)
-        return {"epoch": self.epoch, "batches": self.skip + self.taken, "sampler": self.before}
+        done = self.skip + self.taken
+        known = self.read.get(done)
+        digest = {} if known is None else {"digest": known}
+        return {"epoch": self.epoch, "batches": done, "sampler": self.before, **digest}
+
+
+def name_of(sampler: Any) -> str:
+    """Return the class of the sampler that decides the order."""
+    return type(innermost(sampler)).__name__
+
+
+def _warn_of_another_order(name: str) -> None:
+    with suppress(RuntimeWarning):  # a script that makes errors of warnings goes on all the same
+        warnings.warn(
+            f"{name} yields other batches than before the interruption: this pass repeats some examples and leaves "
+            f"others out. Its order rests on something that it does not hold itself. Give {name} methods state_dict() "
+            "and load_state_dict(state).", RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
 
 
 def between_passes(sampler: Any, epoch: int) -> State:

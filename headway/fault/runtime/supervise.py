@@ -160,5 +160,5 @@ def _evidence(end: RankEnd | None) -> str:
 
 def supervisor(options: LaunchOptions, recording: Recording, say: Callable[[str], None]) -> Supervisor:
     """Return what supervises a run; the catalog names this function."""
-    warm = Warm(recording.live, options.warm, has_plan=options.apply is not None)
+    warm = Warm(recording.live, options.warm)
     return JobSupervisor(recording.path, warm, recording.problems, say, group_rank=recording.group_rank)

@@ -4,7 +4,7 @@ Any doubt starts a rank cold, and says why (`reason`): no note of a rank, a
 note that says that the script changed something before it imported torch, a
 warm process that refused or does not answer, another environment.
 
->>> Warm(Path("/nonexistent"), "off", has_plan=False).reason
+>>> Warm(Path("/nonexistent"), "off").reason
 '--warm off'
 """
 
@@ -76,9 +76,9 @@ class _NoNote(_Cold):
 class Warm:
     """The warm process of this host, or the reason why there is none."""
 
-    def __init__(self, folder: Path, mode: str, *, has_plan: bool) -> None:
-        """Notes are left in `folder`; with a plan only what torch itself imports is imported beforehand."""
-        self._folder, self._has_plan = folder, has_plan
+    def __init__(self, folder: Path, mode: str) -> None:
+        """Notes are left in `folder`."""
+        self._folder = folder
         self.reason: str | None = "--warm off" if mode == "off" else "no rank had made a step"
         """Why the next attempt starts cold; None where it does not."""
         self._is_off = mode == "off"
@@ -139,15 +139,12 @@ class Warm:
         first = notes[0]
         if any(note["path"] != first["path"] for note in notes):
             raise _Cold("the ranks differ in sys.path")
-        early = _shared([note["early"] for note in notes])
-        late = _shared([note["late"] for note in notes])
-        if "torch" not in early:
+        torch = _shared([note["early"] for note in notes]).get("torch")
+        if torch is None:
             raise _Cold("the ranks import torch from another place")
         self._forget_notes()
-        alike = all(note["late_env"] == first["late_env"] and not note["late_reasons"] for note in notes)
-        if self._has_plan or not alike:
-            late = {}
-        return {"early": early, "late": late, "env": first["late_env"] if late else {}, "path": first["path"]}
+        # Nothing else: what a library sees when it is imported, the script may have changed just before.
+        return {"modules": {"torch": torch}, "path": first["path"]}
 
     def _note(self, rank: int) -> dict[str, Any]:
         try:
@@ -182,7 +179,7 @@ class Warm:
         self._channel.send(json.dumps(wanted).encode(), (), 5.0)
 
     def _hear(self) -> None:
-        """Take in the answer, if it has come; where later imports were the reason for a refusal, do without them."""
+        """Take in the answer, if it has come."""
         assert self._channel is not None
         try:
             body, _ = self._channel.receive(0.0)
@@ -197,8 +194,6 @@ class Warm:
             return
         self.close()
         self.reason = refused
-        if self._wanted and self._wanted["late"]:
-            self._start({**self._wanted, "late": {}, "env": {}})
 
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
         """Fork a rank; returns its process id, None where it is to be started cold, for `reason`."""

@@ -1,4 +1,4 @@
-"""The warm process of a host: it has imported what the ranks import, and later attempts are forked from it.
+"""The warm process of a host: it has imported torch, and later attempts are forked from it.
 
 It is started as a rank is, `python -u train.py ...` with a rank's environment,
 but stops in our sitecustomize, before the script: there it imports, and waits.
@@ -13,9 +13,10 @@ rank that was started cold:
                 <-- pid ---
                 -- gate: go -->     rank       leaves sitecustomize; the script begins
 
-Nothing of the script's own is ever imported here. The process refuses where it
-could not be the same: another file for a module, threads, an open device, a
-module that reads who the rank is, or that draws random numbers.
+Torch alone is imported here, with what it imports itself: the script may have
+changed what any other library sees when that is imported. The process refuses
+where it could not be the same: another file for torch, threads, an open
+device, an import that reads who the rank is.
 
 >>> difference({"a": "/x/a.py"}, {"a": "/y/a.py"})
 'a comes from /y/a.py, in the ranks from /x/a.py'
@@ -27,18 +28,16 @@ import gc
 import importlib
 import json
 import os
-import random
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from headway.core.wires import ChannelClosed, Packets
-from headway.runtime import bootstrap, patches
+from headway.runtime import bootstrap
 from headway.runtime.agent import die_with
 from headway.runtime.hooks import PostImport
 from headway.runtime.save_and_leave import NAME as BOARD
@@ -103,10 +102,7 @@ class Zygote:
 
     def __init__(self, channel: Packets, launcher: int) -> None:
         self._channel, self._launcher = channel, launcher
-        self._late: list[str] = []
         self._oom = _first_to_go()
-        self._kept: set[str] = set()
-        """Variables that imports have set."""
         self._said = [b"", b""]
         """What the imports printed on stdout and stderr."""
 
@@ -122,11 +118,7 @@ class Zygote:
         outputs = _captured()
         try:
             chain()
-            reason = (
-                _path_difference(wanted["path"])
-                or self._import(wanted["early"])
-                or self._import_late(wanted["late"], wanted["env"])
-            )
+            reason = _path_difference(wanted["path"]) or self._import(wanted["modules"])
         finally:
             self._said = outputs()
             ours.__class__ = environ
@@ -145,18 +137,6 @@ class Zygote:
         if WatchedEnviron.asked:
             return f"an import reads {', '.join(sorted(WatchedEnviron.asked))}"
         return difference(modules, origins(sys.modules))
-
-    def _import_late(self, modules: Mapping[str, str], env: Mapping[str, str | None]) -> str:
-        """Import what the ranks imported after torch; `env` is what changed in their environment meanwhile."""
-        states, known, before = _random_states(), set(sys.modules), os.environb.copy()
-        reason = self._import(modules)
-        self._late = [name for name in sys.modules if name not in known]
-        set_here = {os.fsdecode(name) for name, value in os.environb.items() if before.get(name) != value}
-        self._kept |= set_here
-        for name, value in env.items():
-            if name not in set_here or os.environ.get(name) != value:
-                return reason or f"{name} was set after torch was imported"
-        return reason or ("" if states == _random_states() else "an import draws random numbers")
 
     def serve(self) -> bool:
         """Fork a rank for each request until the launcher goes; returns True in a rank."""
@@ -208,7 +188,7 @@ class Zygote:
             if fd > 2:
                 os.close(fd)
         self._channel.abandon()
-        for name in [name for name in os.environ if name not in environment and name not in self._kept]:
+        for name in [name for name in os.environ if name not in environment]:
             del os.environ[name]
         os.environ.update(environment)
         for fd in board:
@@ -220,32 +200,16 @@ class Zygote:
             sys.modules["numpy"].random.seed()
         if "torch" in sys.modules:
             sys.modules["torch"].default_generator.seed()
-        _record(self._late)
+        _record()
 
 
-def _record(late: Iterable[str]) -> None:
-    """Begin to record, as at an import of torch; modules that would have found a patched function find it now."""
-    targets = [patch.target.partition(":")[::2] for patch in patches.PATCHES.values()]
-    plain = [(module, name) for module, name in targets if "." not in name and module in sys.modules]
-    before = {(module, name): getattr(sys.modules[module], name, None) for module, name in plain}
+def _record() -> None:
+    """Begin to record, as at an import of torch."""
     finder = PostImport(set(), before=bootstrap.before_import, after=bootstrap.after_import)
     finder.install()
     session = bootstrap.start(finder, os.environ)
     if "torch" in sys.modules:
         session.after(sys.modules["torch"])
-    changed = {
-        id(original): getattr(sys.modules[module], name)
-        for (module, name), original in before.items()
-        if original is not None and getattr(sys.modules[module], name) is not original
-    }
-    for holder in [sys.modules[name] for name in late if name in sys.modules]:
-        _rebind(holder, changed)
-
-
-def _rebind(holder: ModuleType, changed: Mapping[int, Any]) -> None:
-    for name, value in list(vars(holder).items()):
-        if id(value) in changed and not name.startswith("__"):
-            setattr(holder, name, changed[id(value)])
 
 
 def _captured() -> Any:
@@ -277,16 +241,6 @@ def _path_difference(path: Sequence[str]) -> str:
     if list(path[1:]) == ours or (path[1:2] and path[1] in own and list(path[2:]) == ours):
         return ""
     return "sys.path was changed before torch was imported"
-
-
-def _random_states() -> list[Any]:
-    """Return the states of the process's generators, as text or bytes."""
-    states: list[Any] = [repr(random.getstate())]
-    if "numpy" in sys.modules:
-        states.append(repr(sys.modules["numpy"].random.get_state()))
-    if "torch" in sys.modules:
-        states.append(bytes(sys.modules["torch"].get_rng_state().tolist()))
-    return states
 
 
 def _open_device() -> str:

@@ -122,8 +122,9 @@ def _built(build: Callable[..., nn.Module], sizes: dict[str, Any]) -> nn.Module:
     """Call what was named. Raises `InputError` where it takes other arguments or returns no module."""
     try:
         model = build(**sizes)
-    except (TypeError, ValueError, AssertionError) as error:
-        raise InputError(f"the model cannot be built with {sizes}: {error}. Pass arguments that it takes.") from error
+    except Exception as error:  # whatever the user's code raises
+        said = f"{type(error).__name__}: {error}"
+        raise InputError(f"the model cannot be built with {sizes}: {said}. Pass arguments that it takes.") from error
     if not isinstance(model, nn.Module):
         raise InputError(f"the builder returned a {type(model).__name__}. Return a torch.nn.Module.")
     return model

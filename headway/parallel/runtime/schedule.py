@@ -161,6 +161,8 @@ def _unfit(own: Any, shape: tuple[int, int], splits: bool) -> str:
         return f"stage {stage.stage_index} makes its weight gradients by a function of its own"
     if isinstance(module, DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
         return f"stage {stage.stage_index} is data parallel: a backward in two parts is not tried on it"
+    if any("forward" in vars(part) for part in module.modules()):
+        return f"stage {stage.stage_index} has a forward that was set on the module itself, which a copy would share"
     hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
     if hooked or any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
         return f"stage {stage.stage_index} has hooks on its backward, which a backward in two parts calls otherwise"

@@ -55,11 +55,13 @@ def _verdict(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         _, named = own._split_inputs(args, {key: value for key, value in kwargs.items() if key not in OF_STEP})
         torch.manual_seed(0)
         inputs = [_random(meta) for meta in own._stage._stage_meta.inputs]
-        whole, split = (_gradients(own, inputs, named[0], kwargs, way) for way in (_whole, _in_parts))
+        (whole, calls), (split, again) = (_gradients(own, inputs, named[0], kwargs, way) for way in (_whole, _in_parts))
     except Exception as cause:
         return f"{type(cause.__cause__ or cause).__name__}: {cause.__cause__ or cause}".splitlines()[0].encode()
     if len(whole) != len(split) or not all(map(_equal, whole, split)):
         return b"it has other gradients when its backward runs in two parts"
+    if calls != again:  # activation checkpoints run their forward again in each part
+        return b"its modules run more often when its backward runs in two parts"
     return ALIKE
 
 
@@ -73,10 +75,16 @@ def _random(meta: Any) -> torch.Tensor:
 
 def _gradients(
     own: Any, inputs: Sequence[torch.Tensor], named: dict[str, Any], of_step: dict[str, Any], way: Callable[..., Grads]
-) -> Grads:
-    """Return the gradients of the inputs and of the parameters of a copy of the stage."""
+) -> tuple[Grads, int]:
+    """Return the gradients of the inputs and of the parameters of a copy of the stage, and the calls of its modules."""
     torch.manual_seed(1)
-    module = copy.deepcopy(own._stage.submod)
+    module, calls = copy.deepcopy(own._stage.submod), [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    for part in module.modules():
+        part.register_forward_pre_hook(count)
     module.zero_grad(set_to_none=True)
     leaves = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
     found = module(*leaves, **named)
@@ -89,7 +97,7 @@ def _gradients(
         outputs = tuple(found) if isinstance(found, (tuple, list)) else (found,)
         grads = tuple(torch.randn_like(value) if value.requires_grad else None for value in outputs)
     of_inputs = way(module, outputs, grads, leaves)
-    return [*of_inputs, *(value.grad for value in module.parameters())]
+    return [*of_inputs, *(value.grad for value in module.parameters())], calls[0]
 
 
 def _whole(module: Any, outputs: Any, grads: Any, inputs: list[torch.Tensor]) -> Grads:
