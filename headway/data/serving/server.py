@@ -339,7 +339,7 @@ class Daemon:
         """Let the jobs go whose missing ranks do not come, and tell the ranks that wait for them."""
         for job, missing in self._service.overdue(WAITS_S).items():
             self._say_who_is_missing(job, missing)
-        for job, missing in self._service.overdue(self._options.grace_s).items():
+        for job, missing in self._service.overdue().items():
             self._service.give_up(job, missing)
             for client in [client for (name, _), client in self._ranks.items() if name == job]:
                 self._refuse(client, not_come(job, missing, self._options.grace_s))

@@ -182,10 +182,13 @@ class Service:
                 return False
             return found.terms != terms or found.rank(rank).left
 
-    def overdue(self, after_s: float) -> dict[str, list[int]]:
-        """Return job -> ranks that have not come for `after_s`, where others cannot go on without them, or are gone."""
+    def overdue(self, after_s: float | None = None) -> dict[str, list[int]]:
+        """Return job -> ranks that have not come for `after_s`, where others cannot go on without them, or are gone.
+
+        The default is `grace_s`.
+        """
         with self._lock:
-            now_ns, grace_ns = self._clock(), int(after_s * 1e9)
+            now_ns, grace_ns = self._clock(), int((self.options.grace_s if after_s is None else after_s) * 1e9)
             late = {name: job.overdue(now_ns, grace_ns) for name, job in self._jobs.items()}
             return {name: ranks for name, ranks in late.items() if ranks}
 
