@@ -90,7 +90,7 @@ def test_a_damaged_window_is_left_out_and_said(tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, folder)
     (folder / "windows" / "r1-w3.json.gz").write_bytes(b"\x1f\x8b damaged")
 
-    with pytest.raises(InputError, match=r"bucket_mb=5 is not predictable from this run: .*no profiler sample of the run covers all"):
+    with pytest.raises(InputError, match=r"bucket_mb=5 is not predictable.*no profiler sample of the run covers"):
         Program.from_run(Run.open(folder)).predict(["bucket_mb=5"])
 
 
