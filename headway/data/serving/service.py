@@ -183,10 +183,7 @@ class Service:
             return found.terms != terms or found.rank(rank).left
 
     def overdue(self, after_s: float | None = None) -> dict[str, list[int]]:
-        """Return job -> ranks that have not come for `after_s`, where others cannot go on without them, or are gone.
-
-        The default is `grace_s`.
-        """
+        """Return job -> ranks that have not come for `after_s` (`grace_s`), where others wait for them, or are gone."""
         with self._lock:
             now_ns, grace_ns = self._clock(), int((self.options.grace_s if after_s is None else after_s) * 1e9)
             late = {name: job.overdue(now_ns, grace_ns) for name, job in self._jobs.items()}
