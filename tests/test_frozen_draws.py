@@ -121,7 +121,8 @@ def test_another_threads_draws_are_not_laid_on_a_reading_nor_hide_its_own():
     train()
     drawing.join()
 
-    assert answers == {"pure": [False] * 5, "random": [True] * 5}
+    assert answers["pure"] == [False] * 5
+    assert False not in answers["random"]  # None, nobody knows, where the other thread was in a draw at that moment
 
 
 def test_a_generator_made_at_first_use_is_noticed():
