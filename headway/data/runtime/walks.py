@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -161,7 +162,7 @@ class SamplerWalk(Taken):
                 digest = self.read[batch] = zlib.crc32(text.encode(), digest)
             else:
                 digest = None
-            for passed in [number for number in [*self.read][:2] if number < self.skip + self.taken]:
+            for passed in [number for number in islice(self.read, 2) if number < self.skip + self.taken]:
                 del self.read[passed]
             if batch == self.skip and digest is not None and self.digest not in (None, digest):
                 _warn_of_another_order(name_of(self.sampler))
