@@ -17,9 +17,9 @@ those of the second take every n-th host.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from headway.core.binomial import binomial
 from headway.core.errors import InputError
 
 MOST_HOSTS = 1_000_000
@@ -36,14 +36,11 @@ def standby_size(hosts: int, p_daily: float, quantile: float = 0.99) -> int:
             raise InputError(f"{name} is {value}; it is a probability between 0 and 1. Pass 0.0012 for 1 in 833.")
     if not 1 <= hosts <= MOST_HOSTS:
         raise InputError(f"hosts is {hosts}; it must be 1 to {MOST_HOSTS:,}. Pass the number of hosts of the job.")
-    # In logarithms: (1 - p)^n is 0 in floating point where many hosts fail every day.
-    log_odds = math.log(p_daily) - math.log1p(-p_daily)
-    log_term, total = hosts * math.log1p(-p_daily), 0.0
-    for count in range(hosts + 1):
-        total += math.exp(log_term)
+    total = 0.0
+    for count, probability in enumerate(binomial(hosts, p_daily)):
+        total += probability
         if total >= quantile:
             return count
-        log_term += math.log((hosts - count) / (count + 1)) + log_odds if count < hosts else 0.0
     return hosts
 
 

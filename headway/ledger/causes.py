@@ -14,13 +14,13 @@ counterfactual: the recorded run replayed without the cause.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
+from headway.core.binomial import binomial
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
 from headway.ledger.cause import Cause, ranked
@@ -269,13 +269,8 @@ def by_chance(times_last: int, num_collectives: int, num_ranks: int) -> float:
     >>> round(by_chance(6, 10, 2), 3), by_chance(40, 40, 3) < 1e-15
     (0.377, True)
     """
-    count, odds = np.arange(times_last, num_collectives + 1), 1 / max(num_ranks, 2)
-    logs = [
-        math.lgamma(num_collectives + 1) - math.lgamma(k + 1) - math.lgamma(num_collectives - k + 1)
-        + k * math.log(odds) + (num_collectives - k) * math.log1p(-odds)
-        for k in count.tolist()
-    ]  # fmt: skip
-    return min(1.0, math.fsum(map(math.exp, logs)))
+    chances = binomial(num_collectives, 1 / max(num_ranks, 2))
+    return min(1.0, math.fsum(itertools.islice(chances, times_last, None)))
 
 
 def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
