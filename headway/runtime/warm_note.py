@@ -3,8 +3,8 @@
 A process that imports torch before the script begins is the same as one in
 which the script imports it only if the script changed nothing that an import
 can see. So the first attempt's ranks note, when the script imports torch, what
-had changed since the process began, and after the first step from which files
-the modules came that were imported by the end of torch's import ("early").
+had changed since the process began, and after the first step from which file
+torch came.
 Only a rank whose environment names a file (`VARIABLE`) notes anything.
 Standard library only.
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
 VARIABLE = "HEADWAY_WARM_NOTE"
@@ -64,18 +63,12 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def origins(modules: Mapping[str, ModuleType]) -> dict[str, str]:
-    """Return name -> file of every module that was found by the ordinary way, in the order of their imports.
-
-    The script itself, and what was put into `sys.modules` by hand, are left out.
-    """
-    found = {}
-    for name, module in list(modules.items()):
-        spec = getattr(module, "__spec__", None)
-        origin = getattr(spec, "origin", None)
-        if spec is not None and spec.name == name and isinstance(origin, str) and origin.startswith("/"):
-            found[name] = origin
-    return found
+def origin(name: str) -> str | None:
+    """Return the file of an imported module; None where it was not found by the ordinary way, but put in by hand."""
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    file = getattr(spec, "origin", None)
+    is_ordinary = spec is not None and spec.name == name and isinstance(file, str) and file.startswith("/")
+    return file if is_ordinary else None
 
 
 class WarmNote:
@@ -89,18 +82,16 @@ class WarmNote:
         self._reasons = ["the start of the process was not seen"] if started is None else changes(started, now)
         if num_threads() > 1:
             self._reasons.append(f"{num_threads() - 1} more threads ran")
-        self._early: list[str] = []
+        self._has_imported = False
 
     def imported(self) -> None:
         """Say that torch has been imported."""
-        self._early = list(origins(sys.modules))
+        self._has_imported = True
 
     def stepped(self) -> None:
-        """Write the note: all ranks import by now what they need."""
-        reasons = self._reasons or ([] if self._early else ["torch was not imported whole"])
-        files = origins(sys.modules)
-        early = {name: files[name] for name in self._early if name in files}
-        note = {"reasons": reasons, "path": self._path, "early": early}
+        """Write the note."""
+        reasons = self._reasons or ([] if self._has_imported else ["torch was not imported whole"])
+        note = {"reasons": reasons, "path": self._path, "torch": origin("torch")}
         import json  # here: this module is loaded at the start of a process, for `surroundings`
 
         draft = f"{self._file}.draft"

@@ -51,9 +51,6 @@ LOOK_AT_MEMORY = 50
 MOST_LOOKS = 100
 """Looks for the ranks' notes, a few a second."""
 
-OWN = ("sitecustomize", "usercustomize", "headway_hooks", "headway_warm_note", "__main__", "__mp_main__")
-"""Modules that belong to one process."""
-
 PACKAGE = str(Path(__file__).resolve().parents[3])
 """The folder that holds the package `headway`."""
 
@@ -139,12 +136,12 @@ class Warm:
         first = notes[0]
         if any(note["path"] != first["path"] for note in notes):
             raise _Cold("the ranks differ in sys.path")
-        torch = _shared([note["early"] for note in notes]).get("torch")
-        if torch is None:
+        torch = first["torch"]
+        if any(note["torch"] != torch for note in notes) or not _is_installed(torch):
             raise _Cold("the ranks import torch from another place")
         self._forget_notes()
         # Nothing else: what a library sees when it is imported, the script may have changed just before.
-        return {"modules": {"torch": torch}, "path": first["path"]}
+        return {"torch": torch, "path": first["path"]}
 
     def _note(self, rank: int) -> dict[str, Any]:
         try:
@@ -251,17 +248,9 @@ class Warm:
         self.reason = self.reason or "the warm process has ended"
 
 
-def _shared(modules: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return the modules that all ranks have from the same file, installed ones only, in the order of their imports."""
-    first, *others = modules
-    places = tuple(_places())
-    return {
-        name: file
-        for name, file in first.items()
-        if all(one.get(name) == file for one in others)
-        and name.partition(".")[0] not in OWN
-        and os.path.abspath(file).startswith(places)
-    }
+def _is_installed(file: str | None) -> bool:
+    """Say whether a module's file lies where modules are installed: one beside the script may change meanwhile."""
+    return file is not None and os.path.abspath(file).startswith(tuple(_places()))
 
 
 def _places() -> Iterable[str]:

@@ -42,7 +42,7 @@ from headway.runtime.agent import die_with
 from headway.runtime.hooks import PostImport
 from headway.runtime.save_and_leave import NAME as BOARD
 from headway.runtime.save_and_leave import VARIABLE as LEAVE
-from headway.runtime.warm_note import num_threads, origins
+from headway.runtime.warm_note import num_threads, origin
 
 SOCKET = "HEADWAY_ZYGOTE_SOCKET"
 """Variable that holds the descriptor of the channel to the launcher."""
@@ -118,7 +118,7 @@ class Zygote:
         outputs = _captured()
         try:
             chain()
-            reason = _path_difference(wanted["path"]) or self._import(wanted["modules"])
+            reason = _path_difference(wanted["path"]) or self._import_torch(wanted["torch"])
         finally:
             self._said = outputs()
             ours.__class__ = environ
@@ -126,17 +126,16 @@ class Zygote:
             reason = f"an import started threads ({num_threads() - 1}), as OpenBLAS does without OMP_NUM_THREADS=1"
         return reason or _open_device()
 
-    def _import(self, modules: Mapping[str, str]) -> str:
-        for name in modules:
-            if name == "torch":
-                bootstrap.before_torch()
-            try:
-                importlib.import_module(name)
-            except Exception as cause:
-                return f"{name} cannot be imported: {type(cause).__name__}: {cause}"
+    def _import_torch(self, file: str) -> str:
+        bootstrap.before_torch()
+        try:
+            importlib.import_module("torch")
+        except Exception as cause:
+            return f"torch cannot be imported: {type(cause).__name__}: {cause}"
         if WatchedEnviron.asked:
             return f"an import reads {', '.join(sorted(WatchedEnviron.asked))}"
-        return difference(modules, origins(sys.modules))
+        found = origin("torch")
+        return difference({"torch": file}, {"torch": found} if found else {})
 
     def serve(self) -> bool:
         """Fork a rank for each request until the launcher goes; returns True in a rank."""
