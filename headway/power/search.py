@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -152,15 +152,7 @@ def optimise(
     fitting = [plan for plan in found if plan.capacity_j <= max_storage_j]
     key: Callable[[PowerPlan], float] = (lambda p: p.cost_usd) if fitting else (lambda p: p.capacity_j)
     best = min(fitting or found, key=key, default=PowerPlan(False, "none", cost_usd=math.inf))
-    return _with(best, feasible=bool(fitting), least_storage_j=least)
-
-
-def _with(plan: PowerPlan, *, feasible: bool, least_storage_j: float) -> PowerPlan:
-    """Return a plan with its verdict."""
-    return PowerPlan(
-        feasible, plan.kind, plan.level_w, plan.ramps_w_per_s, plan.tau_s, plan.capacity_j, plan.power_limit_w,
-        plan.cost_usd, plan.added_energy_fraction, plan.step_time_factor, least_storage_j,
-    )  # fmt: skip
+    return replace(best, feasible=bool(fitting), least_storage_j=least)
 
 
 Shape = Callable[[float], _Shaped]
