@@ -43,6 +43,41 @@ def test_from_eval_to_train_is_evaluation():
     assert spans(thread) == ([(begin, end)], 6)
 
 
+def test_sampling_with_gradients_on_in_training_mode_is_evaluation():
+    thread = Thread()
+    expected = []
+    for _ in range(4):
+        thread.train(5, iterator=0)
+        begin = thread.now_ns
+        for _ in range(6):
+            thread.forward()
+        expected.append((begin, thread.now_ns))
+    thread.train(1, iterator=0)
+
+    assert spans(thread) == (expected, 21)
+
+
+def test_episodes_of_unlike_lengths_learn_in_all_their_forwards():
+    thread = Thread()
+    for length in (3, 9, 4, 7, 2, 8, 3, 5, 12, 6, 1, 4):
+        for _ in range(length):
+            thread.forward()
+        thread.train(1, iterator=0)
+
+    assert spans(thread) == ([], 64 + 12)
+
+
+def test_more_micro_batches_in_some_steps_are_no_samples():
+    thread = Thread()
+    for step in range(20):
+        for _ in range(4 if step % 10 == 0 else 1):
+            thread.forward()
+            thread.backward()
+        thread.update()
+
+    assert spans(thread)[0] == []
+
+
 def test_without_a_change_of_mode_it_reaches_from_its_loaders_first_batch_to_the_last_one():
     thread = Thread()
     thread.train(3, iterator=0)

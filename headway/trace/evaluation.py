@@ -29,8 +29,11 @@ Bools = NDArray[np.bool_]
 FORWARD, MODE, NEXT, ITER = (CODE[name] for name in ("forward", "mode", "input.next", "input.iter"))
 OPTIMIZER, EVAL, MARKED = (CODE[name] for name in ("optimizer.step", "eval", "eval.mark"))
 
-ENABLED, TRAINING, LEARNS = 1, 2, 4
-"""Bits of `seq` of a forward."""
+ENABLED, TRAINING, LEARNS, SAMPLES = 1, 2, 4, 8
+"""Bits of `seq` of a forward; the last two are set here."""
+
+MIN_STEPS, ALIKE = 10, 0.8
+"""Steps from which the usual number of forwards is known, and the share of them that must have it."""
 
 
 def mark_learning(rows: Rows, gradients: Gradients, basis: Basis) -> None:
@@ -53,7 +56,34 @@ def mark_learning(rows: Rows, gradients: Gradients, basis: Basis) -> None:
     follows = np.concatenate([gradients.start_ns, [LAST]])[np.searchsorted(gradients.start_ns, end, side="left")]
     before = np.searchsorted(gradients.start_ns, start, side="right") - 1
     inside = (before >= 0) & (end <= gradients.end_ns[before])  # torch.func calls the module within
-    rows.seq[at] |= LEARNS * (((rows.seq[at] & ENABLED > 0) & (follows < limit)) | inside)
+    learns = ((rows.seq[at] & ENABLED > 0) & (follows < limit)) | inside
+    waiting = np.flatnonzero((rows.seq[at] & ENABLED > 0) & ~quiet & ~inside)
+    waiting = waiting[np.argsort(start[waiting], kind="stable")]
+    of_gradients = np.searchsorted(basis.ends_ns, gradients.start_ns, side="right")
+    samples = waiting[_beyond_usual(np.searchsorted(basis.ends_ns, start[waiting], side="right"), of_gradients)]
+    learns[samples] = False
+    rows.seq[at] |= LEARNS * learns
+    rows.seq[at[samples]] |= SAMPLES
+
+
+def _beyond_usual(step: Ints, of_gradients: Ints) -> Bools:
+    """Tell which forwards in training mode, [n] by their `step` in order, are no part of it but sample from the model.
+
+    Both have gradients on, and the backward of the step follows both. Where nearly all steps have the same number of
+    forwards, the first ones of a step that has more are samples, unless it has more backwards as well.
+
+        step 8   step 9   sampling     step 10
+        F B U    F B U    n n n n n    F B U      usual: 1 forward; step 10 has 6 of them and 1 backward
+    """
+    steps, head, inverse, count = np.unique(step, return_index=True, return_inverse=True, return_counts=True)
+    if len(steps) < MIN_STEPS:
+        return np.zeros(len(step), bool)
+    backwards = np.bincount(of_gradients, minlength=steps[-1] + 1)[steps]
+    usual, usual_backwards = np.bincount(count).argmax(), np.bincount(backwards).argmax()
+    alike = float((count == usual).mean()) >= ALIKE
+    more = np.where(alike & (backwards <= usual_backwards), count - usual, 0)
+    found: Bools = np.arange(len(step)) - head[inverse] < more[inverse]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +113,7 @@ def _moments(main: Rows, gradients: Gradients) -> _Moments:
     forward = forward.where(np.argsort(forward.start_ns, kind="stable"))
     learns = forward.seq & LEARNS > 0
     trained = np.isin(forward.corr, np.unique(forward.corr[learns & (forward.corr >= 0)]))
-    idle = trained & ~learns & ((forward.seq & ENABLED == 0) | (forward.seq & TRAINING == 0))
+    idle = trained & ~learns & ((forward.seq & ENABLED == 0) | (forward.seq & TRAINING == 0) | (forward.seq & SAMPLES > 0))
     learning, updates = forward.where(learns), main.where(main.name == OPTIMIZER)
     start = np.concatenate([learning.start_ns, gradients.start_ns, updates.start_ns])
     end = np.concatenate([(learning.start_ns + learning.duration_ns), gradients.end_ns,
