@@ -54,6 +54,7 @@ def demo_why() -> dict[str, Any]:
     """Return a `headway.why/2` object of the text job."""
     return {
         "schema": "headway.why/2",
+        "verdict": {"command": "headway plan runs/text-1"},
         "devices": 2,
         "steps": 400,
         "wall_ns": sum(LEDGER_NS.values()) // 2,
@@ -140,6 +141,7 @@ def pipeline_why() -> dict[str, Any]:
         "interval": (1.291, 1.316),
     }
     return {
+        "verdict": {"command": "headway report trace-AR.parquet -o report.html"},
         "schema": "headway.why/2", "devices": 16, "steps": 44, "wall_s": 163.2, "wall_ns": 163_200_000_000,
         "goodput": None, "ledger": {}, "ledger_ns": {}, "sub": {}, "basis": {}, "causes": [slow],
         "straggler": {

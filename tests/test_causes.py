@@ -227,6 +227,8 @@ def test_a_predicted_remedy_takes_the_place_of_general_advice():
         "predicted_speedup": 2.1,
         "interval": [1.9, 2.2],
         "at_most": False,
+        "remedy": "",
+        "allow": "",
         "script": "DataLoader(..., num_workers=6)  # train.py:30",
     }
 

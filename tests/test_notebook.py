@@ -44,7 +44,7 @@ class Tags(HTMLParser):
 
 
 def test_the_fragment_is_whole_and_reaches_nothing_outside_itself():
-    markup = fragment(demo_why(), next_command="headway plan x")
+    markup = fragment(demo_why() | {"verdict": {"command": "headway plan x"}})
     tags = Tags()
     tags.feed(markup)
 

@@ -147,7 +147,7 @@ def test_a_run_without_steps_says_so() -> None:
 
 
 def test_a_healthy_run_is_told_that_nothing_stands_out() -> None:
-    why = demo_why() | {"goodput": 0.973, "causes": []}
+    why = demo_why() | {"goodput": 0.973, "causes": [], "ledger": {"useful": 80.4, "input": 2.2}}
 
     assert "97.3 % of 2 devices x 41.3 s was useful work; no loss stands out." in render_why(why)
 
@@ -286,7 +286,8 @@ def test_a_command_to_copy_stands_on_one_line_and_takes_a_path_with_spaces():
     plan = {"proposals": [], "chosen": ["data.workers"], "predicted_speedup": 1.5}
 
     told = render_plan(plan, plan_path=f"{path}/plan.json", width=60)
-    why = render_why({"ledger": {"useful": 1.0}}, source=path, width=60)
+    command = f"headway report '{path}' -o report.html"
+    why = render_why({"ledger": {"useful": 1.0}, "verdict": {"command": command}}, source=path, width=60)
 
     assert f"  Next  headway run --apply '{path}/plan.json' -- <your script and its arguments>" in told.splitlines()
-    assert f"  Next  headway report '{path}' -o report.html" in why.splitlines()
+    assert f"  Next  {command}" in why.splitlines()

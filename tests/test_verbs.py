@@ -40,7 +40,6 @@ from headway.verbs.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.source import newest_run
 from headway.verbs.trace import interval
 from headway.verbs.verdict import applied_rows, summarise, verdict_line
-from headway.verbs.why import next_command
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 
@@ -163,7 +162,7 @@ def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
     hung, recovered = (verdict({**why, "hang": {"ended_the_run": ended}}) for ended in (True, False))
 
     assert hung.sentence.startswith("The run made no more progress after 30 steps and was ended: it hung. 25.0 %")
-    assert "headway hang" in hung.remedy
+    assert "headway hang" in hung.fix
     assert recovered == verdict(why)
 
 
@@ -223,7 +222,8 @@ def test_what_headway_cannot_apply_lends_its_prediction_to_the_rules_advice():
 def test_after_a_plan_was_applied_the_next_question_is_what_changed():
     explained = explain([Path(BEFORE)])
 
-    assert verdict_line(explained).endswith(f" Next: headway why {BEFORE}")
+    assert verdict_line(explained).endswith(f" Next: headway plan {BEFORE}")
+    assert verdict_line(replace(explained, plan=None)).endswith(f" Next: headway why {BEFORE}")
     assert verdict_line(explained, Path("my runs/a")).endswith(f" Next: headway compare 'my runs/a' {BEFORE}")
 
 
@@ -252,7 +252,7 @@ def test_a_plan_of_which_nothing_was_applied_has_no_measured_gain_to_compare():
 
 def test_a_fix_for_a_run_without_a_launcher_is_in_the_scripts_own_terms():
     given = {"num_workers": 8, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False}
-    plan = Plan(1.0, 1.0, (1.0, 1.0), (replace(proposed("data.workers", 2.0), parameters=given),))
+    plan = Plan(1.0, 1.0, (1.0, 1.0), (replace(proposed("data.workers", 2.0), parameters=given),), ("data.workers",))
     launched, alone = (fixes_of(plan, launched=kind)["input.fetch"] for kind in (True, False))
 
     assert "headway run --apply" in launched.text
@@ -424,12 +424,47 @@ def test_the_heat_map_shows_the_slow_rank_and_not_those_that_wait_for_it():
 
 
 def test_what_to_type_next_names_every_part_of_a_run_by_several_hosts():
-    chosen = SimpleNamespace(plan=SimpleNamespace(chosen=["data.workers"]))
-    saves = SimpleNamespace(plan=SimpleNamespace(chosen=[]), causes=[SimpleNamespace(cause="checkpoint.stall")])
+    chosen, none = (Plan(1.0, 1.0, (1.0, 1.0), chosen=names) for names in (("data.workers",), ()))
+    saves = {"causes": [{"cause": "checkpoint.stall", "lost_device_s": 5.0, "fix": "save less often"}]}
+    augmented = {"causes": [{"cause": "input.prep", "lost_device_s": 5.0, "predicted_speedup": 2.0, "fix": "workers",
+                             "remedy": "data.workers", "allow": "same-distribution"}]}  # fmt: skip
+    known = explain([Path(BEFORE)])
 
-    assert next_command(chosen, [Path("my runs/a")]) == "headway plan 'my runs/a'"
-    assert next_command(chosen, [Path("a"), Path("b")]) == "headway report a b -o report.html"
-    assert next_command(saves, [Path("a")]) == "headway ckpt advise a"
+    def command(plan, *paths, **why):
+        facts = {"devices": 1, "steps": 9, "wall_s": 10.0, **why}
+        return replace(known, plan=plan, paths=tuple(map(Path, paths))).next_command(facts)
+
+    assert command(chosen, "my runs/a") == "headway plan 'my runs/a'"
+    assert command(chosen, "a", "b") == "headway report a b -o report.html"
+    assert command(none, "a", **saves) == "headway ckpt advise a"
+    assert command(none, "a", **augmented) == "headway plan a --allow same-distribution"
+
+
+def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
+    facts = {"devices": 1, "steps": 40, "wall_s": 10.0, "goodput": 0.1, "ledger": {"useful": 1.0, "eval": 5.0}}
+    rows = [("eval", 5.0, None, False), ("host.script", 2.0, 1.4, True), ("host.logging", 1.0, 1.1, False)]
+    eval_, script, logging = (
+        {"cause": name, "lost_device_s": lost, "predicted_speedup": gain, "at_most": most, "fix": "x"}
+        for name, lost, gain, most in rows
+    )
+
+    assert verdict({**facts, "causes": [eval_, script, logging]}).cause == "host.logging"
+    assert "evaluation took 50 %" in verdict({**facts, "causes": [eval_, script, logging]}).sentence
+    assert verdict({**facts, "causes": [eval_, script]}).cause == "eval"
+    assert verdict({**facts, "causes": [eval_, logging | {"predicted_speedup": 1.03}]}).cause == "eval"
+    assert verdict({**facts, "causes": [script | {"cause": "host.recording"}]}).cause == ""
+    assert verdict({**facts, "causes": [script | {"lost_device_s": 0.1, "predicted_speedup": None}]}).cause == ""
+
+
+def test_why_promises_nothing_that_the_plan_leaves_out():
+    rows = tuple(proposed(name, gain) for name, gain in (("data.workers", 1.9), ("data.cache", 2.1)))
+
+    def fixes(*chosen):
+        return {fix.remedy for fix in fixes_of(Plan(2.0, 1.0, (1.9, 2.1), rows, chosen)).values()}
+
+    assert fixes("data.workers") == {"data.workers"}
+    assert fixes("data.workers", "data.cache") >= {"data.cache"}
+    assert fixes() == set()
 
 
 @pytest.mark.parametrize("folder", ["applied", "tables"])

@@ -31,10 +31,8 @@ def draw(path: Path) -> Shown:
     from headway.report.terminal import render_why
     from headway.verbs.explain import explain
     from headway.verbs.views import why_object
-    from headway.verbs.why import next_command
 
     shown = Path(os.path.relpath(path))
     explanation = explain([shown])
-    why, command = why_object(explanation), next_command(explanation, [shown])
-    text = render_why(why, source=explanation.source, next_command=command, **screen_of(sys.stdout))
-    return Shown(text, fragment(why, next_command=command))
+    why = why_object(explanation)
+    return Shown(render_why(why, source=explanation.source, **screen_of(sys.stdout)), fragment(why))

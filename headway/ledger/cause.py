@@ -47,6 +47,12 @@ class Cause:
     script: str = ""
     """What the user can write in the script instead, a line to copy; '' where the fix says all that is known."""
 
+    remedy: str = ""
+    """The remedy by which headway applies the fix; '' where it is for the user to do."""
+
+    allow: str = ""
+    """The consent that `remedy` needs, as `headway plan --allow` takes it; '' where it needs none."""
+
     line: str = ""
     """Where the script does what the cause is about, as `train.py:30`; '' where that is not known."""
 
@@ -61,6 +67,8 @@ class Cause:
             "predicted_speedup": self.predicted_speedup,
             "interval": None if self.interval is None else list(self.interval),
             "at_most": self.at_most,
+            "remedy": self.remedy,
+            "allow": self.allow,
             "script": f"{self.script}  # {self.line}" if self.script and self.line else self.script,
         }
 

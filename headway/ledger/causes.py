@@ -114,6 +114,12 @@ class Fix:
     script: str = ""
     """The same as a line of the user's script; '' leaves the rule's."""
 
+    remedy: str = ""
+    """Name of the remedy where headway applies it; '' where the user does."""
+
+    allow: str = ""
+    """The consent that it needs; '' where it needs none."""
+
 
 class Rule(Protocol):
     """Looks for one cause. Write a function of this shape and list it in `RULES`."""
@@ -190,7 +196,8 @@ def _fixed(cause: Cause, fix: Fix | None) -> Cause:
     text = fix.text or _booked(cause).fix
     gain, bounds = fix.predicted_speedup, fix.interval
     script = fix.script or cause.script
-    return replace(cause, fix=text, predicted_speedup=gain, interval=bounds, at_most=False, script=script)
+    said = replace(cause, fix=text, predicted_speedup=gain, interval=bounds, at_most=False, script=script)
+    return replace(said, remedy=fix.remedy, allow=fix.allow)
 
 
 # ---- the rules

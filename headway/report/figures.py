@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway.core import units
@@ -21,6 +21,12 @@ from headway.core.units import format_seconds
 
 Json = Mapping[str, Any]
 """One parsed JSON object of the `--json` contracts."""
+
+GAIN_THAT_LEADS = 1.05
+"""From here on what a remedy wins leads the verdict, however large the losses that none wins back."""
+
+LEAST_HEADLINE = 0.02
+"""Share of the device time below which a loss is no headline: two runs of one script differ by as much."""
 
 GAIN_WORTH_NAMING = 1.02
 """A predicted speedup below this is not offered as a win: it drowns in the noise of two runs."""
@@ -42,6 +48,9 @@ class BucketStyle:
     ansi: int
     """Colour of a 256-colour terminal, readable on both backgrounds."""
 
+    short: str = ""
+    """The same in a list of shares; '' where `losing` is short enough."""
+
     hatched: bool = False
     """Drawn with stripes: tells greys and wines apart without relying on hue."""
 
@@ -57,7 +66,9 @@ BUCKET_STYLES: dict[str, BucketStyle] = {
     "startup": BucketStyle("start-up", "#979797", "#7e8084", 103),
     "restart": BucketStyle("restarts", "#3b444d", "#56595d", 242),
     "rework": BucketStyle("rework after restarts", "#4b1b2a", "#63383c", 89, hatched=True),
-    "host": BucketStyle("host work (GC, logging, the script's own code, launch gaps)", "#317860", "#8bbc92", 35),
+    "host": BucketStyle(
+        "host work (GC, logging, the script's own code, launch gaps)", "#317860", "#8bbc92", 35, short="host work"
+    ),
     "idle": BucketStyle("idle devices", "#dee1e3", "#2e2e2e", 248),
     "unknown": BucketStyle("time nobody recorded", "#aaafb5", "#676d75", 245, hatched=True),
 }
@@ -183,17 +194,30 @@ class Verdict:
     sentence: str
     """Where the time went: '62 % of 2 devices x 41.3 s went to waiting for input.'"""
 
-    remedy: str
+    fix: str
     """What to do about it; '' when there is nothing to do."""
 
     gain: str
     """Predicted gain: '1.90x (1.75 to 2.02)'; '' when there is none."""
 
+    cause: str = ""
+    """The cause that the sentence is about; '' where it is about none."""
+
+    remedy: str = ""
+    """The remedy by which headway applies the fix; '' where the user does."""
+
+    allow: str = ""
+    """The consent that it needs; '' where it needs none."""
+
+    def to_json(self) -> dict[str, str]:
+        """Return the `verdict` entry of a `headway.why/2` object."""
+        return asdict(self)
+
     def line(self) -> str:
         """Return everything as one line, for the end of a run and for logs."""
-        remedy = f" Fix: {self.remedy.rstrip('.')}" if self.remedy else ""
-        gain = f", predicted {self.gain}" if remedy and self.gain else ""
-        return f"{self.sentence}{remedy}{gain}{'.' if remedy else ''}"
+        fix = f" Fix: {self.fix.rstrip('.')}" if self.fix else ""
+        gain = f", predicted {self.gain}" if fix and self.gain else ""
+        return f"{self.sentence}{fix}{gain}{'.' if fix else ''}"
 
 
 def total_device_s(why: Json) -> float:
@@ -213,11 +237,10 @@ def share(part: object, whole: float) -> float | None:
 def verdict(why: Json) -> Verdict:
     """Say in one sentence where the time of a `headway.why/2` object went, and what to do first.
 
-    The first cause with a predicted gain leads, else the first cause: its bucket
-    gives the share, its fix the remedy. A run without a cause worth naming is
-    told so. How a run ended that did not end well comes before everything else.
-    Where something else took more of the time (the start-up of a short run,
-    time that nobody recorded), that is said behind it.
+    The largest loss that a remedy wins back leads where it wins 5 % or more, else the largest loss: its bucket gives
+    the share. A run without a loss above the noise is told so, and what headway's recording took is never what to
+    mend. How a run ended that did not end well comes before everything else. What took more of the time than the
+    headline's loss (useful work, the start-up of a short run) is said behind it.
     """
     devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
     end = ending(why.get("exit"), why.get("steps"))
@@ -229,18 +252,18 @@ def verdict(why: Json) -> Verdict:
         sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
         return Verdict(f"{sentence} {goodput} of {devices} x {wall} was useful work.", HUNG, "")
     named = [c for c in why.get("causes") or () if worth_naming(c, why)]
-    first = next((c for c in named if (finite(c.get("predicted_speedup")) or 0.0) >= GAIN_WORTH_NAMING), None)
-    first = first or next(iter(named), None)
+    gains = [0.0 if c.get("at_most") else finite(c.get("predicted_speedup")) or 0.0 for c in named]
+    first = next((c for c, gain in zip(named, gains, strict=True) if gain >= GAIN_THAT_LEADS), None)
+    first = first or next((c for c in named if headline(c, why)), None)
     if first is None:
         goodput = percent(why.get("goodput"))
         rest = _larger_loss(why, "") or "; no loss stands out"
         return Verdict(f"{end}{goodput} of {devices} x {wall} was useful work{rest}.", "", "")
     rest = _larger_loss(why, str(first.get("cause", "")).partition(".")[0])
     sentence = f"{end}{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}."
-    gain = finite(first.get("predicted_speedup"))
-    return Verdict(
-        sentence, clean(first.get("fix") or ""), predicted(first) if (gain or 0) >= GAIN_WORTH_NAMING else ""
-    )
+    gain = predicted(first) if (finite(first.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING else ""
+    names = (str(first.get(key) or "") for key in ("cause", "remedy", "allow"))
+    return Verdict(sentence, clean(first.get("fix") or ""), gain, *names)
 
 
 def ending(end: Json | None, steps: object = None) -> str:
@@ -293,20 +316,27 @@ HUNG = "look at the rank that the others wait for: headway hang shows where it s
 """What to do first about a run that a hang ended."""
 
 OVERSHADOWED = 0.2
-"""Share of the device time from which a bucket without a cause of its own is named beside the first cause."""
-
-WITHOUT_CAUSE = ("startup", "restart", "rework", "idle", "unknown")
-"""Buckets that no what-if wins back, largest when a run is short or a trace says little."""
+"""Share of the device time from which another bucket is named beside the first cause."""
 
 
 def _larger_loss(why: Json, bucket: str) -> str:
-    """Return '; start-up took 73 %' where a bucket of `WITHOUT_CAUSE` took more than `bucket` and much; else ''."""
+    """Return '; start-up took 43 %, useful work 36 %' of the buckets that took more than `bucket` and much; else ''."""
     ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
-    amount, name = max(((ledger.get(name, 0.0), name) for name in WITHOUT_CAUSE if name != bucket), default=(0.0, ""))
-    part = share(amount, total_device_s(why)) or 0.0
-    if part < OVERSHADOWED or amount <= ledger.get(bucket, 0.0):
-        return ""
-    return f"; {bucket_style(name).losing} took {100 * part:.0f} %"
+    total_s, least = total_device_s(why), ledger.get(bucket, 0.0)
+    others = sorted(((amount, name) for name, amount in ledger.items() if name != bucket), reverse=True)
+    if not bucket:  # the sentence is about useful work then
+        others = [row for row in others if row[1] != "useful"]
+    larger = [row for row in others if row[0] > least and (share(row[0], total_s) or 0.0) >= OVERSHADOWED][:2]
+    said = [f"{100 * amount / total_s:.0f} %" for amount, _ in larger]
+    said = [f"{bucket_style(name).short or bucket_style(name).losing} {'' if at else 'took '}{part}"
+            for at, ((_, name), part) in enumerate(zip(larger, said, strict=True))]  # fmt: skip
+    return f"; {', '.join(said)}" if said else ""
+
+
+def headline(cause: Json, why: Json) -> bool:
+    """Tell whether a cause may be what a verdict is about: above the noise of a run, and not headway's own doing."""
+    lost = share(cause.get("lost_device_s"), total_device_s(why)) or 0.0
+    return lost >= LEAST_HEADLINE and cause.get("cause") != "host.recording"
 
 
 def worth_naming(cause: Json, why: Json) -> bool:

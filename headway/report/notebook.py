@@ -1,6 +1,6 @@
 """The ledger as a fragment of a page: what a notebook shows below a cell.
 
-`fragment` takes the `headway.why/1` object and returns one `<div>` with its
+`fragment` takes the `headway.why/2` object and returns one `<div>` with its
 own style: no script, no request, no heading or id that the notebook's own
 page could trip over. Text and rules take the colour of the page around them,
 so that light and dark themes both work; bars have the colours of the report.
@@ -25,17 +25,18 @@ DARK_PAGES = "body[data-jp-theme-light=false]", "body.vscode-dark", "html[theme=
 """How JupyterLab, Visual Studio Code and Colab mark a dark page."""
 
 
-def fragment(why: Json, *, next_command: str = "") -> str:
-    """Return the markup of a `headway.why/1` object: verdict, key figures, ledger, largest causes, next command."""
+def fragment(why: Json) -> str:
+    """Return the markup of a `headway.why/2` object: verdict, key figures, ledger, largest causes, next command."""
     answer = verdict(why)
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
     parts = [f'<div class="title">{text(answer.sentence)}</div>']
-    if answer.remedy:
-        parts.append(f'<p class="remedy"><b>Fix:</b> {text(answer.remedy.rstrip("."))}.{gain}</p>')
+    if answer.fix:
+        parts.append(f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>')
     parts += [sections.key_figures(why, None), sections.ledger_table(why), _causes(why)]
     parts += [f'<p class="note">{text(note)}</p>' for note in why.get("notes") or ()]
-    if next_command:
-        parts.append(f'<p class="note">Next, in a terminal: <code>{text(next_command)}</code></p>')
+    command = (why.get("verdict") or {}).get("command")
+    if command:
+        parts.append(f'<p class="note">Next, in a terminal: <code>{text(command)}</code></p>')
     return f'<div class="headway"><style>{style()}</style>{"".join(parts)}</div>'
 
 

@@ -156,6 +156,9 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     chosen = {_name_of(c) for c in plan.get("chosen") or ()}
     proposals = list(plan.get("proposals") or ())
     parts: list[RenderableType] = [title("headway plan", source, width=width), "", paragraph(_plan_sentence(plan))]
+    found = plan.get("verdict") or {}
+    if not chosen and found.get("fix") and not found.get("allow"):
+        parts += ["", paragraph(clean(found["sentence"])), paragraph(f"For you to do: {clean(found['fix'])}.")]
     if proposals:
         parts += ["", *_proposals(proposals, chosen, "✓" if unicode else "*")]
     loaders = list(plan.get("loaders") or ())
@@ -171,6 +174,9 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     refused = [f"{clean(r.get('name'))}: {clean(r.get('reason', ''))}" for r in rest]
     if refused:
         parts += ["", Text("  Considered, not proposed", style="bold"), *(paragraph(r, style="dim") for r in refused)]
+    if plan.get("hidden"):
+        more = f"{count(plan['hidden'])} more for losses that this run does not have, or for you to apply"
+        parts += ["", paragraph(f"{more}: headway plan --all", style="dim")]
     if plan.get("note"):
         parts += ["", paragraph(clean(plan["note"]), style="dim")]
     by_hand = plan.get("in_script")

@@ -83,7 +83,7 @@ def verdict_part(why: Json) -> str:
     """Return the headline and the remedy of a `headway.why/2` object, as `figures.verdict` says them."""
     answer = verdict(why)
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
-    remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.remedy.rstrip("."))}.{gain}</p>' if answer.remedy else ""
+    remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>' if answer.fix else ""
     return f"<h1>{text(answer.sentence).replace(' x ', ' × ')}</h1>{remedy}"
 
 

@@ -6,15 +6,14 @@ command to type. The other verbs' screens are in `screens.py` and offered here
 too. Nothing is printed: the command prints. Times in seconds, shares in
 percent of devices x wall.
 
->>> why = {"devices": 2, "steps": 9, "wall_s": 10.0, "goodput": 0.4, "coverage": 1.0,
-...        "ledger": {"useful": 8.0, "input": 12.0}, "causes": []}
+>>> why = {"devices": 2, "steps": 9, "wall_s": 10.0, "goodput": 0.9, "coverage": 1.0,
+...        "ledger": {"useful": 18.0, "input": 2.0}, "causes": []}
 >>> print(render_why(why, width=88).splitlines()[2].strip())
-40.0 % of 2 devices x 10 s was useful work; no loss stands out.
+90.0 % of 2 devices x 10 s was useful work; no loss stands out.
 """
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -95,12 +94,8 @@ BASIS_PHRASES: dict[str, str] = {
 """How a bucket was obtained -> how that is said; anything else is said as it stands."""
 
 
-def render_why(why: Json, *, source: str = "", next_command: str = "", **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.why/2` object.
-
-    `source` is the run or trace as the user named it; `next_command` overrides
-    the command offered last.
-    """
+def render_why(why: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.why/2` object; `source` is the run or trace as the user named it."""
     width, unicode = screen.get("width", 88), screen.get("unicode", True)
     parts: list[RenderableType] = [_head(why, source, width), "", *_verdict(why)]
     if any((why.get("ledger") or {}).values()):
@@ -111,9 +106,9 @@ def render_why(why: Json, *, source: str = "", next_command: str = "", **screen:
     lines = job_lines(why)
     if lines:
         parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
-    command = next_command or _next_command(why, source)
+    command = (why.get("verdict") or {}).get("command")
     if command:
-        parts += ["", command_line("Next", command)]
+        parts += ["", command_line("Next", clean(command))]
     return draw(parts, **screen)
 
 
@@ -138,9 +133,9 @@ def _verdict(why: Json) -> list[RenderableType]:
     """Return the sentence, and below it the fix with its predicted gain."""
     answer = verdict(why)
     parts: list[RenderableType] = [paragraph(answer.sentence, style="bold")]
-    if answer.remedy:
+    if answer.fix:
         gain = f" Predicted {answer.gain} the steps per second." if answer.gain else ""
-        parts.append(paragraph(Text.assemble(("Fix: ", "bold"), answer.remedy.rstrip(".") + ".", gain)))
+        parts.append(paragraph(Text.assemble(("Fix: ", "bold"), answer.fix.rstrip(".") + ".", gain)))
     return parts
 
 
@@ -277,14 +272,3 @@ def _straggler(report: Json) -> list[RenderableType]:
             more = f" ({count(len(ranked) - MOST_WORKERS)} more)" if len(ranked) > MOST_WORKERS else ""
             add_row(table, Text(label, style="dim"), most + more)
     return [Text("  Stragglers", style="bold"), paragraph(joined(facts)), table]
-
-
-def _next_command(why: Json, source: str) -> str:
-    """Return the command that acts on the answer, '' when the source is not known."""
-    if not source:
-        return ""
-    gains = [finite(c.get("predicted_speedup")) or 0.0 for c in why.get("causes") or ()]
-    operations = bool(why.get("straggler")) or str(source).endswith(".parquet")
-    if gains and max(gains) >= GAIN_WORTH_NAMING and not operations:
-        return f"headway plan {shlex.quote(clean(source))}"
-    return f"headway report {shlex.quote(clean(source))} -o report.html"

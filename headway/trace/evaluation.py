@@ -113,7 +113,8 @@ def _moments(main: Rows, gradients: Gradients) -> _Moments:
     forward = forward.where(np.argsort(forward.start_ns, kind="stable"))
     learns = forward.seq & LEARNS > 0
     trained = np.isin(forward.corr, np.unique(forward.corr[learns & (forward.corr >= 0)]))
-    idle = trained & ~learns & ((forward.seq & ENABLED == 0) | (forward.seq & TRAINING == 0) | (forward.seq & SAMPLES > 0))
+    apart = (forward.seq & ENABLED == 0) | (forward.seq & TRAINING == 0) | (forward.seq & SAMPLES > 0)
+    idle = trained & ~learns & apart
     learning, updates = forward.where(learns), main.where(main.name == OPTIMIZER)
     start = np.concatenate([learning.start_ns, gradients.start_ns, updates.start_ns])
     end = np.concatenate([(learning.start_ns + learning.duration_ns), gradients.end_ns,

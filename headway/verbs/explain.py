@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root
 from headway.parallel.recorded import reasons_of
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
+from headway.report.figures import verdict
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
 from headway.trace.assemble import json_object
@@ -61,6 +63,9 @@ class Explanation:
     notes: tuple[str, ...] = ()
     """Why something is missing."""
 
+    paths: tuple[Path, ...] = ()
+    """What was opened."""
+
     @functools.cached_property
     def trace(self) -> Trace:
         """All its events, in memory."""
@@ -75,7 +80,24 @@ class Explanation:
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
         answer["notes"] = [*answer["notes"], *self.notes, *memory_notes(memory)]
+        answer["verdict"] = {**verdict(answer).to_json(), "command": self.next_command(answer)}
         return answer
+
+    def next_command(self, why: Mapping[str, Any]) -> str:
+        """Return what to type next: the plan where it wins something (it takes one run), else what shows more.
+
+        The consent that the fix needs stands in the command. For a save that stalls, where no remedy applies, it is
+        the advice on checkpoints.
+        """
+        paths = [str(path) for path in self.paths]
+        if self.plan is not None and len(paths) == 1:
+            found = verdict(why)
+            consent = ["--allow", found.allow] if found.allow else []
+            if self.plan.chosen or found.remedy:
+                return shlex.join(["headway", "plan", *paths, *consent])
+            if found.cause == "checkpoint.stall":
+                return shlex.join(["headway", "ckpt", "advise", *paths])
+        return shlex.join(["headway", "report", *paths, "-o", "report.html"])
 
 
 def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program | None) -> Trace | None:
@@ -119,13 +141,14 @@ def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanatio
     """Open `paths` (one run, the parts of one run by several hosts, or traces) and explain them."""
     source = ", ".join(map(str, paths))
     if all(is_run(path) for path in paths):
-        return explain_run(merge([Run.open(path) for path in paths]), source, allow=allow)
+        return replace(explain_run(merge([Run.open(path) for path in paths]), source, allow=allow), paths=tuple(paths))
     parts = open_parts(paths)
     if parts.meta.get("source") == "straggler":
         report = analyse(parts.whole())
-        return Explanation(source, parts, Ledger.of(parts), tuple(root_causes(report)), straggler=report)
+        causes = tuple(root_causes(report))
+        return Explanation(source, parts, Ledger.of(parts), causes, straggler=report, paths=tuple(paths))
     ledger = Ledger.of(parts)
-    return Explanation(source, parts, ledger, tuple(find_causes(ledger)))
+    return Explanation(source, parts, ledger, tuple(find_causes(ledger)), paths=tuple(paths))
 
 
 def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explanation:
@@ -138,17 +161,18 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
         InputError,
         BarMissedError,
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
-        return Explanation(source, run.parts, ledger, tuple(find_causes(ledger)), run, notes=(str(reason),))
+        causes = tuple(find_causes(ledger))
+        return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
     found = find_causes(
         ledger, predict=program.predict, fixes=fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
     )
-    causes = [with_reasons(refuted(cause, plan), program) for cause in found]
+    causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
         *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(run.path).items()),
     )
-    return Explanation(source, run.parts, ledger, tuple(causes), run, program, plan, notes=notes)
+    return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))
 
 
 def with_reasons(cause: Cause, program: Program) -> Cause:
@@ -186,12 +210,15 @@ def fixes_of(
 ) -> dict[str, Fix]:
     """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
 
-    One that needs a grant beyond `allow` is named, with the grant, where no other one wins.
+    What headway can apply is promised only where the plan holds it, or would hold it with one more consent: that one
+    is named, with the consent, where no other one wins.
     Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
     """
     fixes: dict[str, Fix] = {}
     free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
     rest = [row for row in plan.proposals if row not in free]
+    kept = {row.name for row in free if not row.applies or row.name in (*plan.chosen, *refused)}
+    free = [row for row in free if row.name in kept]
     won = {cause for row in free if row.clear for cause in CAUSES_OF_REMEDY.get(row.name, ())}
     for row in [*free, *rest]:
         for cause in CAUSES_OF_REMEDY.get(row.name, ()):
@@ -207,7 +234,15 @@ def fixes_of(
                 if not launched:
                     text = script_terms(row)
                 text = text if row.applies else ""
-                fixes[cause] = Fix(text, row.predicted_speedup, row.interval, script_terms(row) if launched else "")
+                by_headway = row.applies and row.name not in refused
+                fixes[cause] = Fix(
+                    text,
+                    row.predicted_speedup,
+                    row.interval,
+                    script_terms(row) if launched else "",
+                    row.name if by_headway else "",
+                    row.allow or "" if by_headway and grant else "",
+                )
     return fixes
 
 

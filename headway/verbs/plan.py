@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from headway.catalog import ADVISERS
+from headway.catalog import CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError
 from headway.core.planfile import granted
-from headway.ledger.causes import find_causes
-from headway.ledger.ledger import Ledger
+from headway.ledger.cause import Cause
 from headway.ledger.loader_roles import evaluation_loaders
 from headway.plan.loader_rows import loader_rows
 from headway.plan.pace import step_seconds
-from headway.plan.planner import SCHEMA, Plan
+from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup
 from headway.report.terminal import render_hints, render_plan
-from headway.sim.program import Program
-from headway.verbs.explain import is_launched
+from headway.verbs.explain import explain_run, is_launched
 from headway.verbs.output import emit
 from headway.verbs.script_terms import chosen_terms
 from headway.verbs.source import run_at
@@ -31,6 +30,7 @@ def plan(
     *,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
     allow: str | None = None,
+    all: bool = False,
     json: bool = False,
 ) -> int:
     """Propose remedies for RUN, predict each and the best set of them, and write the plan file.
@@ -46,33 +46,55 @@ def plan(
     allow
         'result-equivalent' admits remedies that change random draws, but no distribution; 'lossy' those that
         approximate. Several are separated by commas.
+    all
+        Show too what no cause of this run asks for, and what headway cannot apply.
     json
         Print one JSON object (schema headway.plan/1) instead of text.
     """
     grants = granted(allow)
     recorded = run_at(run)
-    ledger, setup = Ledger.of(recorded), Setup.from_facts(recorded.meta, allow=grants)
-    try:
-        made = Plan.of(ledger, Program.from_run(recorded), setup, ADVISERS)
-    except BarMissedError as reason:  # no prediction can be trusted; what the causes say to do stands all the same
-        text, why = str(reason), ledger.to_json(causes=find_causes(ledger))
+    explanation = explain_run(recorded, str(recorded.path), allow=grants)
+    ledger, made, why = explanation.ledger, explanation.plan, explanation.to_json()
+    if made is None:  # no prediction can be trusted; what the causes say to do stands all the same
+        text = explanation.notes[0]
         hints = {"schema": SCHEMA, "proposals": [], "chosen": [], "reason": text, "hints": why["causes"]}
         emit(
-            hints,
+            {**hints, "verdict": why["verdict"]},
             lambda screen: render_hints(why, reason=text, source=str(recorded.path), **screen),
             as_json=json,
         )
         return BarMissedError.exit_code
     loaders = loader_rows(
-        made.proposals, made.refused, made.chosen, setup.loaders, evaluation=evaluation_loaders(ledger)
+        made.proposals,
+        made.refused,
+        made.chosen,
+        Setup.from_facts(recorded.meta, allow=grants).loaders,
+        evaluation=evaluation_loaders(ledger),
     )
     path = out or recorded.path / ("next-plan.json" if recorded.meta.get("plan") else "plan.json")
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
     by_hand = None if is_launched(recorded.meta) else chosen_terms(made.proposals, made.chosen)
-    answer = {**made.to_json(), "loaders": loaders, "path": str(path), "in_script": by_hand}
+    answer = {**made.to_json(), "verdict": why["verdict"], "loaders": loaders, "path": str(path), "in_script": by_hand}
+    shown = answer if all else asked_for(answer, explanation.causes)
     emit(
         answer,
-        lambda screen: render_plan(answer, source=str(recorded.path), plan_path=str(path), **screen),
+        lambda screen: render_plan(shown, source=str(recorded.path), plan_path=str(path), **screen),
         as_json=json,
     )
     return 0
+
+
+def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
+    """Return the plan without what no cause of the run asks for, and how much that is.
+
+    What headway cannot apply is for a run without anything to apply. What the user can change stands: a remedy against a cause of this run that was refused says why.
+    """
+    found = {cause.cause for cause in causes}
+
+    def matters(row: Mapping[str, Any]) -> bool:
+        return row["name"] in answer["chosen"] or bool(found & set(CAUSES_OF_REMEDY.get(row["name"], ())))
+
+    proposals = [row for row in answer["proposals"] if not answer["chosen"] or (row["applies"] and matters(row))]
+    refused = [row for row in answer["refused"] if matters(row)]
+    hidden = len(answer["proposals"]) + len(answer["refused"]) - len(proposals) - len(refused)
+    return {**answer, "proposals": proposals, "refused": refused, "hidden": hidden}

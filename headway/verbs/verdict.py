@@ -84,8 +84,13 @@ def applied_rows(
 def verdict_line(explanation: Explanation, baseline: Path | None = None) -> str:
     """Return the last line of a run: the verdict in one sentence, and what to type next.
 
-    After a run that has a `baseline` the question is what changed, else where the time went.
+    After a run that has a `baseline` the question is what changed. Else it is the plan where that wins something, and
+    where nothing can be applied the whole account.
     """
-    verb = ["why"] if baseline is None else ["compare", str(baseline)]
-    command = shlex.join(["headway", *verb, explanation.source])
-    return f"{verdict(explanation.to_json()).line()} Next: {command}"
+    why = explanation.to_json()
+    command: str = why["verdict"]["command"]
+    if baseline is not None:
+        command = shlex.join(["headway", "compare", str(baseline), explanation.source])
+    elif command.startswith("headway report"):
+        command = shlex.join(["headway", "why", explanation.source])
+    return f"{verdict(why).line()} Next: {command}"

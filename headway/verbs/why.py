@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from headway.report.terminal import render_why
-from headway.verbs.explain import Explanation, explain
+from headway.verbs.explain import explain
 from headway.verbs.model_flops import ModelSpec
 from headway.verbs.output import emit
 from headway.verbs.source import newest_run
@@ -32,25 +30,7 @@ def why(*source: Path, model: str | None = None, json: bool = False) -> int:
         Print one JSON object (schema headway.why/2) instead of text.
     """
     spec = None if model is None else ModelSpec.parse(model)
-    paths = list(source) or [newest_run()]
-    explanation = explain(paths)
-    answer, command = why_object(explanation, spec), next_command(explanation, paths)
-    emit(
-        answer,
-        lambda screen: render_why(answer, source=explanation.source, next_command=command, **screen),
-        as_json=json,
-    )
+    explanation = explain(list(source) or [newest_run()])
+    answer = why_object(explanation, spec)
+    emit(answer, lambda screen: render_why(answer, source=explanation.source, **screen), as_json=json)
     return 0
-
-
-def next_command(explanation: Explanation, paths: Sequence[Path]) -> str:
-    """Return what to type next about `paths`: the plan where there is one (it takes one run), else the report.
-
-    What saves cost is not for a plan to mend where headway cannot apply it: the advice on checkpoints says how.
-    """
-    if explanation.plan is not None and len(paths) == 1:
-        if explanation.plan.chosen:
-            return shlex.join(["headway", "plan", str(paths[0])])
-        if explanation.causes and explanation.causes[0].cause == "checkpoint.stall":
-            return shlex.join(["headway", "ckpt", "advise", str(paths[0])])
-    return shlex.join(["headway", "report", *map(str, paths), "-o", "report.html"])
