@@ -57,7 +57,7 @@ def test_every_breaker_says_what_it_attacks_and_every_remedy_is_attacked():
 
     assert {remedy for breaker in known.values() for remedy in breaker.remedies} == set(REMEDIES)
     assert set(breakers.FORCED) == set(REMEDIES)
-    assert len({breaker.attacks for breaker in known.values()}) == len(known) >= 100
+    assert len({breaker.attacks for breaker in known.values()}) == len(known) >= 70
     assert set(breakers.DEFAULT) <= set(known)
 
 

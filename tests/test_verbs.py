@@ -329,7 +329,7 @@ def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_prediction
     def refuse(*_, **__):
         raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
 
-    monkeypatch.setattr("headway.verbs.plan.Plan.of", refuse)
+    monkeypatch.setattr("headway.verbs.explain.Plan.of", refuse)
     assert plan_verb(run) == 3
     screen = capsys.readouterr().out
     assert plan_verb(run, json=True) == 3

@@ -31,6 +31,9 @@ BUCKETS: tuple[str, ...] = (
 )
 """Every bucket, in the order in which reports print them."""
 
+ONCE_PER_RUN = ("startup", "restart", "rework", "idle", "unknown")
+"""Buckets that come once in a run, however long it is; the others come with its steps."""
+
 SUB_LINES: dict[str, str] = {
     "useful.forward": "model and loss: from the first forward to the backward that follows",
     "useful.backward": "inside backward()",

@@ -32,11 +32,8 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction, format_rate, format_seconds
-from headway.ledger.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS, ONCE_PER_RUN
 from headway.ledger.ledger import Ledger
-
-ONCE_PER_RUN = ("startup", "restart", "rework", "idle", "unknown")
-"""Buckets that are compared per run and device, not per step; they are judged in whole runs only."""
 
 WHOLE = "it counts with --whole only"
 """What a note says of growth that is not judged."""

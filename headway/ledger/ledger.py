@@ -25,7 +25,7 @@ from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
 from headway.ledger.account import Account, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
 from headway.ledger.arrivals import Lateness
-from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_LINES, SUBS
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
 from headway.ledger.cause import Cause
 from headway.ledger.kernels import profile_account
 from headway.ledger.operation_ledger import operation_account
@@ -172,6 +172,12 @@ class Ledger:
         return self.ledger_ns["useful"] / self.total_ns if self.total_ns else 0.0
 
     @property
+    def step_goodput(self) -> float:
+        """Useful device-time / device-time of all that comes with the steps, 0..1: goodput of a run without end."""
+        steady = sum(amount for bucket, amount in self.ledger_ns.items() if bucket not in ONCE_PER_RUN)
+        return self.ledger_ns["useful"] / steady if steady else 0.0
+
+    @property
     def bound(self) -> str:
         """What bounds the steps: 'device' where that is at work for most of their time, else the bucket that takes most
         of the rest; '' without steps."""
@@ -206,6 +212,7 @@ class Ledger:
             "wall_ns": self.wall_ns,
             "wall_s": self.wall_ns / NS_PER_S,
             "goodput": self.goodput,
+            "step_goodput": self.step_goodput,
             "ledger": {bucket: amount / NS_PER_S for bucket, amount in self.ledger_ns.items()},
             "ledger_ns": dict(self.ledger_ns),
             "sub": {sub: amount / NS_PER_S for sub, amount in self.sub_ns.items()},

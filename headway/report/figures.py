@@ -28,6 +28,9 @@ GAIN_THAT_LEADS = 1.05
 LEAST_HEADLINE = 0.02
 """Share of the device time below which a loss is no headline: two runs of one script differ by as much."""
 
+NOTHING_PAYS = "none that pays is known"
+"""How the fix of a cause begins against which the planner tried everything in vain."""
+
 GAIN_WORTH_NAMING = 1.02
 """A predicted speedup below this is not offered as a win: it drowns in the noise of two runs."""
 
@@ -209,6 +212,9 @@ class Verdict:
     allow: str = ""
     """The consent that it needs; '' where it needs none."""
 
+    script: str = ""
+    """What the user can write in the script instead, a line to copy; '' where the fix says all that is known."""
+
     def to_json(self) -> dict[str, str]:
         """Return the `verdict` entry of a `headway.why/2` object."""
         return asdict(self)
@@ -262,8 +268,25 @@ def verdict(why: Json) -> Verdict:
     rest = _larger_loss(why, str(first.get("cause", "")).partition(".")[0])
     sentence = f"{end}{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}."
     gain = predicted(first) if (finite(first.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING else ""
-    names = (str(first.get(key) or "") for key in ("cause", "remedy", "allow"))
+    names = (str(first.get(key) or "") for key in ("cause", "remedy", "allow", "script"))
     return Verdict(sentence, clean(first.get("fix") or ""), gain, *names)
+
+
+def goodput_of(facts: Json) -> str:
+    """Write the goodput of a run, and that of its steps where start-up and the like make it another; '' without it.
+
+    >>> goodput_of({"goodput": 0.388, "step_goodput": 0.91}), goodput_of({"goodput": 0.9, "step_goodput": 0.91})
+    ('goodput 38.8 % (in its steps 91.0 %)', 'goodput 90.0 %')
+    """
+    whole, steps = finite(facts.get("goodput")), finite(facts.get("step_goodput"))
+    if whole is None:
+        return ""
+    apart = steps is not None and steps - whole >= STARTS_SHOW
+    return f"goodput {percent(whole)}" + (f" (in its steps {percent(steps)})" if apart else "")
+
+
+STARTS_SHOW = 0.05
+"""Difference of the goodput of a run and that of its steps from which both are said."""
 
 
 def ending(end: Json | None, steps: object = None) -> str:
@@ -334,9 +357,10 @@ def _larger_loss(why: Json, bucket: str) -> str:
 
 
 def headline(cause: Json, why: Json) -> bool:
-    """Tell whether a cause may be what a verdict is about: above the noise of a run, and not headway's own doing."""
+    """Tell whether a cause may be what a verdict is about: above the noise, to be mended, and not headway's own."""
     lost = share(cause.get("lost_device_s"), total_device_s(why)) or 0.0
-    return lost >= LEAST_HEADLINE and cause.get("cause") != "host.recording"
+    mended = not str(cause.get("fix") or "").startswith(NOTHING_PAYS)
+    return lost >= LEAST_HEADLINE and mended and cause.get("cause") != "host.recording"
 
 
 def worth_naming(cause: Json, why: Json) -> bool:

@@ -27,6 +27,7 @@ from headway.report.figures import (
     count,
     ending,
     finite,
+    goodput_of,
     interval,
     percent,
     plural,
@@ -81,7 +82,7 @@ def _run_sentence(run: Json) -> Text:
     """Return how the run ended and how fast it was."""
     rate = finite(run.get("steps_per_s"))
     speed = f"{format_rate(rate)} steps/s" if rate is not None else ""
-    facts = joined([speed, f"goodput {percent(run['goodput'])}" if finite(run.get("goodput")) is not None else ""])
+    facts = joined([speed, goodput_of(run)])
     failed = ending(run.get("exit"))
     return Text.assemble((f"{failed} ", "bold red") if failed else ("Done. ", "bold"), facts)
 

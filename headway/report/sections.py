@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from headway.core.units import format_rate
-from headway.ledger.buckets import SUB_LINES
+from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
 from headway.report.charts import HeatMap
 from headway.report.figures import (
     BUCKET_STYLES,
     GAIN_WORTH_NAMING,
+    STARTS_SHOW,
     Json,
     clean,
     count,
@@ -80,11 +81,15 @@ def _rect(bucket: str, left: float, width: float, height: int, hint: str = "") -
 
 
 def verdict_part(why: Json) -> str:
-    """Return the headline and the remedy of a `headway.why/2` object, as `figures.verdict` says them."""
+    """Return the headline, the fix, the user's own edit and the next command of a `headway.why/2` object."""
     answer = verdict(why)
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
     remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>' if answer.fix else ""
-    return f"<h1>{text(answer.sentence).replace(' x ', ' × ')}</h1>{remedy}"
+    copies = [("In the script", answer.script), ("Next", str((why.get("verdict") or {}).get("command") or ""))]
+    blocks = "".join(
+        f'<div class="copy"><span>{label}</span><code>{text(line)}</code></div>' for label, line in copies if line
+    )
+    return f"<h1>{text(answer.sentence).replace(' x ', ' × ')}</h1>{remedy}{blocks}"
 
 
 def key_figures(why: Json, run: Json | None) -> str:
@@ -104,6 +109,7 @@ def key_figures(why: Json, run: Json | None) -> str:
         ("Steps per second", format_rate(rate) if rate is not None else "-"),
         ("Speedup", speedup(next((row.get("measured_speedup") for row in whole), None))),
         ("Goodput", percent(why.get("goodput"))),
+        ("Goodput in steps", percent(why.get("step_goodput"))),
         ("MFU", percent((why.get("mfu") or {}).get("mfu"))),
         ("Straggler slowdown", speedup(slowdown)),
         ("Coverage", percent(why.get("coverage"))),
@@ -197,6 +203,10 @@ def _stacks(ledger: Mapping[str, float], rank_ledger: Mapping[int, Mapping[str, 
         worst = sorted(bars, key=lambda name: bars[name].get("useful", 0.0))[:MOST_STACKS]
         note = f'<p class="note">The {MOST_STACKS} of {count(len(bars))} ranks with the least useful time.</p>'
         bars = {name: bars[name] for name in bars if name in set(worst)}
+    steady = {name: amount for name, amount in ledger.items() if name not in ONCE_PER_RUN}
+    if 0 < sum(steady.values()) < (1 - STARTS_SHOW) * sum(ledger.values()):  # a bar of its own, to a scale of its own
+        bar = _stack("in steps", steady, sum(steady.values()), 20)
+        note += f'<div class="stack apart">{bar}</div><p class="note">In steps: without what comes once in a run.</p>'
     longest = max((sum(parts.values()) for parts in bars.values()), default=0.0)
     height = 20 if len(bars) <= 16 else 8
     rows = "".join(_stack(name, parts, longest, height) for name, parts in bars.items())

@@ -29,6 +29,7 @@ from headway.report.figures import (
     count,
     device_seconds,
     finite,
+    goodput_of,
     percent,
     plural,
     predicted,
@@ -184,7 +185,7 @@ def _footnotes(why: Json, ledger: dict[str, float]) -> list[RenderableType]:
     """Return the line of ratios, and what is not measured directly."""
     fidelity = finite(why.get("fidelity"))
     facts = [
-        f"goodput {percent(why.get('goodput'))}",
+        goodput_of(why) or "goodput -",
         f"covered {percent(why.get('coverage'))}" if finite(why.get("coverage")) is not None else "",
         f"replay within {percent(abs(fidelity - 1))}" if fidelity is not None else "",
     ]

@@ -20,7 +20,7 @@ from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root
 from headway.parallel.recorded import reasons_of
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.report.figures import verdict
+from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, verdict
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
 from headway.trace.assemble import json_object
@@ -211,19 +211,28 @@ def fixes_of(
     """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
 
     What headway can apply is promised only where the plan holds it, or would hold it with one more consent: that one
-    is named, with the consent, where no other one wins.
+    is named, with the consent, where no other one wins. Where one that needs none may win, and this run is too noisy to
+    tell, that is said instead.
     Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
     """
     fixes: dict[str, Fix] = {}
+    unsure: dict[str, Fix] = {}
     free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
     rest = [row for row in plan.proposals if row not in free]
     kept = {row.name for row in free if not row.applies or row.name in (*plan.chosen, *refused)}
     free = [row for row in free if row.name in kept]
     won = {cause for row in free if row.clear for cause in CAUSES_OF_REMEDY.get(row.name, ())}
+    maybe = [row for row in plan.proposals if row.applies and not row.clear and row.allow is None]
+    for row in maybe:
+        if row.predicted_speedup >= GAIN_THAT_LEADS:
+            low, high = row.interval
+            text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
+            found = Fix(f"{text}record for longer, or on a quieter host", row.predicted_speedup, row.interval)
+            unsure |= {cause: found for cause in CAUSES_OF_REMEDY.get(row.name, ()) if cause not in won}
     for row in [*free, *rest]:
         for cause in CAUSES_OF_REMEDY.get(row.name, ()):
             best = fixes.get(cause)
-            if row in rest and cause in won:
+            if row in rest and (cause in won or cause in unsure):
                 continue
             if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
                 grant = "" if row in free else f" --allow {row.allow}"
@@ -243,8 +252,11 @@ def fixes_of(
                     row.name if by_headway else "",
                     row.allow or "" if by_headway and grant else "",
                 )
-    return fixes
+    return {**unsure, **fixes}
 
+
+NOT_RESOLVED = "not resolved"
+"""What a fix says whose gain this run is too short or too disturbed to tell."""
 
 GRANTED = {
     "result-equivalent": "with other random draws of the same distribution",
@@ -266,5 +278,5 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
     known = [*([f"predicted: {predicted}"] if tried else []), *given]
-    fix = f"none that pays is known ({'; '.join(known)})"
+    fix = f"{NOTHING_PAYS} ({'; '.join(known)})"
     return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False)

@@ -87,7 +87,8 @@ def plan(
 def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
     """Return the plan without what no cause of the run asks for, and how much that is.
 
-    What headway cannot apply is for a run without anything to apply. What the user can change stands: a remedy against a cause of this run that was refused says why.
+    What headway cannot apply is for a run without anything to apply. What the user can change stands: a remedy against
+    a cause of this run that was refused says why.
     """
     found = {cause.cause for cause in causes}
 

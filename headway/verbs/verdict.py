@@ -33,7 +33,9 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     explanation = explain_run(run, str(path))
     before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
     rate = steps_per_s(explanation.ledger)
-    facts: dict[str, Any] = {"goodput": explanation.ledger.goodput, "steps_per_s": rate}
+    account = explanation.ledger
+    facts: dict[str, Any] = {"goodput": account.goodput, "step_goodput": account.step_goodput, "steps_per_s": rate}
+    facts["verdict"] = explanation.to_json()["verdict"]
     if plan is not None:
         measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
         facts["applied"] = applied_rows(plan, found, measured, taken_away)
