@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from headway import checkpoint as checkpoint
     from headway import data as data
     from headway import storage as storage
+    from headway.checkpoint.policy import CheckpointPolicy as CheckpointPolicy
     from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
     from headway.core.errors import HeadwayError as HeadwayError
+    from headway.data.runtime.fleet import Fleet as Fleet
+    from headway.integrations.notebook import open_run as open_run
     from headway.integrations.notebook import run as run
     from headway.ledger.ledger import Ledger as Ledger
     from headway.plan.planner import Plan as Plan
@@ -37,8 +40,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PUBLIC: dict[str, str] = {
+    "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
     "Checkpointer": "headway.checkpoint.runtime.engine:Checkpointer",
     "Dag": "headway.sim.dag:Dag",
+    "Fleet": "headway.data.runtime.fleet:Fleet",
     "HeadwayError": "headway.core.errors:HeadwayError",
     "Ledger": "headway.ledger.ledger:Ledger",
     "Plan": "headway.plan.planner:Plan",
@@ -50,6 +55,7 @@ PUBLIC: dict[str, str] = {
     "epoch": "headway.runtime.annotate:epoch",
     "evaluation": "headway.runtime.annotate:evaluation",
     "log_to": "headway.runtime.annotate:log_to",
+    "open_run": "headway.integrations.notebook:open_run",
     "run": "headway.integrations.notebook:run",
     "steps": "headway.runtime.annotate:steps",
     "storage": "headway.storage",
@@ -60,4 +66,5 @@ PUBLIC: dict[str, str] = {
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
+__all__ = list(PUBLIC)
 __getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import headway
+from headway.core.errors import InputError
 from headway.report.notebook import fragment
 from headway.runtime.in_process import Run
 from tests.paths import ROOT
@@ -78,6 +79,25 @@ def test_a_finished_recording_shows_every_bucket_that_it_has(tmp_path, monkeypat
 
     assert re.search(r"Steps</dt><dd>5<", markup)
     assert re.search(r"useful.*startup.*unknown", markup, re.DOTALL)
+
+
+def test_a_recording_answers_in_python_when_it_has_ended(tmp_path):
+    run = headway.run(tmp_path / "run")
+    with run:
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            model(torch.ones(2, 4)).mean().backward()
+            optimizer.step()
+    again = headway.open_run(tmp_path / "run")
+
+    assert run.ledger.steps == run.why()["steps"] == again.ledger.steps == 5
+    assert run.why()["verdict"]["command"].startswith("headway report")
+    assert "<h1>" in again.report(tmp_path / "page.html").read_text()
+    with pytest.raises(InputError, match="no run folder to read"):
+        headway.open_run(tmp_path / "none")
+    with pytest.raises(InputError, match="no run folder to read"):
+        headway.run(enabled=False).why()
 
 
 def test_a_ledger_that_cannot_be_drawn_is_one_warning(tmp_path, capsys):

@@ -33,4 +33,5 @@ PUBLIC: dict[str, str] = {
 }
 """Public name -> "module:attribute"."""
 
+__all__ = list(PUBLIC)
 __getattr__, __dir__ = lazily(__name__, PUBLIC)

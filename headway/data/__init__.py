@@ -106,4 +106,5 @@ PUBLIC: dict[str, str] = {
 """Every lazily loaded public name -> "module:attribute"."""
 
 
+__all__ = list(PUBLIC)
 __getattr__, __dir__ = lazily(__name__, PUBLIC)

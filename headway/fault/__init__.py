@@ -35,4 +35,5 @@ PUBLIC: dict[str, str] = {
 }
 """Public name -> "module:function"."""
 
+__all__ = list(PUBLIC)
 __getattr__, __dir__ = lazily(__name__, PUBLIC)

@@ -27,4 +27,5 @@ PUBLIC: dict[str, str] = {
 }
 """Callback -> "module:class". Its library must be installed; headway does not ask for it."""
 
+__all__ = list(PUBLIC)
 __getattr__, __dir__ = lazily(__name__, PUBLIC)
