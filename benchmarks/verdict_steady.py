@@ -17,11 +17,12 @@ from _command import headway
 from _other_load import spinning
 
 JOB = '''
-import gc, logging, os, sys, time
+import gc, json, logging, os, sys, time
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 kind, folder = sys.argv[1], sys.argv[2]
+edit = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
 ranks = int(os.environ.get("WORLD_SIZE", "1"))
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -45,7 +46,7 @@ class Examples(Dataset):
 
 class Slow(logging.Handler):
     def emit(self, record):
-        time.sleep(0.01)
+        time.sleep(0.004)
 
 
 class Net(torch.nn.Module):
@@ -72,10 +73,18 @@ wait = {"fetch": 0.002, "augmented": 0.002, "restarts": 0.0002}.get(kind, 0.0)
 turns = {"prep": 20000}.get(kind, 0)
 workers = 1 if kind == "restarts" else 0
 size = 80 if kind == "restarts" else 800
-loader = DataLoader(Examples(size, wait, turns, kind == "augmented"), batch_size=8, num_workers=workers)
+settings = {"num_workers": workers, **edit.get("loader", {})}
+loader = DataLoader(Examples(size, wait, turns, kind == "augmented"), batch_size=8, **settings)
 log = logging.getLogger("job")
 log.addHandler(Slow())
+if "queue" in edit:
+    import logging.handlers, queue
+    q = queue.Queue(); behind = logging.handlers.QueueListener(q, *log.handlers); behind.start()
+    log.handlers = [logging.handlers.QueueHandler(q)]
 held, steps = [], 0
+if "collect_every" in edit:
+    gc.freeze()
+    gc.disable()
 for epoch in range(20 if kind == "restarts" else 2):
     for batch in loader:
         if kind == "script":
@@ -87,12 +96,13 @@ for epoch in range(20 if kind == "restarts" else 2):
         optimizer.step()
         optimizer.zero_grad()
         steps += 1
-        if kind == "logging":
+        if "collect_every" in edit and steps % edit["collect_every"] == 0:
+            gc.collect()
+        if kind == "logging" and steps % edit.get("log_every", 1) == 0:
             log.warning("loss %s", loss.item())
         if kind == "garbage":
             held.append([{"at": [at]} for at in range(3000)])
-            held = held[-100:]
-            gc.collect() if steps % 2 == 0 else None
+            held = held[-150:]
         if kind == "saves" and steps % 8 == 0:
             path = os.path.join(folder, "last.pt")
             torch.save({"model": net.state_dict(), "more": torch.zeros(8_000_000)}, path)
@@ -104,6 +114,8 @@ for epoch in range(20 if kind == "restarts" else 2):
                 for _ in range(20):
                     model(batch)
             model.train()
+if "queue" in edit:
+    behind.stop()
 if ranks > 1:
     dist.destroy_process_group()
 '''

@@ -32,7 +32,10 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "comm.static_graph": lambda given: call("DistributedDataParallel", {"static_graph": True}, "static_graph"),
     "host.gc": lambda given: f"gc.freeze() and gc.disable(), then gc.collect() every {given.get('every_steps')} steps",
-    "host.logging": lambda given: "logging.handlers.QueueHandler before the handlers, with a QueueListener behind it",
+    "host.logging": lambda given: (
+        "q = queue.Queue(); logging.handlers.QueueListener(q, *log.handlers).start(); "
+        "log.handlers = [logging.handlers.QueueHandler(q)]"
+    ),
     "parallel.schedule": lambda given: "",  # torch has no public way to give a schedule another order
     "checkpoint.async": lambda given: "headway.Checkpointer(root, model=..., opt=...) in place of the save",
 }  # fmt: skip
