@@ -208,3 +208,25 @@ def test_nothing_that_the_script_lets_go_is_kept():
     gc.collect()
 
     assert gone() is None
+
+
+@pytest.mark.parametrize(("share", "checked"), [(0.0, 1), (1e9, 4)])
+def test_a_script_that_makes_loader_after_loader_pays_for_the_first_and_within_a_share_of_the_time(
+    share, checked, monkeypatch
+):
+    monkeypatch.setattr("headway.runtime.rereading.SHARE", share)
+    recorder = Recorder()
+    recorder.loaders = {group: {} for group in range(4)}
+    again, dataset = Rereadings(recorder), Squares()
+    loader = DataLoader(dataset, 5)
+    every = [again.keep(group, dataset, loader.collate_fn, [0]) for group in range(4)]
+    for kept in every:
+        kept.expected = checksum(loader.collate_fn([dataset[0]]))
+    for _ in range(LATER[-1] + 12):
+        recorder.step()
+        for kept in every:
+            if kept.pipe >= 0:
+                select.select([kept.pipe], [], [], 60)
+
+    assert [group for group, facts in recorder.loaders.items() if facts] == list(range(checked))
+    assert len(recorder.spans) == len(LATER) * checked

@@ -10,7 +10,8 @@ generators as they were before it.
              checksum   ==?   checksum                   ==?   checksum
 
 With workers, which have the dataset, a first child reads at the first step what the others are compared with. A child
-costs the training thread a fork; its answer is read at a later step.
+costs the training thread a fork; its answer is read at a later step. Where a script makes loader after loader, forks are
+put off until they are within a share of the time.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ from headway.trace.vocabulary import READ_AGAIN
 
 LATER = (8, 64)
 """Optimizer steps after the first load at which its indices are read again."""
+
+SHARE = 0.01
+"""Of the time since the first load, what the forks may take in all; those of the first loader are always done."""
+
+POSTPONED = 8
+"""Steps by which a fork is put off that would take more."""
 
 FEW = 4
 """Examples that are read for a loader with workers."""
@@ -212,6 +219,7 @@ class Rereadings:
         self._probes = probes
         self._kept: dict[int, Kept] = {}
         self._pid = os.getpid()
+        self._since_ns = self._spent_ns = 0
 
     def keep(self, group: int, dataset: Any, collate_fn: Callable[[Any], Any], indices: Any) -> Kept | None:
         """Begin with a loader's first load, before it is read; None where it is not wanted, or was kept before.
@@ -234,6 +242,7 @@ class Rereadings:
         kept = Kept(group, weakref.ref(dataset), collate, indices, restore, probes.steps[0], due)
         self._kept[group] = kept
         if len(self._kept) == 1:
+            self._since_ns = now()
             probes.listeners.append(self.stepped)
         probes.wanted[self.stepped] = 0
         probes.due[0] = 0
@@ -264,6 +273,8 @@ class Rereadings:
             return NEVER
         if since < kept.due[0]:
             return kept.due[0] - since
+        if kept.group != next(iter(self._kept)) and self._spent_ns > SHARE * (now() - self._since_ns):
+            return POSTPONED
         kept.at = since
         del kept.due[0]
         if in_use():
@@ -275,6 +286,7 @@ class Rereadings:
             return NEVER
         start = now()
         kept.pipe, kept.pid = detached(kept.read)
+        self._spent_ns += now() - start
         self._probes.emit(RECORDING, start, now() - start, READ_AGAIN)
         return 1
 
