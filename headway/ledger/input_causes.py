@@ -155,7 +155,7 @@ def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     evidence = f"{loader.calls:,} calls of next(loader) waited {each} while their batch was prepared"
     if queue > 0:
         evidence += f", {format_seconds(queue)} of it waiting for a CPU core"
-    cores = ledger.meta.get("cores")
+    cores, busy = ledger.meta.get("cores"), False
     if _is_served(ledger):
         fix = MORE_AT_SERVER
     elif reason := loader.refusal:
@@ -164,11 +164,11 @@ def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
         fix = "prepare in worker processes: DataLoader(num_workers=2); try --set workers=2"
     elif queue > own / 2 or (cores and workers and workers * _ranks_per_host(ledger) >= int(cores)):
         fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"
+        busy = True
     else:
         fix = f"more workers than {workers if workers is not None else 'now'}{TRY}workers={2 * (workers or 1)}"
-    return _cause(
-        "input.prep", loader, own + waited, evidence + also_waited(waited), fix, _more_workers(ledger, loader)
-    )
+    script = "" if busy else _more_workers(ledger, loader)
+    return _cause("input.prep", loader, own + waited, evidence + also_waited(waited), fix, script)
 
 
 def input_transfer(ledger: Ledger) -> list[Cause]:
@@ -190,7 +190,8 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     elif start > hand and loader.facts.persistent:
         fix = "its workers are kept between epochs already: fewer of them start sooner"
     elif start > hand:
-        fix = "keep the workers between epochs: DataLoader(persistent_workers=True); try --set persistent=true"
+        fix = "keep the workers between epochs: one loader for all of them, and persistent_workers=True"
+        fix += f"{TRY}persistent=true"
     elif str(ledger.meta.get("device_type", "cpu")) == "cpu":
         fix = "hand over less: smaller dtypes, fewer and larger tensors per batch"
     else:

@@ -5,6 +5,8 @@ Seconds are device-seconds.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.ledger.cause import Cause
 from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
@@ -77,14 +79,18 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     waits = {loader: amounts.get("eval.input", 0) for loader, amounts in ledger.loader_ns.items()}
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
     facts = known.get(str(slowest)) if slowest is not None and waits[slowest] else None
-    if facts is not None and seconds["waiting for its loader"] > own / 2 and not facts.unfit_ahead:
-        where, fix = where_of(facts), "give the loader of the evaluation workers, and keep them between evaluations"
-    else:
-        where, fix = (
-            "evaluation",
-            "evaluate less often, on fewer examples, or in a process of its own from a checkpoint",
-        )
-    return [Cause("eval", where, own + waited, evidence + also_waited(waited), fix)]
+    found = Cause("eval", "evaluation", own + waited, evidence + also_waited(waited), "")
+    if facts is None or seconds["waiting for its loader"] <= own / 2 or facts.unfit_ahead:
+        fix = "evaluate less often, on fewer examples, or in a process of its own from a checkpoint"
+        return [replace(found, fix=fix)]
+    fix = "give the loader of the evaluation workers, and keep them between evaluations"
+    if facts.num_workers:
+        fix = "keep the workers of its loader between evaluations: one loader for all, and persistent_workers=True"
+    if facts.num_workers and facts.persistent:
+        fix = f"more workers than {facts.num_workers} for its loader, or fewer examples"
+    script = f"DataLoader(..., num_workers={facts.num_workers or 2}, persistent_workers=True)"
+    script = "" if facts.persistent else script
+    return [replace(found, where=where_of(facts), fix=fix, script=script, line=facts.line or "")]
 
 
 def bubble(ledger: Ledger) -> list[Cause]:

@@ -10,8 +10,8 @@ generators as they were before it.
              checksum   ==?   checksum                   ==?   checksum
 
 With workers, which have the dataset, a first child reads at the first step what the others are compared with. A child
-costs the training thread a fork; its answer is read at a later step. Where a script makes loader after loader, forks are
-put off until they are within a share of the time.
+costs the training thread a fork; its answer is read at a later step. Where a script makes loader after loader, forks
+are put off until they are within a share of the time.
 """
 
 from __future__ import annotations
