@@ -89,7 +89,7 @@ for epoch in range(20 if kind == "restarts" else 2):
     for batch in loader:
         if kind == "script":
             time.sleep(0.01)
-        if kind == "straggler" and dist.get_rank() == 1:
+        if kind.startswith("straggler") and dist.get_rank() == int(kind[9:] or 1):
             time.sleep(0.02)
         loss = model(batch).square().mean()
         loss.backward()
@@ -104,7 +104,7 @@ for epoch in range(20 if kind == "restarts" else 2):
             held.append([{"at": [at]} for at in range(3000)])
             held = held[-150:]
         if kind == "saves" and steps % 8 == 0:
-            path = os.path.join(folder, "last.pt")
+            path = os.path.join(folder, f"last-{os.environ.get('RANK', '0')}.pt")
             torch.save({"model": net.state_dict(), "more": torch.zeros(8_000_000)}, path)
             with open(path, "rb+") as file:
                 os.fsync(file.fileno())
