@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.cluster.adaptive.knapsack import elastic as elastic
+    from headway.cluster.adaptive.speed import fit_speed as fit_speed
     from headway.cluster.compare import compare_policies as compare_policies
     from headway.cluster.engine import simulate as simulate
     from headway.cluster.estimate import fit_rates as fit_rates
@@ -26,6 +28,8 @@ PUBLIC: dict[str, str] = {
     "Rates": "headway.cluster.model:Rates",
     "POLICIES": "headway.cluster.policies.table:POLICIES",
     "compare_policies": "headway.cluster.compare:compare_policies",
+    "elastic": "headway.cluster.adaptive.knapsack:elastic",
+    "fit_speed": "headway.cluster.adaptive.speed:fit_speed",
     "fit_rates": "headway.cluster.estimate:fit_rates",
     "leximin": "headway.cluster.programs.leximin:leximin",
     "maxmin": "headway.cluster.programs.maxmin:maxmin",
