@@ -11,6 +11,7 @@ from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.cluster.adaptive.knapsack import elastic as elastic
+    from headway.cluster.adaptive.noise import NoiseScale as NoiseScale
     from headway.cluster.adaptive.speed import fit_speed as fit_speed
     from headway.cluster.compare import compare_policies as compare_policies
     from headway.cluster.engine import simulate as simulate
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 PUBLIC: dict[str, str] = {
     "Cluster": "headway.cluster.model:Cluster",
+    "NoiseScale": "headway.cluster.adaptive.noise:NoiseScale",
     "Jobs": "headway.cluster.model:Jobs",
     "Rates": "headway.cluster.model:Rates",
     "POLICIES": "headway.cluster.policies.table:POLICIES",
