@@ -5,7 +5,8 @@ used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.gradient_view', 'comm.order', \
-'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'parallel.schedule', 'power.filler']
+'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', \
+'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ADVISERS: dict[str, str] = {
     "host": "headway.host.advise:propose",
     "fault": "headway.fault.advise:propose",
     "power": "headway.power.advise:propose",
+    "cluster": "headway.cluster.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 

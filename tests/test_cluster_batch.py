@@ -60,7 +60,7 @@ def test_steps_that_are_not_finite_are_counted_and_biased_ones_make_way():
 
 
 def quadratic(world_size):
-    """Return the samples of this rank: loss 1/2 ||w - x||^2, so Sigma = DIM and ||G||^2 = DIM / 20 at w = sqrt(1/20)."""
+    """Return this rank's samples of the loss ||w - x||^2 / 2: Sigma = DIM, and ||G||^2 = DIM / 20 at w^2 = 1/20."""
     rank = torch.distributed.get_rank()
     generator = torch.Generator().manual_seed(rank)
     model = torch.nn.Linear(1, DIM, bias=False)
@@ -77,7 +77,7 @@ def quadratic(world_size):
     return context.outcomes[-1].facts["samples"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_noise_scale_of_a_quadratic_is_measured_within_5_percent(tmp_path, world_size):
     found = on_ranks(quadratic, world_size, world_size)
     (tmp_path / "applied").mkdir()

@@ -135,6 +135,7 @@ class _Engine:
             self.jobs, self.cluster, self.window, self.start_s, self.finish_s, self.isolated_s,
             np.asarray(self.jobs.steps / self.able.max(axis=1, initial=0.0, where=self.able > 0).clip(1e-300)),
             self.moves, self.used_s, max(self.decide_s), tuple(self.notes), tuple(self.prices),
+            tuple(self.decide_s[1:]),
         )  # fmt: skip
 
     def round(self) -> None:

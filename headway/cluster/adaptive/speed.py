@@ -149,20 +149,27 @@ def fit_speed(
         ])  # fmt: skip
         return value, gradient
 
-    # Two starts: the published one, and the times themselves read as a line and as sums without overlap.
-    line = np.linalg.lstsq(np.stack([np.ones_like(size), size], axis=1), passes, rcond=None)[0]
-    own = start.copy()
-    own[6] = 2.0
-    own[:2] = np.maximum(line, passes.min() / 100 / np.array([1, size.max()]))
-    for at, here in ((2, many), (4, one)):
-        if here.any():
-            own[at] = max(float(np.median((steps - passes)[here])), steps.min() / 100)
-            own[at + 1] = own[at] / 100
+    # Two starts: the published one, and one read from the times.
     tries = [
         minimize(loss, np.clip(first, low, high), jac=True, method="L-BFGS-B", bounds=Bounds(low, high))
-        for first in (start, own)
+        for first in (start, _start_of(start, size, passes, steps, ((2, many), (4, one))))
     ]
     found = min(tries, key=lambda each: float(each.fun)).x
     if not many.any():  # a network is taken to be somewhat slower than a host
         found[2:4] = np.maximum(found[2:4], 1.1 * found[4:6])
     return Speed(*(float(value) for value in found))
+
+
+def _start_of(
+    start: Values, size: Values, passes: Values, steps: Values, waits: tuple[tuple[int, NDArray[np.bool_]], ...]
+) -> Values:
+    """Read a start from the times: passes as a line in the size, steps as sums of a pass and a constant wait."""
+    found = start.copy()
+    line = np.linalg.lstsq(np.stack([np.ones_like(size), size], axis=1), passes, rcond=None)[0]
+    found[:2] = np.maximum(line, passes.min() / 100 / np.array([1, size.max()]))
+    for at, here in waits:
+        if here.any():
+            found[at] = max(float(np.median((steps - passes)[here])), steps.min() / 100)
+            found[at + 1] = found[at] / 100
+    found[6] = 2.0
+    return found

@@ -37,7 +37,9 @@ def batch(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
 
     Parameters: batch_size and own_batch_size (examples per rank and update read, new and the script's own),
     accumulation (updates left out before each), initial_batch (examples of the recorded run, all ranks), noise_scale
-    (examples), predicted_useful (useful examples/s that the plan promised; noted only). Raises `InputError` on sizes below 1.
+    (examples), predicted_useful (useful examples/s that the plan promised; noted only).
+
+    Raises `InputError` on sizes below 1.
     """
     size, own = int(parameters["batch_size"]), int(parameters["own_batch_size"])
     accumulation, initial = int(parameters.get("accumulation", 0)), int(parameters["initial_batch"])
@@ -121,7 +123,7 @@ class _Change:
             """Iterate over batches of the new size, where the loader brings the script's own for training."""
             sampler = loader.batch_sampler
             fits = type(sampler) is BatchSampler and sampler.batch_size == self.own and torch.is_grad_enabled()
-            if fits and len(sampler.sampler) >= self.size:  # type: ignore[arg-type]  # samplers that have no length raise
+            if fits and len(sampler.sampler) >= self.size:
                 self._changed.append((sampler, sampler.batch_size))
                 sampler.batch_size = self.size
                 self.facts["num_loaders"] += 1

@@ -155,4 +155,5 @@ class Watch:
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Squared norm of several tensors together."""
-    return torch.stack([torch.linalg.vector_norm(each) for each in tensors]).square().sum()
+    found: torch.Tensor = torch.stack([torch.linalg.vector_norm(each) for each in tensors]).square().sum()
+    return found
