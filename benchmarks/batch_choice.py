@@ -1,9 +1,9 @@
-"""A batch chosen from one run's gradient noise and the times of two, against six batches that are all tried.
+"""A batch chosen from one run's gradient noise and the times of three, against six batches that are all tried.
 
 Claim: on a sleeping accelerator with two gloo ranks (--full: 1, 2 and 4), the time to the target loss with the chosen
 batch is within 10 % of the best of six, by the median of 3 seeds; at equal progress (steps x gain, AdaScale) the loss
 of the chosen batch differs from that of the initial one by at most twice the spread over seeds. A step sleeps
-4 ms + 0.3 ms per example of its rank; evaluations are not part of the time.
+12 ms + 0.9 ms per example of its rank; evaluations are not part of the time.
 """
 
 import argparse
@@ -29,7 +29,9 @@ from headway.runtime.pool import Pool
 from headway.runtime.remedy import Context
 
 INITIAL, TRIED, SEEDS, DIM = 16, (1, 2, 4, 8, 16, 32), 3, 30
-TARGET, MOST_STEPS, RATE = 0.02, 3000, 0.004
+FIXED_S, EXAMPLE_S = 0.012, 0.0009
+PROBED, PROBE_STEPS = (4, 16), 20
+TARGET, MOST_STEPS, RATE = 0.02, 3000, 0.01
 
 
 def train(size: int, seed: int, phi: float, most_steps: int) -> dict[str, Any]:
@@ -53,25 +55,26 @@ def train(size: int, seed: int, phi: float, most_steps: int) -> dict[str, Any]:
     wrapped = DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loader = DataLoader(data, batch_size=INITIAL // world, shuffle=True, drop_last=True, generator=own)
-    spent_s, steps, losses = 0.0, 0, []
-    while steps < most_steps:
+    times_s, losses = [], []
+    while len(losses) < most_steps:
         for features, target in loader:
             began = time.perf_counter()
             optimizer.zero_grad()
-            time.sleep(0.004 + 0.0003 * len(features))
+            time.sleep(FIXED_S + EXAMPLE_S * len(features))
             ((wrapped(features)[:, 0] - target) ** 2).mean().backward()
             optimizer.step()
-            spent_s, steps = spent_s + time.perf_counter() - began, steps + 1
+            times_s.append(time.perf_counter() - began)
             # The excess loss is known in closed form: features are independent, of variance 1.
             losses.append(float(((model.weight.detach()[0] - truth) ** 2).sum()))
-            if losses[-1] <= TARGET or steps >= most_steps:
+            if losses[-1] <= TARGET or len(losses) >= most_steps:
                 break
         if losses[-1] <= TARGET:
             break
     for undo in reversed(context.undos):
         undo()
     samples = outcomes[1].facts["samples"]
-    return {"seconds": spent_s, "steps": steps, "step_s": spent_s / steps, "losses": losses, "samples": samples}
+    # The median: what a busy host does to single steps is not the job's speed.
+    return {"seconds": sum(times_s), "step_s": statistics.median(times_s), "losses": losses, "samples": samples}
 
 
 def on(pool: Pool, world: int, *arguments: Any) -> list[dict[str, Any]]:
@@ -94,22 +97,26 @@ def noise_of(ranks: list[dict[str, Any]]) -> NoiseScale:
 def round_of(pool: Pool, world: int) -> dict[str, Any]:
     """Choose a batch, then try all of them."""
     first = on(pool, world, INITIAL, 0, 1.0, MOST_STEPS)
-    probe = on(pool, world, 4 * INITIAL, 0, 1.0, 40)
+    probes = [on(pool, world, factor * INITIAL, 0, 1.0, PROBE_STEPS)[0] for factor in PROBED]
     estimate = noise_of(first)
-    phi, sizes = estimate.noise_scale or 1.0, np.array([INITIAL, 4 * INITIAL]) // world
-    step_s = [first[0]["step_s"], probe[0]["step_s"]]
-    speed = fit_speed([1, 1], [world, world], sizes, step_s, step_s)
+    phi, sizes = estimate.noise_scale or 1.0, np.array([INITIAL, *(factor * INITIAL for factor in PROBED)]) // world
+    step_s = [first[0]["step_s"], *(probe["step_s"] for probe in probes)]
+    speed = fit_speed(np.ones(len(sizes)), np.full(len(sizes), world), sizes, step_s, step_s)
     limits = Limits(INITIAL, INITIAL * TRIED[-1], 1, INITIAL * TRIED[-1])
-    best = best_batch(speed, limits, np.array([1]), np.array([world]), sqr=estimate.sqr, var=estimate.var)
+    best = best_batch(
+        speed, limits, np.array([1]), np.array([world]), sqr=estimate.sqr, var=estimate.var, two_alone=False
+    )
     chosen = int(best.microbatch_size[0] * (best.accumulation[0] + 1) * world)
     times: dict[int, list[float]] = {}
     losses: dict[int, list[float]] = {}
+    steps: dict[int, list[int]] = {}
     for seed in range(SEEDS):  # interleaved: all sizes meet the same noise of the host
         for size in (*(INITIAL * factor for factor in TRIED), chosen):
             found = on(pool, world, size, seed, phi, MOST_STEPS)[0]
             gain = estimate.gain(size)
+            steps.setdefault(size, []).append(len(found["losses"]))
             times.setdefault(size, []).append(found["seconds"] if found["losses"][-1] <= TARGET else float("inf"))
-            at = min(round(150 / gain), len(found["losses"]) - 1)  # after the progress of 150 initial steps
+            at = min(round(60 / gain), len(found["losses"]) - 1)  # after the progress of 60 initial steps
             losses.setdefault(size, []).append(found["losses"][at])
     median = {size: statistics.median(values) for size, values in times.items()}
     fastest = min(median[INITIAL * factor] for factor in TRIED)
@@ -118,6 +125,8 @@ def round_of(pool: Pool, world: int) -> dict[str, Any]:
     return {
         "ranks": world, "noise_scale": round(phi, 1), "biased": estimate.biased, "chosen": chosen,
         "seconds_to_target": {str(size): round(value, 2) for size, value in sorted(median.items())},
+        "steps_to_target": {str(size): statistics.median(each) for size, each in sorted(steps.items())},
+        "step_s": [round(each, 4) for each in step_s],
         "over_best": round(median[chosen] / fastest, 3),
         "predicted_useful_per_s": round(float(best.useful_per_s[0]), 1),
         "loss_at_equal_progress": [round(statistics.fmean(losses[size]), 4) for size in (INITIAL, chosen)],

@@ -1,6 +1,7 @@
 """Queues of training jobs: policies, simulated; what a recorded queue suffered, and what each would have made of it.
 
-Public names are resolved on first use, through one literal table; none of them needs torch; `fit_speed` needs scipy, the extra `cluster`.
+Public names are resolved on first use, through one literal table; none of them needs torch. `fit_speed` needs scipy,
+the extra `cluster`.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def noise_of(run: Run, measured: Measured) -> NoiseScale:
     Raises `FormatError` on rows that are not samples.
     """
     noise = NoiseScale(measured.initial_batch)
-    by_step: dict[int, list[list[float]]] = {}
+    by_step: dict[int, list[list[Any]]] = {}
     for path in sorted((run.path / "applied").glob("r*.json")):
         tree = read_json(path, fix="Record the run again.")
         for row in (tree.get("remedies") or []) if isinstance(tree, dict) else []:
@@ -115,8 +115,9 @@ def noise_of(run: Run, measured: Measured) -> NoiseScale:
             continue  # a rank whose samples ended earlier
         count = int(per_rank) * ranks
         size = measured.microbatch_size * count
-        local = float(np.mean([row[1] for row in rows]))
-        noise.add(local=local, total=float(total), count=count, batch_size=size, biased=bool(biased))
+        # What was not finite is null in JSON: the step is skipped, and counted.
+        local, mean = (np.nan if None in each else float(np.mean(each)) for each in ([r[1] for r in rows], [total]))
+        noise.add(local=local, total=mean, count=count, batch_size=size, biased=bool(biased))
     return noise
 
 
@@ -135,14 +136,14 @@ def batch_answer(
     top = largest or 16 * first.initial_batch
     limits = Limits(first.initial_batch, top, 1, micro_most or top)
     # Without an estimate every example counts the same: throughput.
-    known = noise.noise_scale is not None or noise.num_steps > 0
+    known = noise.noise_scale is not None
     sqr, var = (max(noise.sqr, 0.0), max(noise.var, 0.0)) if known else (0.0, 1.0)
     most = max(m.num_replicas for m in rows)
     sizes = sorted({first.num_replicas, devices or first.num_replicas, *(2**k for k in range(12) if 2**k <= 2 * most)})
     sizes = [size for size in sizes if size <= top]
     per_host = -(-first.num_replicas // first.num_hosts)
     hosts = [-(-size // per_host) for size in sizes]
-    found = best_batch(speed, limits, np.array(hosts), np.array(sizes), sqr=sqr, var=var)
+    found = best_batch(speed, limits, np.array(hosts), np.array(sizes), sqr=sqr, var=var, two_alone=False)
     table = [
         {
             "num_replicas": size, "num_hosts": host, "microbatch_size": int(micro), "accumulation": int(extra),
@@ -162,7 +163,7 @@ def batch_answer(
         "predicted_useful_examples_per_s": first.predicted,
     }  # fmt: skip
     return {
-        "schema": "headway.cluster-batch/1", "noise_scale": noise.noise_scale if known else None,
+        "schema": "headway.cluster-batch/1", "noise_scale": noise.noise_scale,
         "basis": "useful examples per second" if known else "throughput only: the run has no noise scale",
         "biased": noise.biased, "noise_steps": noise.num_steps, "skipped_steps": noise.skipped,
         "best": best, "now": now, "table": table, "speed": asdict(speed), "num_configurations": len(set(columns)),

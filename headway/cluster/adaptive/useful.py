@@ -81,17 +81,18 @@ class Choice(NamedTuple):
 
 
 def best_batch(
-    speed: Speed, limits: Limits, num_hosts: Indices, num_replicas: Indices, *, sqr: float, var: float
-) -> Choice:
+    speed: Speed, limits: Limits, num_hosts: Indices, num_replicas: Indices, *, sqr: float, var: float,
+    two_alone: bool = True,
+) -> Choice:  # fmt: skip
     """Choose the batch with the most useful examples per second for each (hosts, replicas) [k].
 
-    One replica with more than the initial batch accumulates at least once:
-    from a single gradient no variance can be estimated.
+    With `two_alone`, the published rule, one replica with more than the initial batch accumulates at least once: from
+    a single gradient no variance can be estimated, unless consecutive ones are compared.
     """
     tries = np.geomspace(np.maximum(limits.initial, limits.micro_least * num_replicas), limits.largest, NUM_SIZES)
     each = tries / num_replicas
     accumulation = np.ceil(each / limits.micro_most - 1e-8) - 1
-    alone = (num_replicas == 1) & (each > limits.initial + 1e-8)
+    alone = two_alone & (num_replicas == 1) & (each > limits.initial + 1e-8)
     accumulation = np.where(alone, np.maximum(accumulation, 1), accumulation)
     micro = np.ceil(each / (accumulation + 1) - 1e-8)
     batch = num_replicas * micro * (accumulation + 1)

@@ -18,6 +18,7 @@ is taken to be divided by their number; a scaled loss (GradScaler) is refused.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,7 +127,7 @@ class Watch:
         if len(self._pending) >= EVERY_NOTES or (self._step <= EVERY_NOTES and self._step % 8 == 0):
             values = torch.stack([each[3] for each in self._pending]).double().tolist()
             rows = [
-                [step, *pair, count, int(biased)]
+                [step, *(value if math.isfinite(value) else None for value in pair), count, int(biased)]
                 for (step, count, biased, _), pair in zip(self._pending, values, strict=True)
             ]
             self.facts["samples"] += rows
@@ -150,7 +151,8 @@ class Watch:
         self.facts["preconditioned"] = True
         group = self._optimizer.param_groups[0] if self._optimizer is not None else {}
         steps, beta = float(state.get("step", self._step)), group.get("betas", (0.9, 0.999))[1]
-        return gradient / ((state["exp_avg_sq"] / (1 - beta**steps)).sqrt() + group.get("eps", 1e-8))
+        root: torch.Tensor = (state["exp_avg_sq"] / (1 - beta**steps)).sqrt() + group.get("eps", 1e-8)
+        return gradient / root
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:
