@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from importlib.util import find_spec
 
 import numpy as np
@@ -173,6 +174,32 @@ def test_a_run_without_a_noise_scale_is_ranked_by_throughput_and_its_plan_measur
     assert found["best"]["num_replicas"] == 2
     assert found["best"] in found["table"]
     assert [row["name"] for row in json.loads((tmp_path / "plan.json").read_text())["remedies"]] == ["cluster.noise"]
+
+
+@needs_scipy
+def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promised(capsys, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(RUN, run)
+    meta = json.loads((run / "run.json").read_text())
+    facts = {"batch_size": 32, "accumulation": 1, "initial_batch": 32, "predicted_useful": 99.0, "num_loaders": 1}
+    samples = [[step, 3.0, 2.0, 2, 0] for step in range(1, 50)]
+    rows = [{"name": "cluster.batch", "facts": facts}, {"name": "cluster.noise", "facts": {"samples": samples}}]
+    (run / "run.json").write_text(json.dumps({**meta, "applied": rows}))
+    (run / "applied").mkdir(exist_ok=True)
+    for rank in (0, 1):
+        (run / f"applied/r{rank}.json").write_text(json.dumps({"rank": rank, "remedies": rows}))
+    now = json.loads(answer(capsys, run, "--json")[1].out)
+    refused, shown = answer(capsys, run, "--out", tmp_path / "plan.json")
+    answer(capsys, run, "--out", tmp_path / "plan.json", "--allow", "lossy")
+    (remedy, _) = json.loads((tmp_path / "plan.json").read_text())["remedies"]
+
+    assert (now["now"]["batch_size"], now["now"]["predicted_useful_examples_per_s"]) == (128, 99.0)
+    # Four gradients of 32: sqr = (4 x 2 - 3) / 3, Sigma = (3 - 2) / 3 x 128.
+    assert now["noise_scale"] == pytest.approx(128 / 5)
+    assert refused == 2
+    assert "--allow lossy" in shown.err
+    assert (remedy["name"], remedy["allow"]) == ("cluster.batch", "lossy")
+    assert remedy["parameters"]["own_batch_size"] == 16
 
 
 @needs_scipy

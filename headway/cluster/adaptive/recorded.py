@@ -19,6 +19,7 @@ from headway.core.units import NS_PER_S
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.compare import steps_per_s
 from headway.ledger.ledger import Ledger
+from headway.trace.in_force import in_force
 from headway.trace.loader_facts import LoaderFacts
 from headway.trace.runs import Run
 
@@ -76,7 +77,7 @@ def measured_of(run: Run, *, batch_size: int = 0) -> Measured:
         if not sized:
             raise InputError(f"no loader of {run.path} says its batch size. Pass --batch-size, examples per rank.")
         batch_size = int(sized[0][1] or 0)
-    changed: dict[str, Any] = next((row["facts"] for row in meta.get("applied") or [] if _in_force(row, BATCH)), {})
+    changed = in_force(meta).get(BATCH, {})
     waits = [BUCKETS.index(bucket) for bucket in ("comm", "straggler")]
     steps = ledger.step_ns[:, 1:] if ledger.step_ns.shape[1] > 1 else ledger.step_ns
     sync_s = float(steps[waits].sum(axis=0).mean()) / (ledger.devices * NS_PER_S) if steps.size else 0.0
@@ -90,10 +91,6 @@ def measured_of(run: Run, *, batch_size: int = 0) -> Measured:
     )  # fmt: skip
 
 
-def _in_force(row: Any, name: str) -> bool:
-    return isinstance(row, dict) and row.get("name") == name and bool(row.get("applied")) and bool(row.get("facts"))
-
-
 def noise_of(run: Run, measured: Measured) -> NoiseScale:
     """Put the ranks' norms together: the mean of the local ones per step, beside the norm of the mean.
 
@@ -103,11 +100,11 @@ def noise_of(run: Run, measured: Measured) -> NoiseScale:
     by_step: dict[int, list[list[Any]]] = {}
     for path in sorted((run.path / "applied").glob("r*.json")):
         tree = read_json(path, fix="Record the run again.")
-        for row in (tree.get("remedies") or []) if isinstance(tree, dict) else []:
-            for sample in row["facts"].get("samples", ()) if _in_force(row, NOISE) else ():
-                if not (isinstance(sample, list) and len(sample) == 5):
-                    raise FormatError(f"{path} has the sample {sample!r}; five numbers are a sample. Record it again.")
-                by_step.setdefault(int(sample[0]), []).append(sample)
+        applied = tree.get("remedies") if isinstance(tree, dict) else None
+        for sample in in_force({"applied": applied or []}).get(NOISE, {}).get("samples") or ():
+            if not (isinstance(sample, list) and len(sample) == 5):
+                raise FormatError(f"{path} has the sample {sample!r}; five numbers are a sample. Record it again.")
+            by_step.setdefault(int(sample[0]), []).append(sample)
     for _, rows in sorted(by_step.items()):
         _, _, total, per_rank, biased = rows[0]
         ranks = 1 if biased else measured.num_replicas
