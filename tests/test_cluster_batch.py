@@ -189,6 +189,9 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     for rank in (0, 1):
         (run / f"applied/r{rank}.json").write_text(json.dumps({"rank": rank, "remedies": rows}))
     now = json.loads(answer(capsys, run, "--json")[1].out)
+    with pytest.raises(SystemExit):
+        main(["compare", str(RUN), str(run), "--json"])
+    notes = json.loads(capsys.readouterr().out)["notes"]
     refused, shown = answer(capsys, run, "--out", tmp_path / "plan.json")
     answer(capsys, run, "--out", tmp_path / "plan.json", "--allow", "lossy")
     (remedy, _) = json.loads((tmp_path / "plan.json").read_text())["remedies"]
@@ -196,6 +199,7 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     assert (now["now"]["batch_size"], now["now"]["predicted_useful_examples_per_s"]) == (128, 99.0)
     # Four gradients of 32: sqr = (4 x 2 - 3) / 3, Sigma = (3 - 2) / 3 x 128.
     assert now["noise_scale"] == pytest.approx(128 / 5)
+    assert any(note.startswith("batch 32 -> 128: useful examples per second") for note in notes)
     assert refused == 2
     assert "--allow lossy" in shown.err
     assert (remedy["name"], remedy["allow"]) == ("cluster.batch", "lossy")

@@ -118,6 +118,43 @@ def noise_of(run: Run, measured: Measured) -> NoiseScale:
     return noise
 
 
+def now_of(measured: Measured, noise: NoiseScale) -> dict[str, Any]:
+    """Return what the present batch is worth; without a noise scale every example counts the same."""
+    known = noise.noise_scale is not None
+    sqr, var = (noise.sqr, max(noise.var, 0.0)) if known else (0.0, 1.0)
+    worth = measured.initial_batch * float(gain(measured.batch_size / measured.initial_batch, sqr=sqr, var=var))
+    step_s = measured.step_s + measured.accumulation * measured.compute_s
+    return {
+        "batch_size": measured.batch_size, "num_replicas": measured.num_replicas,
+        "useful_examples_per_s": worth / step_s, "microbatch_size": measured.microbatch_size,
+        "accumulation": measured.accumulation, "step_s": step_s, "initial_batch": measured.initial_batch,
+        "own_batch_size": measured.own_batch_size, "predicted_useful_examples_per_s": measured.predicted,
+    }  # fmt: skip
+
+
+def learned(before: Run, after: Run) -> str:
+    """Say what another batch made of the useful examples per second; '' where the second run had no other batch.
+
+    Both are judged by the noise scale of the second run, or the first one's where it has none.
+    """
+    if BATCH not in in_force(after.meta):
+        return ""
+    try:
+        pair = [measured_of(run) for run in (before, after)]
+    except InputError as cause:
+        return f"useful examples per second are unknown: {cause}"
+    noise = noise_of(after, pair[1])
+    noise = noise if noise.noise_scale is not None else noise_of(before, pair[0])
+    first, second = (now_of(each, noise) for each in pair)
+    rates = [float(each["useful_examples_per_s"]) for each in (first, second)]
+    promised = second["predicted_useful_examples_per_s"]
+    return (
+        f"batch {first['batch_size']} -> {second['batch_size']}: useful examples per second {rates[0]:,.0f} -> "
+        f"{rates[1]:,.0f} ({rates[1] / rates[0]:.2f}x)" + (f", promised {promised:,.0f}" if promised else "")
+        + "; steps per second do not judge another batch"
+    )  # fmt: skip
+
+
 def batch_answer(
     runs: Sequence[Run], *, batch_size: int = 0, largest: int = 0, micro_most: int = 0, devices: int = 0
 ) -> dict[str, Any]:
@@ -151,14 +188,7 @@ def batch_answer(
     ]  # fmt: skip
     allowed = [row for row in table if row["num_replicas"] <= (devices or first.num_replicas)]
     best = max(allowed, key=lambda row: float(row["useful_examples_per_s"]))
-    worth = float(gain(first.batch_size / first.initial_batch, sqr=sqr, var=var)) * first.initial_batch
-    step_s = first.step_s + first.accumulation * first.compute_s
-    now = {
-        "batch_size": first.batch_size, "num_replicas": first.num_replicas, "useful_examples_per_s": worth / step_s,
-        "microbatch_size": first.microbatch_size, "accumulation": first.accumulation, "step_s": step_s,
-        "initial_batch": first.initial_batch, "own_batch_size": first.own_batch_size,
-        "predicted_useful_examples_per_s": first.predicted,
-    }  # fmt: skip
+    now = now_of(first, noise)
     return {
         "schema": "headway.cluster-batch/1", "noise_scale": noise.noise_scale,
         "basis": "useful examples per second" if known else "throughput only: the run has no noise scale",
