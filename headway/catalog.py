@@ -4,8 +4,9 @@ Nothing is imported here: an entry is "module:function", resolved where it is
 used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
-['checkpoint.async', 'comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', \
-'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'parallel.schedule', 'power.filler']
+['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.gradient_view', 'comm.order', \
+'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', \
+'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ADVISERS: dict[str, str] = {
     "host": "headway.host.advise:propose",
     "fault": "headway.fault.advise:propose",
     "power": "headway.power.advise:propose",
+    "cluster": "headway.cluster.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 
@@ -35,6 +37,8 @@ REMEDIES: dict[str, str] = {
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
     "power.filler": "headway.power.runtime.filler:fill_gaps",
+    "cluster.batch": "headway.cluster.runtime.batch:batch",
+    "cluster.noise": "headway.cluster.runtime.noise:noise",
 }
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
 
@@ -60,6 +64,11 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "checkpoint.async": {"every_steps": "size"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
+    "cluster.batch": {
+        "batch_size": "size", "own_batch_size": "size", "accumulation": "count", "initial_batch": "size",
+        "noise_scale": "number", "predicted_useful": "number",
+    },
+    "cluster.noise": {"every_steps": "size"},
     "power.filler": {"on_after_s": "number", "off_within_s": "number", "level": "number"},
 }  # fmt: skip
 """Remedy -> its parameters and their kinds (`headway.plan.parameters.KINDS`): a plan file is checked before a run."""
@@ -91,5 +100,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "checkpoint.async": ("checkpoint.stall",),
     "straggler.remove": ("straggler.rank",),
     "power.filler": (),
+    "cluster.batch": (),
+    "cluster.noise": (),
 }
 """Remedy -> the causes that it acts against."""

@@ -40,6 +40,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "trace export": ("headway.verbs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
     "trace align": ("headway.verbs.trace_align:align", "Put the clocks of all ranks on one: offset, drift, causality."),
+    "cluster batch": ("headway.verbs.cluster_batch:batch", "Find the batch size that learns most per second."),
     "cluster compare": (
         "headway.verbs.cluster:compare",
         "Say what a queue suffered, and what each policy would make of it.",

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headway.cluster.model import Allocation, Cluster, Indices, Jobs, QueueState, Rates, Values, check_fits
+from headway.cluster.model import Adapting, Allocation, Cluster, Indices, Jobs, QueueState, Rates, Values, check_fits
 from headway.cluster.outcome import Outcome
 from headway.cluster.policies.table import MIXING, POLICIES, PolicyFn
 from headway.cluster.rounds import ORDERS, Rows, chosen_rows
@@ -69,22 +69,27 @@ def simulate(
     round_s: float = 360.0,
     reset_s: float = 1920.0,
     rules: str = "headway",
+    adapting: Adapting | None = None,
 ) -> Outcome:
     """Play a queue through; `rates` [n, W] are steps/s of each whole job on each type of the cluster.
 
     `window` (first, last) ends the simulation when jobs first..last-1 are
     done; figures are means over them. `rules` "gavel" is the published
-    mechanism. Raises `InputError` on jobs that fit no pool, on NaN or negative
-    rates, and on an unknown policy.
+    mechanism. With `adapting`, columns of the cluster are hosts, rounds begin
+    at multiples of `round_s`, each with a decision, and what a job does in one
+    is asked of `adapting`; the policy must pick whole devices. Raises `InputError` on
+    jobs that fit no pool, on NaN or negative rates, and on an unknown policy.
     """
     pools = cluster if isinstance(cluster, Cluster) else Cluster.of(cluster)
     decide = pick(POLICIES, policy, "policy") if isinstance(policy, str) else policy
+    if adapting is not None and decide not in MIXING:
+        raise InputError("this policy does not place jobs on hosts. Choose pollux, tiresias or optimus.")
     table = Rates.of(rates, jobs, pools)
     check_fits(jobs, pools, table.alone, mixed=decide in MIXING)
     first, last = window or (0, len(jobs))
     if not 0 <= first < last <= len(jobs):
         raise InputError(f"the window is {first}:{last}, there are {len(jobs)} jobs; choose 0 <= first < last <= that.")
-    return _Engine(jobs, pools, decide, table, seed, (first, last), Timing(rules, round_s, reset_s)).run()
+    return _Engine(jobs, pools, decide, table, seed, (first, last), Timing(rules, round_s, reset_s), adapting).run()
 
 
 class _Engine:
@@ -92,22 +97,25 @@ class _Engine:
 
     def __init__(
         self, jobs: Jobs, cluster: Cluster, decide: PolicyFn, rates: Rates, seed: int, window: tuple[int, int],
-        timing: Timing,
+        timing: Timing, adapting: Adapting | None = None,
     ) -> None:  # fmt: skip
         n, num_types = rates.alone.shape
         self.jobs, self.cluster, self.decide, self.rates, self.timing = jobs, cluster, decide, rates, timing
-        self.process = Process(seed)
+        self.process, self.adapting = Process(seed), adapting
         self.shuffler = random.Random(seed + 5)  # the stream of types that the published mechanism draws from
         self.window = window
         self.entity = np.unique(np.array(jobs.entity), return_inverse=True)[1].reshape(-1)
         # Where a pool is smaller than the gang, the job does not run on it.
-        self.able = np.where(jobs.scale[:, None] <= cluster.count, rates.alone, 0.0)
+        self.able = np.where((jobs.scale[:, None] <= cluster.count) | (adapting is not None), rates.alone, 0.0)
         self.allowed = rates.alone if decide in MIXING else self.able
         self.fastest = self.able.max(axis=1, initial=0.0).clip(1e-300)
         self.left, self.finish_s, self.start_s = jobs.steps.copy(), np.full(n, math.nan), np.full(n, math.nan)
         self.isolated_s, self.isolated_rate = np.zeros(n), np.zeros(n)
         self.moves, self.previous = np.zeros(n, np.int64), np.zeros((n, num_types))
-        self.partner, self.ran_on, self.debt_s = np.full(n, -1), np.full(n, -1), np.zeros(n)
+        self.partner, self.ran_on = np.full(n, -1), np.full(n, -1)
+        # Jobs that adapt are built anew for each size: their first start costs as much as a later one.
+        self.debt_s = jobs.restart_s.copy() if adapting else np.zeros(n)
+        self.served_s, self.memory = np.zeros(n), np.zeros(n)
         self.used_s = np.zeros(num_types)  # device-seconds
         self.next_job, self.waiting_window = 0, window[1] - window[0]
         self.active = self.picked_jobs = np.zeros(0, np.int64)
@@ -121,12 +129,13 @@ class _Engine:
     def run(self) -> Outcome:
         """Let everything happen."""
         if len(self.jobs):
-            self.process.after(float(max(self.jobs.arrival_s[0], 0.0)), self.round)
+            self.process.after(self.wait_s(float(max(self.jobs.arrival_s[0], 0.0))), self.round)
         self.process.run()
         return Outcome(
             self.jobs, self.cluster, self.window, self.start_s, self.finish_s, self.isolated_s,
             np.asarray(self.jobs.steps / self.able.max(axis=1, initial=0.0, where=self.able > 0).clip(1e-300)),
             self.moves, self.used_s, max(self.decide_s), tuple(self.notes), tuple(self.prices),
+            tuple(self.decide_s[1:]),
         )  # fmt: skip
 
     def round(self) -> None:
@@ -137,6 +146,7 @@ class _Engine:
         arrivals = self.next_job < len(self.jobs)
         if not self.waiting_window or not (arrivals or self.active.size):
             return
+        self.need = self.need or self.adapting is not None  # what jobs report changes with every round
         due = now_s - self.reset_at_s >= self.timing.reset_s or self.allocation.devices is not None
         # Where jobs without a share wait, free devices wait too: by our own rules such policies decide each round.
         due = due or (self.allocation.strict and self.timing.rules != "gavel")
@@ -155,7 +165,15 @@ class _Engine:
                 raise HeadwayError(
                     f"the policy leaves {self.active.size} jobs waiting for ever. Choose another policy."
                 )
-        self.process.after(max(length_s, 0.0), self.round)
+        self.process.after(self.wait_s(max(length_s, 0.0)), self.round)
+
+    def wait_s(self, length_s: float) -> float:
+        """Time to the next round: with jobs that adapt, to the first multiple of its length, otherwise at once."""
+        if self.adapting is None:
+            return length_s
+        now_s, round_s = self.process.now_s, self.timing.round_s
+        later = math.floor(now_s / round_s + 1e-9) + 1
+        return max(math.ceil((now_s + length_s) / round_s - 1e-9), later) * round_s - now_s
 
     def credit(self) -> None:
         """Book the steps and the time of the round that ends now."""
@@ -218,7 +236,8 @@ class _Engine:
         state = QueueState(
             at, self.allowed[at], rates.kind[at], rates.shared, self.left[at], jobs.scale[at], jobs.weight[at],
             self.entity[at], jobs.arrival_s[at], jobs.deadline_s[at], self.isolated_s[at], jobs.restart_s[at],
-            self.previous[at], partner, self.process.rng("policy"),
+            self.previous[at], partner, self.process.rng("policy"), self.moves[at], self.served_s[at], self.memory[at],
+            self.adapting,
         )  # fmt: skip
         clock = time.perf_counter()
         found = self.allocation = self.decide(state, self.cluster, now_s)
@@ -226,7 +245,9 @@ class _Engine:
         self.notes.update((f"the deadline of job {jobs.ids[job]!r} cannot be met", None) for job in found.late)
         if found.prices.size:
             self.prices.append((now_s, tuple(found.prices.tolist())))
-        self.previous[at] = found.x
+        self.previous[at] = found.x if found.devices is None else found.devices
+        if found.memory is not None:
+            self.memory[at] = found.memory
         self.partner[at] = -1
         elapsed_s = min(now_s - self.reset_at_s, now_s)
         half_s = self.timing.round_s / 2
@@ -268,7 +289,11 @@ class _Engine:
             return 0.0
         a, b = rows.a[row], rows.b[row]
         lost_s = self.moved(a, b, kind, used)
-        steps_a, seconds_a = self.work(a, rate, lost_s)
+        if self.adapting is None:
+            steps_a, seconds_a = self.work(a, rate, lost_s)
+        else:
+            steps_a, seconds_a = self.adapting.work(a, used, self.timing.round_s - lost_s)
+            steps_a, seconds_a = np.minimum(steps_a, self.left[a]), seconds_a + lost_s
         steps_b, seconds_b = np.zeros(row.size), np.zeros(row.size)
         paired = np.flatnonzero(b >= 0)
         if paired.size:
@@ -281,6 +306,7 @@ class _Engine:
         first = b[paired][np.isnan(self.start_s[b[paired]])]
         self.start_s[first] = now_s
         self.used_s += (used * seconds[:, None]).sum(axis=0)
+        self.served_s[a] += used.sum(axis=1) * seconds
         self.running, self.started_s = (row, kind, seconds, steps_a, steps_b), now_s
         return float(seconds.max())
 

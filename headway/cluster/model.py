@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -207,6 +208,26 @@ def check_fits(jobs: Jobs, cluster: Cluster, alone: Values, *, mixed: bool = Fal
     )
 
 
+class Adapting(Protocol):
+    """Jobs whose speed depends on their devices, batch and progress: the engine and policies ask it, not the rates."""
+
+    def work(self, jobs: Indices, devices: Values, seconds: Values) -> tuple[Values, Values]:
+        """Let jobs [k] run on devices [k, W] for a time [k]: steps done (infinity = all), seconds used."""
+        ...
+
+    def most(self, jobs: Indices) -> Indices:
+        """[k] Most devices that each may have."""
+        ...
+
+    def speedup(self, jobs: Indices, num_hosts: Indices, num_devices: Indices, fair: int) -> Values:
+        """[k, c] Useful progress on each (hosts, devices) [c], over that on `fair` devices of one host."""
+        ...
+
+    def left_s(self, job: int, num_devices: int) -> float:
+        """Seconds that a job still needs on so many devices."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class QueueState:
     """The jobs that are in the system now: `m` rows, in order of arrival."""
@@ -248,13 +269,25 @@ class QueueState:
     """[m] Time lost when it is moved."""
 
     previous: Values
-    """[m, W] The last decision; 0 for jobs that came after it."""
+    """[m, W] The last decision, fractions or whole devices; 0 for jobs that came after it."""
 
     partner: Indices
     """[m] Row of the job that shared its devices at the last decision, or -1."""
 
     rng: np.random.Generator
     """Random choices of policies that make some."""
+
+    moves: Indices = field(default_factory=lambda: np.zeros(1, np.int64))
+    """[m] Times that each was moved or resumed."""
+
+    served_s: Values = field(default_factory=lambda: np.zeros(1))
+    """[m] Device-seconds that each has had."""
+
+    memory: Values = field(default_factory=lambda: np.zeros(1))
+    """[m] What the policy noted of each at its last decision; 0 for new jobs."""
+
+    adapting: Adapting | None = None
+    """Jobs that may change their size; None = each runs on `scale` devices or not at all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,3 +317,6 @@ class Allocation:
 
     prices: Values = field(default_factory=lambda: np.zeros(0))
     """[W] Prices after the last admission (Hadar)."""
+
+    memory: Values | None = None
+    """[m] What the policy notes of each job, for its next decision."""

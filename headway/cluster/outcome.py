@@ -51,6 +51,9 @@ class Outcome:
     prices: tuple[tuple[float, tuple[float, ...]], ...] = ()
     """Time of each decision and prices per type after its last admission, for policies that have prices."""
 
+    decisions_s: tuple[float, ...] = ()
+    """Wall time of each decision."""
+
     @property
     def jct_s(self) -> Values:
         """[w] Completion less arrival of the jobs of the window."""

@@ -8,6 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
+from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
+from headway.cluster.adaptive.workload import MeasuredJobs
 from headway.cluster.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies
 from headway.cluster.engine import simulate
 from headway.cluster.logs.gavel import RateTable, read_trace
@@ -29,9 +31,10 @@ SPARE_JOBS = 3000
 
 
 def sim(
-    *, trace: str, devices: str, policy: str, data: Path | None = None, jobs_per_hour: float = 4.0,
+    *, trace: str, policy: str, devices: str = "", data: Path | None = None, jobs_per_hour: float = 4.0,
     num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
-    speed: str = "", round_s: float = 360.0, reset_s: float = 1920.0, explain: bool = False, json: bool = False,
+    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, explain: bool = False,
+    json: bool = False,
 ) -> int:  # fmt: skip
     """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
 
@@ -44,13 +47,14 @@ def sim(
     Parameters
     ----------
     trace
-        gavel:single, gavel:multi, gavel:static, a .trace file of Gavel's, or a log as `cluster compare` reads.
+        gavel:single, gavel:multi, gavel:static, a .trace file of Gavel's, a log as `cluster compare` reads, or
+        pollux:W: one of the six workloads that Pollux was simulated with, on hosts of 4 devices.
     devices
-        Type=count, separated by commas.
+        Type=count, separated by commas; pollux:W has t4=64 where nothing is given.
     policy
         A name; a wrong one lists them all.
     data
-        Folder with cluster/gavel/throughputs.parquet.
+        Folder with cluster/gavel/throughputs.parquet, or cluster/pollux; without it, the current folder is searched.
     jobs_per_hour
         Rate of arrivals of a generated trace.
     num_jobs
@@ -66,16 +70,24 @@ def sim(
     speed
         Relative speeds of device types for logs, type=speed, separated by commas.
     round_s
-        Seconds of a round.
+        Seconds of a round; 0: 360, or 60 for pollux:W.
     reset_s
         Least seconds between two decisions.
+    load
+        Load of a workload of pollux:W, 1.0 or 0.5.
     explain
         Print the prices of devices at each decision, for policies that have prices (hadar).
     json
         Print one JSON object instead of text.
     """
-    cluster, chosen = Cluster.parse(devices, usd_per_h), pick(POLICIES, policy, "policy")
-    span = _window(window)
+    chosen, span = pick(POLICIES, policy, "policy"), _window(window)
+    if trace.startswith("pollux:"):
+        result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
+        emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
+        return 0
+    if not devices:
+        raise InputError("--devices is empty; pass type=count, such as --devices v100=36,k80=36.")
+    cluster, round_s = Cluster.parse(devices, usd_per_h), round_s or 360.0
     jobs, rates = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed)
     found = simulate(
         jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules
@@ -184,6 +196,38 @@ def _queue(
     return jobs, table.of(jobs, cluster)
 
 
+HOST_DEVICES = 4
+"""Devices of a host of Pollux' measurements."""
+
+
+def _pollux(
+    trace: str, policy: str, devices: str, data: Path | None, load: float, window: tuple[int, int] | None,
+    round_s: float, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Simulate a workload of measured applications; the answer has the published figure where there is one."""
+    number, pool = trace.partition(":")[2], Cluster.parse(devices or "t4=64")
+    total = int(pool.count.sum())
+    if len(pool.names) != 1 or total % HOST_DEVICES or not number.isdigit():
+        raise InputError(
+            f"--trace is {trace}, --devices {devices}; write pollux:6, and one type with a multiple of {HOST_DEVICES}."
+        )
+    base = data or Path()
+    places = (base / "data/cluster/pollux", base / "cluster/pollux", base / "pollux", base)
+    folder = next((place for place in places if (place / "workloads.parquet").exists()), places[0])
+    submitted = read_workload(folder, int(number), load)
+    found = MeasuredJobs(submitted, read_applications(folder), adaptive=policy == "pollux")
+    hosts = Cluster.of({f"host{index}": HOST_DEVICES for index in range(total // HOST_DEVICES)})
+    outcome = simulate(
+        found.jobs(), hosts, policy, rates=found.rates(len(hosts.names)), seed=seed, window=window, round_s=round_s,
+        adapting=found,
+    )  # fmt: skip
+    published = published_jct_s(folder, policy, int(number), load=load, interval_s=round_s)
+    return {
+        "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": "pollux", "policy": policy,
+        "published_mean_jct_s": None if window or total != 64 else published, **outcome.figures(),
+    }  # fmt: skip
+
+
 def _hours(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds / 3600:.2f}"
 
@@ -223,6 +267,9 @@ def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     add_row(rows, *_row(result["policy"], result))
     notes = [paragraph(note) for note in result["notes"][:8]]
     head = Text(f"  {result['trace']}: {result['num_jobs']:,} jobs, rules {result['rules']}, simulated")
+    if result.get("published_mean_jct_s"):
+        own, published = result["mean_jct_s"], result["published_mean_jct_s"]
+        notes.append(paragraph(f"Mean JCT {own:,.1f} s; published: {published:,.1f} s ({own / published - 1:+.1%})."))
     return draw(
         [head, "", uncut(rows), "", _gangs("gang", result), "", *notes, paragraph(WORDS, style="dim")], **screen
     )

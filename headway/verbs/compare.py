@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from cyclopts import Parameter, Token
 
+from headway.cluster.adaptive.recorded import learned
 from headway.core.errors import InputError
 from headway.core.host_load import HostLoad
 from headway.ledger.compare import compare as compare_ledgers
@@ -71,6 +72,8 @@ def compare(
     comparison = compare_ledgers(Ledger.of(runs[0]), Ledger.of(runs[1]), threshold, whole=whole, loads=loads)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
     notes = (*unfinished(*runs), *taken_away(runs[1]), *comparison.notes, *([unlike] if unlike else []))
+    other = learned(*runs)
+    notes = (*notes, other) if other else notes
     comparison = replace(comparison, notes=notes)
     answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads]}
     emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from headway.cluster.adaptive.decide import optimus, pollux, tiresias
 from headway.cluster.model import Allocation, Cluster, QueueState
 from headway.cluster.policies import baselines, fairness
 from headway.cluster.policies.fill import fill, fill_deadline, fill_makespan
@@ -37,8 +38,11 @@ POLICIES: Mapping[str, PolicyFn] = {
     "fill_makespan": fill_makespan,
     "fill_deadline": fill_deadline,
     "hadar": hadar,
+    "pollux": pollux,
+    "tiresias": tiresias,
+    "optimus": optimus,
 }
 """Policies of a queue."""
 
-MIXING: frozenset[PolicyFn] = frozenset({hadar})
+MIXING: frozenset[PolicyFn] = frozenset({hadar, pollux, tiresias, optimus})
 """Those that run a gang on several types at once."""

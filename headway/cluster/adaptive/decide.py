@@ -1,0 +1,156 @@
+"""Policies that choose how many devices each job gets: Pollux, and the two that it is compared with.
+
+Columns of the cluster are hosts here, `devices[m, w]` the devices of job m on
+host w. Jobs that cannot change their size keep the one that they asked for:
+a policy then decides only which of them run.
+
+Sources: Qiao et al., Pollux, OSDI 2021, section 4, and the code released with
+it; Gu et al., Tiresias, NSDI 2019; Peng et al., Optimus, EuroSys 2018.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.cluster.adaptive.knapsack import elastic
+from headway.cluster.model import Allocation, Cluster, Indices, QueueState, Values
+
+RESTART_S = 30.0
+"""What Pollux takes a restart to cost, in its factor (age - restarts x delay) / (age + delay)."""
+
+DEMOTED_AFTER_S = 16 * 3600.0
+"""Device-seconds after which Tiresias moves a job to its second queue."""
+
+
+def pollux(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """Sizes with the largest fair mean of useful progress: sum of -1 / (v + 1e-3) over jobs, exact by knapsack.
+
+    v = useful examples/s over those with a fair share x hosts / devices, times the restart factor where
+    the size changes. Sizes: 0, 1, 2, 4 and so on to a host, then whole hosts. A job that never ran loses nothing.
+    """
+    total, per_host = int(cluster.count.sum()), int(cluster.count.max())
+    held = np.asarray(state.previous).sum(axis=1).astype(np.int64)
+    if state.adapting is None:
+        sizes = np.unique(np.append(state.scale, 0))
+        speedup = np.where(sizes == state.scale[:, None], 1.0, np.where(sizes == 0, 0.0, -np.inf))
+    else:
+        powers = 2 ** np.arange(int(np.log2(per_host)) + 1)
+        sizes = np.unique(np.concatenate(([0], powers, np.arange(per_host, total + 1, per_host), held)))
+        hosts = -(-sizes // per_host)
+        speedup = state.adapting.speedup(state.index, hosts, sizes, -(-total // len(held)))
+        speedup = np.where(sizes <= np.maximum(state.adapting.most(state.index), held)[:, None], speedup, -np.inf)
+    age_s = now_s - state.arrival_s
+    factor = np.maximum(age_s - state.moves * RESTART_S, 0.0) / (age_s + RESTART_S)
+    factor = np.where((sizes != held[:, None]) & (state.served_s > 0)[:, None], factor[:, None], 1.0)
+    v = np.maximum(speedup, 0.0) * factor * len(cluster.names) / total
+    wanted = sizes[elastic(np.where(np.isneginf(speedup), -np.inf, -1 / (v + 1e-3)), sizes, total)]
+    return _whole(_pack(np.asarray(state.previous, np.int64), wanted, cluster.count, state.rates > 0))
+
+
+def tiresias(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """Two queues by attained service: arrival order, then jobs of 16 device-hours and more in order of demotion."""
+    first = (state.memory == 0) & (state.served_s >= DEMOTED_AFTER_S)
+    demoted_s = np.where(first, now_s, state.memory)  # 0 = still in the first queue
+    order, room = np.argsort(demoted_s, kind="stable"), int(cluster.count.sum())
+    wanted = np.zeros(len(order), np.int64)
+    for row in order:
+        if state.scale[row] <= room:
+            wanted[row] = state.scale[row]
+            room -= int(state.scale[row])
+    kept = np.where((wanted > 0)[:, None], np.asarray(state.previous, np.int64), 0)
+    return _whole(_spread(kept, wanted, order, cluster.count, state.rates > 0), demoted_s)
+
+
+def optimus(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """One device each, then one more at a time for the job whose remaining time falls most; times are the true ones."""
+    num_jobs, room = len(state.left), int(cluster.count.sum())
+    wanted, saved = np.zeros(num_jobs, np.int64), np.zeros(num_jobs)
+    if state.adapting is None:  # fixed sizes: the shortest remaining time first
+        shortest = np.argsort(state.left / np.maximum(state.rates.max(axis=1), 1e-300), kind="stable")
+        for row in shortest:
+            if state.scale[row] <= room:
+                wanted[row] = state.scale[row]
+                room -= int(state.scale[row])
+    else:
+        most = state.adapting.most(state.index)
+
+        def more(row: int) -> float:
+            if wanted[row] + 1 > most[row] or room < 1 or state.adapting is None:
+                return 0.0
+            job, size = int(state.index[row]), int(wanted[row])
+            return state.adapting.left_s(job, size) - state.adapting.left_s(job, size + 1)
+
+        for row in range(min(num_jobs, room)):
+            wanted[row], room = 1, room - 1
+            saved[row] = more(row)
+        while room and saved.max() > 0:
+            row = int(saved.argmax())
+            wanted[row] += 1
+            saved[row] = more(row)
+            room -= 1
+    kept = np.asarray(state.previous, np.int64)
+    kept = np.where((kept.sum(axis=1) == wanted)[:, None], kept, 0)
+    return _whole(_spread(kept, wanted, np.argsort(wanted, kind="stable"), cluster.count, state.rates > 0))
+
+
+def _whole(devices: Indices, memory: Values | None = None) -> Allocation:
+    """Return whole picks."""
+    return Allocation(np.zeros(devices.shape), devices=devices, memory=memory)
+
+
+def _spread(
+    devices: Indices, wanted: Indices, order: Indices, capacity: Indices, allowed: NDArray[np.bool_]
+) -> Indices:
+    """Place jobs that have no devices yet, each on the host with the most free ones, then the next."""
+    devices = devices.copy()
+    free = capacity - devices.sum(axis=0)
+    for row in order:
+        if devices[row].any() or (free * allowed[row]).sum() < wanted[row]:
+            continue
+        while devices[row].sum() < wanted[row]:
+            host = int((free * allowed[row]).argmax())
+            taken = min(int(free[host]), int(wanted[row] - devices[row].sum()))
+            devices[row, host] += taken
+            free[host] -= taken
+    return devices
+
+
+def _pack(previous: Indices, wanted: Indices, capacity: Indices, allowed: NDArray[np.bool_]) -> Indices:
+    """Place jobs: those of unchanged size stay, several hosts are whole ones, smaller jobs fill the fullest host.
+
+    So no two jobs that span hosts share one: they would slow each other down. Where free devices are
+    scattered, the jobs of the emptiest host move too.
+    """
+    devices = np.where((previous.sum(axis=1) == wanted)[:, None], previous, 0)
+    while True:
+        found = _fill(devices, wanted, capacity, allowed)
+        if found is not None:
+            return found
+        single = np.count_nonzero(devices, axis=1) == 1
+        small = devices[single].sum(axis=0)
+        if not small.any():
+            order = np.argsort(-wanted, kind="stable")
+            return _spread(np.zeros_like(devices), wanted, order, capacity, allowed)
+        host = int(np.where(small > 0, small, np.iinfo(np.int64).max).argmin())
+        devices = np.where((single & (devices[:, host] > 0))[:, None], 0, devices)
+
+
+def _fill(devices: Indices, wanted: Indices, capacity: Indices, allowed: NDArray[np.bool_]) -> Indices | None:
+    """Place the jobs that have no devices yet, the largest first; None where one does not fit."""
+    devices = devices.copy()
+    free = capacity - devices.sum(axis=0)
+    waiting = np.flatnonzero((wanted > 0) & ~devices.any(axis=1))
+    for row in waiting[np.argsort(-wanted[waiting], kind="stable")]:
+        size = int(wanted[row])
+        fits = allowed[row] & (free >= size)
+        if fits.any():
+            devices[row, np.where(fits, free, np.iinfo(np.int64).max).argmin()] = size
+        else:
+            whole = np.flatnonzero(allowed[row] & (free == capacity) & (capacity > 0))
+            before = np.cumsum(capacity[whole]) - capacity[whole]
+            devices[row, whole] = np.clip(size - before, 0, capacity[whole])
+            if devices[row].sum() < size:
+                return None
+        free = free - devices[row]
+    return devices
