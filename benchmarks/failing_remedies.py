@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from headway.catalog import REMEDIES
 from headway.core.planfile import Remedy
-from headway.data.runtime.decisions import Budget
+from headway.data.runtime.guard.decisions import Budget
 from headway.runtime.remedy import Context, apply_one
 
 ROOMS = tuple(f"/headway/{room}/" for room in ("data", "comm", "checkpoint", "host"))

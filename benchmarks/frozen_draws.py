@@ -31,8 +31,8 @@ import torch.utils.data
 from headway import data
 from headway.core.errors import InputError
 from headway.data.caches.scrutiny import unseen
-from headway.data.runtime.cache import ExampleCaches, Shelf, Stored
-from headway.data.runtime.cached_examples import CachedExamples
+from headway.data.runtime.caching.cache import ExampleCaches, Shelf, Stored
+from headway.data.runtime.caching.cached_examples import CachedExamples
 from headway.data.serving.server import DataServer
 
 SIZE, EPOCHS, BUDGET = 101, 4, 1 << 22

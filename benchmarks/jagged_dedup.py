@@ -24,7 +24,7 @@ from _noise import cheapest
 
 from headway.core.rng import stream
 from headway.data.jagged import Jagged, dedup, expected_factor
-from headway.data.runtime.jagged import on_unique
+from headway.data.runtime.examples.jagged import on_unique
 from headway.data.sessions import cluster_parquet
 
 sys.path.insert(0, str(ROOT))

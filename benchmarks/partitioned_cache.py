@@ -24,7 +24,7 @@ from headway.core.rng import stream
 from headway.data.caches.cache import TieredCache
 from headway.data.caches.partitioned import Partitioned
 from headway.data.caches.peers import listen
-from headway.data.runtime.loader import DataLoader
+from headway.data.runtime.loader.loader import DataLoader
 from headway.data.source import FolderSource, Throttled
 
 HOSTS, BATCH, EPOCHS, TOKEN = 2, 4, 3, "benchmark"

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from headway.data import Pipeline, SyntheticJpeg
 from headway.data.planning.optimize import legal_orders, op_costs
-from headway.data.runtime.chain import Chain
+from headway.data.runtime.examples.chain import Chain
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.core.rng import stream
-from headway.data.runtime.select import WithIds, scoring
+from headway.data.runtime.loader.select import WithIds, scoring
 from headway.data.select import LossSelector
 
 EPOCHS, SELECTED_EPOCHS, BATCH, LEARNING_RATE = 10, 16, 64, 0.06

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from headway.checkpoint.policy import CheckpointPolicy as CheckpointPolicy
     from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
     from headway.core.errors import HeadwayError as HeadwayError
-    from headway.data.runtime.fleet import Fleet as Fleet
+    from headway.data.runtime.fleets.fleet import Fleet as Fleet
     from headway.integrations.notebook import open_run as open_run
     from headway.integrations.notebook import run as run
     from headway.ledger.ledger import Ledger as Ledger
@@ -43,7 +43,7 @@ PUBLIC: dict[str, str] = {
     "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
     "Checkpointer": "headway.checkpoint.runtime.engine:Checkpointer",
     "Dag": "headway.sim.dag:Dag",
-    "Fleet": "headway.data.runtime.fleet:Fleet",
+    "Fleet": "headway.data.runtime.fleets.fleet:Fleet",
     "HeadwayError": "headway.core.errors:HeadwayError",
     "Ledger": "headway.ledger.ledger:Ledger",
     "Plan": "headway.plan.planner:Plan",

@@ -24,10 +24,10 @@ ADVISERS: dict[str, str] = {
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 
 REMEDIES: dict[str, str] = {
-    "data.workers": "headway.data.runtime.workers:workers",
-    "data.threads": "headway.data.runtime.switch:threads",
-    "data.cache": "headway.data.runtime.cache:cache",
-    "data.server": "headway.data.runtime.sharing:server",
+    "data.workers": "headway.data.runtime.remedies.workers:workers",
+    "data.threads": "headway.data.runtime.remedies.switch:threads",
+    "data.cache": "headway.data.runtime.caching.cache:cache",
+    "data.server": "headway.data.runtime.remedies.sharing:server",
     "comm.bucket": "headway.comm.runtime.ddp:bucket",
     "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
     "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
@@ -42,7 +42,7 @@ REMEDIES: dict[str, str] = {
 }
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
 
-REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.rehearsal:rehearse"}
+REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.remedies.rehearsal:rehearse"}
 """What is asked while a run is recorded -> the function that says which remedies a loader would not take."""
 
 SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
@@ -74,13 +74,13 @@ PARAMETERS: dict[str, dict[str, str]] = {
 """Remedy -> its parameters and their kinds (`headway.plan.parameters.KINDS`): a plan file is checked before a run."""
 
 MEASUREMENTS: dict[str, str] = {
-    "measure.cold": "headway.data.runtime.measurements:cold",
-    "measure.warm": "headway.data.runtime.measurements:warm",
-    "measure.synthetic": "headway.data.runtime.measurements:synthetic",
+    "measure.cold": "headway.data.runtime.checks.measurements:cold",
+    "measure.warm": "headway.data.runtime.checks.measurements:warm",
+    "measure.synthetic": "headway.data.runtime.checks.measurements:synthetic",
 }
 """Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
 
-CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.resume_check:resume"}
+CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.checks.resume_check:resume"}
 """Check -> the function that makes it inside a rank, for `headway data verify-resume`."""
 
 CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from headway.data.runtime.decisions import Budget
+from headway.data.runtime.guard.decisions import Budget
 from headway.runtime.patches import replace_attribute
 from headway.runtime.remedy import Refused
 

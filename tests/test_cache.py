@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from headway.data import DataLoader as OwnLoader
 from headway.data.caches import scrutiny
-from headway.data.runtime.cache import cache
-from headway.data.runtime.decisions import NOT_TRIED
-from headway.data.runtime.examples import encode
-from headway.data.runtime.workers import workers
+from headway.data.runtime.caching.cache import cache
+from headway.data.runtime.examples.examples import encode
+from headway.data.runtime.guard.decisions import NOT_TRIED
+from headway.data.runtime.remedies.workers import workers
 from headway.runtime.remedy import Applied, Refused
 from tests.remedy_context import applied
 
@@ -199,7 +199,7 @@ def test_two_datasets_share_one_budget():
 
 def test_datasets_with_the_same_facts_are_tried_once(monkeypatch):
     tried = []
-    monkeypatch.setattr("headway.data.runtime.cache.probed", lambda loader: tried.append(loader) or (None, 100))
+    monkeypatch.setattr("headway.data.runtime.caching.cache.probed", lambda loader: tried.append(loader) or (None, 100))
     with applied(cache, {"bytes": 1 << 20}) as context:
         for size in (8, 8, 12):
             read(DataLoader(Counted(size), 4), 1)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.utils.data import default_collate
 
-from headway.data.runtime.examples import equal
-from headway.data.runtime.preparers import plain, restored
+from headway.data.runtime.examples.examples import equal
+from headway.data.runtime.loader.preparers import plain, restored
 from headway.data.serving.collation import collated
 from headway.data.serving.packing import pack, packed, unpack
 

@@ -44,7 +44,7 @@ def test_what_leads_to_torch_is_a_runtime_room_or_starts_one():
     leading = graph.find_downstream_modules("torch") | graph.find_downstream_modules("ray")
     pure = {name for name in leading if "runtime" not in name.split(".") and not name.startswith(STARTING)}
 
-    assert "headway.data.runtime.loader" in leading
+    assert "headway.data.runtime.loader.loader" in leading
     assert not pure
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from headway.core.errors import DamageError, InputError
-from headway.data.runtime import image_costs, transport_costs
+from headway.data.runtime.checks import image_costs, transport_costs
 from headway.data.source import SyntheticJpeg
 from headway.verbs import data_bench
 from headway.verbs.data_bench import bench

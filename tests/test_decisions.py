@@ -11,13 +11,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from headway.core.child import said
-from headway.data.runtime import decisions
-from headway.data.runtime.cache import cache
-from headway.data.runtime.decisions import NOT_TRIED, Budget, Decisions, facts_of
-from headway.data.runtime.outcome import MOST_DECISIONS, Report
-from headway.data.runtime.sharing import server
-from headway.data.runtime.switch import threads
-from headway.data.runtime.workers import workers
+from headway.data.runtime.caching.cache import cache
+from headway.data.runtime.examples.outcome import MOST_DECISIONS, Report
+from headway.data.runtime.guard import decisions
+from headway.data.runtime.guard.decisions import NOT_TRIED, Budget, Decisions, facts_of
+from headway.data.runtime.remedies.sharing import server
+from headway.data.runtime.remedies.switch import threads
+from headway.data.runtime.remedies.workers import workers
 from headway.runtime.remedy import Refused
 from tests.loaders_made import Squares
 from tests.remedy_context import TestContext
@@ -135,7 +135,7 @@ def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objec
         children.append(said(*arguments, **named))
         return children[-1]
 
-    monkeypatch.setattr("headway.data.runtime.trial_child.said", counted)
+    monkeypatch.setattr("headway.data.runtime.guard.trial_child.said", counted)
     context = TestContext(allow="result-equivalent")
     context.shared["data.trials"].longest_s = 0.2
     try:

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.core.planfile import Remedy
-from headway.data.runtime.workers import workers
+from headway.data.runtime.remedies.workers import workers
 from headway.runtime.guard import guarded
 from headway.runtime.remedy import Refused, apply_one
 from tests.loaders_made import Squares
@@ -132,7 +132,7 @@ IN_WORKERS = [
 def test_a_step_that_fails_in_worker_processes_leaves_the_loop_its_batches(name, monkeypatch):
     failed = os.memfd_create("failed")
     module, _, path = name.partition(":")
-    target = f"headway.data.runtime.{module}.{path}"
+    target = f"headway.data.runtime.following.{module}.{path}"
     original = pkgutil.resolve_name(target)
 
     def fails_in_workers(*arguments, **named):

@@ -14,9 +14,9 @@ import torch
 from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through
 from headway.data import DataLoader, Pipeline, generator
 from headway.data.caches.scrutiny import Scrutiny, unseen
-from headway.data.runtime.cache import Shelf, Stored, cache
-from headway.data.runtime.cached_examples import CachedExamples
-from headway.data.runtime.watch import Watch
+from headway.data.runtime.caching.cache import Shelf, Stored, cache
+from headway.data.runtime.caching.cached_examples import CachedExamples
+from headway.data.runtime.examples.watch import Watch
 from tests.remedy_context import applied
 from tests.served_made import runtime  # noqa: F401 - servers of these tests have a folder of their own
 

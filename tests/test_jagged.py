@@ -17,7 +17,7 @@ from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.data import jagged
 from headway.data.jagged import DedupBatch, DedupJagged, Jagged, dedup, expand, expected_factor
-from headway.data.runtime.jagged import MODES, kjt_arguments, on_unique
+from headway.data.runtime.examples.jagged import MODES, kjt_arguments, on_unique
 
 
 @st.composite

@@ -20,8 +20,8 @@ from headway.data import DataLoader, Fleet, Pipeline
 from headway.data.caches.partitioned import Partitioned
 from headway.data.caches.peers import listen
 from headway.data.fleet.splits import Pass
-from headway.data.runtime.fleet import prepared
-from headway.data.runtime.keyed import Draws, generators_kept
+from headway.data.runtime.examples.keyed import Draws, generators_kept
+from headway.data.runtime.fleets.fleet import prepared
 from tests.served_made import runtime as runtime
 from tests.test_server import until
 

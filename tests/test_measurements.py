@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from headway.catalog import MEASUREMENTS
-from headway.data.runtime import measurements
-from headway.data.runtime.measurements import Filling, Stopwatch
+from headway.data.runtime.checks import measurements
+from headway.data.runtime.checks.measurements import Filling, Stopwatch
 from headway.runtime.patches import replace_attribute
 
 READS = mmap.mmap(-1, 4096)

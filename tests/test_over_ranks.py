@@ -7,9 +7,9 @@ import torch.distributed as dist
 
 from headway.core.errors import InputError
 from headway.data.orders.job_order import DataShareError
-from headway.data.runtime import partitioned
-from headway.data.runtime.loader import DataLoader
-from headway.data.runtime.partitioned import over_ranks, own_address
+from headway.data.runtime.caching import partitioned
+from headway.data.runtime.caching.partitioned import over_ranks, own_address
+from headway.data.runtime.loader.loader import DataLoader
 from headway.data.source import SyntheticJpeg
 from tests.spawn import on_ranks
 

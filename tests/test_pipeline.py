@@ -21,10 +21,10 @@ from headway.data.caches.scrutiny import Scrutiny
 from headway.data.planning.ops import KINDS, Stage, may_swap
 from headway.data.planning.optimize import Op, Profile, legal_orders
 from headway.data.planning.optimize import plan as best_plan
-from headway.data.runtime import ops
-from headway.data.runtime.chain import _GENERATORS, generator
-from headway.data.runtime.keyed import Keys
-from headway.data.runtime.threads import LOCK_WAIT, lock_wait_fraction
+from headway.data.runtime.examples import ops
+from headway.data.runtime.examples.chain import _GENERATORS, generator
+from headway.data.runtime.examples.keyed import Keys
+from headway.data.runtime.loader.threads import LOCK_WAIT, lock_wait_fraction
 
 IMAGES = SyntheticJpeg(24, 64, 48, seed=3)
 

@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, Subset
 
 from headway.core.errors import InputError
 from headway.data import Pipeline, SyntheticJpeg, generator
-from headway.data.runtime.examples import equal
-from headway.data.runtime.preparers import base_of, identity, plain, preparer_of, restored
+from headway.data.runtime.examples.examples import equal
+from headway.data.runtime.loader.preparers import base_of, identity, plain, preparer_of, restored
 from headway.data.serving.flights import Work
 from headway.data.serving.packing import pack, unpack
 

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.catalog import REHEARSALS
-from headway.data.runtime.switch import different
-from headway.data.runtime.workers import untunable, workers
+from headway.data.runtime.remedies.switch import different
+from headway.data.runtime.remedies.workers import untunable, workers
 from headway.runtime import rehearsals
 from headway.runtime.finalise import loaders
 from headway.trace.loader_facts import LoaderFacts

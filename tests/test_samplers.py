@@ -15,10 +15,10 @@ from torch.utils.data import (
 )
 
 from headway.data import DataLoader as OwnLoader
-from headway.data.runtime.read_ahead import CHANGED
-from headway.data.runtime.sharing import followed
-from headway.data.runtime.switch import threads, unthreadable
-from headway.data.runtime.workers import untunable, workers
+from headway.data.runtime.following.read_ahead import CHANGED
+from headway.data.runtime.remedies.sharing import followed
+from headway.data.runtime.remedies.switch import threads, unthreadable
+from headway.data.runtime.remedies.workers import untunable, workers
 from headway.data.serving.server import DataServer
 from headway.runtime.probe_input import loader_facts
 from headway.runtime.samplers import order_generators, sampler_of
@@ -33,7 +33,7 @@ REMEDIES = {
 
 @pytest.fixture(autouse=True)
 def _threads_that_do_not_wait(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.switch.lock_wait_fraction", lambda work, keys: 0.0)
+    monkeypatch.setattr("headway.data.runtime.remedies.switch.lock_wait_fraction", lambda work, keys: 0.0)
 
 
 class OwnBatches(BatchSampler):

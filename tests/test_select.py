@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.data.runtime.loader import DataLoader
-from headway.data.runtime.select import WithIds, joined, scoring, taken
+from headway.data.runtime.loader.loader import DataLoader
+from headway.data.runtime.loader.select import WithIds, joined, scoring, taken
 from headway.data.select import TIES, LossSelector
 from tests.spawn import on_ranks
 

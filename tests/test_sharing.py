@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.data import DataLoader as OwnLoader
-from headway.data.runtime.decisions import Decisions
-from headway.data.runtime.sharing import followed, server
+from headway.data.runtime.guard.decisions import Decisions
+from headway.data.runtime.remedies.sharing import followed, server
 from headway.data.serving.server import DataServer
 from headway.runtime.remedy import Applied, Refused
 from tests.loaders_made import ByTurns, Squares, Stream

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from headway.core.errors import FormatError, InputError
-from headway.data.runtime.pipeline import Pipeline
+from headway.data.runtime.loader.pipeline import Pipeline
 from headway.data.source import FolderSource, ParquetSource, SyntheticJpeg, TarSource, Throttled, tar_members
 
 

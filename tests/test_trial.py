@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from headway.data.runtime.cache_trial import uncacheable
-from headway.data.runtime.sharing import followed
-from headway.data.runtime.switch import unthreadable
-from headway.data.runtime.trial import unfit
-from headway.data.runtime.trial_child import limited
-from headway.data.runtime.workers import untunable
+from headway.data.runtime.guard.cache_trial import uncacheable
+from headway.data.runtime.guard.trial import unfit
+from headway.data.runtime.guard.trial_child import limited
+from headway.data.runtime.remedies.sharing import followed
+from headway.data.runtime.remedies.switch import unthreadable
+from headway.data.runtime.remedies.workers import untunable
 from headway.data.serving.server import DataServer
 from tests.loaders_made import Squares
 

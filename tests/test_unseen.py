@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.data.runtime.circumstances import settings_in_c
-from headway.data.runtime.surroundings import surroundings
+from headway.data.runtime.guard.circumstances import settings_in_c
+from headway.data.runtime.guard.surroundings import surroundings
 
 SETTINGS = """
 import sys

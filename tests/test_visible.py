@@ -17,11 +17,12 @@ from torch.utils.data import DataLoader, Subset
 from headway.core.child import said
 from headway.core.hidden_thread import HiddenThread
 from headway.data.caches import scrutiny
-from headway.data.runtime import contents, switch
-from headway.data.runtime.cache import cache
-from headway.data.runtime.switch import threads
-from headway.data.runtime.visible import listen, noting
-from headway.data.runtime.workers import untunable, workers
+from headway.data.runtime.caching.cache import cache
+from headway.data.runtime.examples.visible import listen, noting
+from headway.data.runtime.guard import contents
+from headway.data.runtime.remedies import switch
+from headway.data.runtime.remedies.switch import threads
+from headway.data.runtime.remedies.workers import untunable, workers
 from headway.runtime.patches import replace_attribute
 from tests.loaders_made import Squares, epochs
 from tests.remedy_context import applied

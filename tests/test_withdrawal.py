@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
-from headway.data.runtime.outcome import reporter
-from headway.data.runtime.withdrawal import CHUNK, Withdrawal
+from headway.data.runtime.examples.outcome import reporter
+from headway.data.runtime.following.withdrawal import CHUNK, Withdrawal
 from headway.plan.pace import step_seconds
 from tests.remedy_context import TestContext
 from tests.runs_made import RunMaker

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from headway.data.runtime.examples import equal
-from headway.data.runtime.workers import WAITS, untunable, workers
+from headway.data.runtime.examples.examples import equal
+from headway.data.runtime.remedies.workers import WAITS, untunable, workers
 from headway.ledger.rows import rows_by_rank
 from headway.ledger.waits import find_loads, match_batches
 from headway.runtime.finalise import finalise_attempt
@@ -239,7 +239,7 @@ def test_a_start_method_other_than_fork_and_a_daemon_are_left_alone(monkeypatch)
 
 
 def test_batches_that_shared_memory_could_not_hold_are_left_alone(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.workers.shared_memory_bytes", lambda: 100)
+    monkeypatch.setattr("headway.data.runtime.remedies.workers.shared_memory_bytes", lambda: 100)
 
     assert "/dev/shm has no room" in untunable(DataLoader(Squares()), 4)
 
@@ -306,8 +306,10 @@ def test_scripts_that_draw_while_a_loader_starts_get_the_same_numbers(script):
 def test_a_loader_made_anew_is_tried_once_and_others_only_while_the_budget_lasts(monkeypatch):
     tried = []
     for name in ("FIRST_S", "SHARE"):
-        monkeypatch.setattr(f"headway.data.runtime.decisions.{name}", 0.0)
-    monkeypatch.setattr("headway.data.runtime.workers.untunable", lambda loader, *_, **__: tried.append(loader))
+        monkeypatch.setattr(f"headway.data.runtime.guard.decisions.{name}", 0.0)
+    monkeypatch.setattr(
+        "headway.data.runtime.remedies.workers.untunable", lambda loader, *_, **__: tried.append(loader)
+    )
     with applied(workers, {**PARAMETERS, "num_workers": 1}) as context:
         counts = []
         for batch_size in (2, 2, 2, 3, 4):
@@ -396,7 +398,7 @@ class HangsInWorkers(Squares):
 
 
 def test_workers_that_hang_do_not_hang_the_loop(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.script_workers.PATIENCE_S", 1.0)
+    monkeypatch.setattr("headway.data.runtime.following.script_workers.PATIENCE_S", 1.0)
     expected, _ = epochs(lambda: DataLoader(HangsInWorkers(), 5))
     with applied(workers, {"num_workers": 2}) as context:
         found, _ = epochs(lambda: DataLoader(HangsInWorkers(), 5))

@@ -38,16 +38,16 @@ if TYPE_CHECKING:
     from headway.data.planning.optimize import Resources as Resources
     from headway.data.planning.pipeline import plan as plan
     from headway.data.planning.pipeline import profile as profile
-    from headway.data.runtime.fleet import Fleet as Fleet
-    from headway.data.runtime.keyed import generator as generator
-    from headway.data.runtime.keyed import torch_generator as torch_generator
-    from headway.data.runtime.loader import DataLoader as DataLoader
-    from headway.data.runtime.loader import DatasetChangedError as DatasetChangedError
-    from headway.data.runtime.partitioned import over_ranks as over_ranks
-    from headway.data.runtime.pipeline import Pipeline as Pipeline
-    from headway.data.runtime.ray_workers import RayFleet as RayFleet
-    from headway.data.runtime.select import WithIds as WithIds
-    from headway.data.runtime.select import scoring as scoring
+    from headway.data.runtime.caching.partitioned import over_ranks as over_ranks
+    from headway.data.runtime.examples.keyed import generator as generator
+    from headway.data.runtime.examples.keyed import torch_generator as torch_generator
+    from headway.data.runtime.fleets.fleet import Fleet as Fleet
+    from headway.data.runtime.fleets.ray_workers import RayFleet as RayFleet
+    from headway.data.runtime.loader.loader import DataLoader as DataLoader
+    from headway.data.runtime.loader.loader import DatasetChangedError as DatasetChangedError
+    from headway.data.runtime.loader.pipeline import Pipeline as Pipeline
+    from headway.data.runtime.loader.select import WithIds as WithIds
+    from headway.data.runtime.loader.select import scoring as scoring
     from headway.data.select import LossSelector as LossSelector
     from headway.data.serving.server import DataServer as DataServer
     from headway.data.sessions import cluster_parquet as cluster_parquet
@@ -61,13 +61,13 @@ if TYPE_CHECKING:
 PUBLIC: dict[str, str] = {
     "Autoscaler": "headway.data.fleet.autoscale:Autoscaler",
     "Buffered": "headway.data.orders.job_order:Buffered",
-    "DataLoader": "headway.data.runtime.loader:DataLoader",
+    "DataLoader": "headway.data.runtime.loader.loader:DataLoader",
     "DataServer": "headway.data.serving.server:DataServer",
     "DataShareError": "headway.data.orders.job_order:DataShareError",
-    "DatasetChangedError": "headway.data.runtime.loader:DatasetChangedError",
+    "DatasetChangedError": "headway.data.runtime.loader.loader:DatasetChangedError",
     "DedupJagged": "headway.data.jagged:DedupJagged",
     "Dependent": "headway.data.orders.dependent:Dependent",
-    "Fleet": "headway.data.runtime.fleet:Fleet",
+    "Fleet": "headway.data.runtime.fleets.fleet:Fleet",
     "FolderSource": "headway.data.source:FolderSource",
     "Independent": "headway.data.orders.strategies:Independent",
     "Jagged": "headway.data.jagged:Jagged",
@@ -79,9 +79,9 @@ PUBLIC: dict[str, str] = {
     "ParquetSource": "headway.data.source:ParquetSource",
     "PartitionMap": "headway.data.caches.partition:PartitionMap",
     "Partitioned": "headway.data.caches.partitioned:Partitioned",
-    "Pipeline": "headway.data.runtime.pipeline:Pipeline",
+    "Pipeline": "headway.data.runtime.loader.pipeline:Pipeline",
     "Plan": "headway.data.planning.optimize:Plan",
-    "RayFleet": "headway.data.runtime.ray_workers:RayFleet",
+    "RayFleet": "headway.data.runtime.fleets.ray_workers:RayFleet",
     "Reader": "headway.data.orders.choice:Reader",
     "Resources": "headway.data.planning.optimize:Resources",
     "Shared": "headway.data.orders.strategies:Shared",
@@ -89,19 +89,19 @@ PUBLIC: dict[str, str] = {
     "TarSource": "headway.data.source:TarSource",
     "Throttled": "headway.data.source:Throttled",
     "TieredCache": "headway.data.caches.cache:TieredCache",
-    "WithIds": "headway.data.runtime.select:WithIds",
+    "WithIds": "headway.data.runtime.loader.select:WithIds",
     "choose_order": "headway.data.orders.choice:choose_order",
     "cluster_parquet": "headway.data.sessions:cluster_parquet",
     "dedup": "headway.data.jagged:dedup",
-    "generator": "headway.data.runtime.keyed:generator",
-    "over_ranks": "headway.data.runtime.partitioned:over_ranks",
+    "generator": "headway.data.runtime.examples.keyed:generator",
+    "over_ranks": "headway.data.runtime.caching.partitioned:over_ranks",
     "partition_cache": "headway.data.caches.partition:partition_cache",
     "permute": "headway.data.orders.order:permute",
     "plan": "headway.data.planning.pipeline:plan",
     "profile": "headway.data.planning.pipeline:profile",
-    "scoring": "headway.data.runtime.select:scoring",
+    "scoring": "headway.data.runtime.loader.select:scoring",
     "session_order": "headway.data.sessions:session_order",
-    "torch_generator": "headway.data.runtime.keyed:torch_generator",
+    "torch_generator": "headway.data.runtime.examples.keyed:torch_generator",
 }
 """Every lazily loaded public name -> "module:attribute"."""
 

@@ -41,7 +41,7 @@ Values = NDArray[Any]
 PROBE_ROWS, LATER_ROWS = 16, 4
 """Rows of the first batch on which a transform has to show that it is row-pure; rows of each later batch, by sample."""
 
-TORCH_PART = "headway.data.runtime.jagged"
+TORCH_PART = "headway.data.runtime.examples.jagged"
 """Where `lookup` and `to_kjt` are: only they need torch."""
 
 

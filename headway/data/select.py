@@ -39,7 +39,7 @@ Flags = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-TORCH_PART = "headway.data.runtime.select"
+TORCH_PART = "headway.data.runtime.loader.select"
 """Where the losses of several ranks are gathered and batches are made: only that needs torch."""
 
 UNKNOWN, STORED, FRESH = range(3)
@@ -167,7 +167,8 @@ class LossSelector:
     ) -> Iterator[Any]:
         """Yield one epoch of full training batches of kept examples; `score(batch)` gives [B] losses.
 
-        See `headway.data.runtime.select.train_batches`; `scoring(model)` of that module makes the forward pass safe.
+        See `headway.data.runtime.loader.select.train_batches`; `scoring(model)` of that module makes the forward pass
+        safe.
         """
         batches: Iterator[Any] = importlib.import_module(TORCH_PART).train_batches(
             self, loader, score, ids=ids, batch_size=batch_size

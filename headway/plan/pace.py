@@ -1,6 +1,6 @@
 """The pace of a recorded run: what a step takes in the middle of it, one-time costs of its loaders spread over all.
 
-Remedies are held against it while they run (`data.runtime.withdrawal`): by the same formula, over 50 steps.
+Remedies are held against it while they run (`data.runtime.following.withdrawal`): by the same formula, over 50 steps.
 """
 
 from __future__ import annotations

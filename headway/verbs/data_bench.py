@@ -70,7 +70,7 @@ class Some:
 
     def __init__(self, source: Any) -> None:
         """Read them. Raises `InputError` on one that cannot be decoded: better now than in a worker."""
-        from headway.data.runtime import ops
+        from headway.data.runtime.examples import ops
 
         self._data = [source.read(index) for index in range(min(len(source), IMAGES))]
         for index, data in enumerate(self._data):
@@ -94,7 +94,7 @@ def _measured(source: Some, workers: int, rounds: int) -> dict[str, Any]:
     """Return what `--json` prints of both tables."""
     import torch
 
-    from headway.data.runtime import image_costs, transport_costs
+    from headway.data.runtime.checks import image_costs, transport_costs
 
     torch.set_num_threads(1)
     _say("moving batches")

@@ -2,7 +2,7 @@
 
 Prep stall = T3 - T1 and fetch stall = T2 - T3, where T1, T2, T3 are the mean
 step times with synthetic batches, with a cold page cache, and with raw data
-in memory. The script is launched unmodified; `headway.data.runtime.measurements`
+in memory. The script is launched unmodified; `headway.data.runtime.checks.measurements`
 measures inside its ranks. Times are seconds, sizes bytes.
 """
 

@@ -21,7 +21,7 @@ from headway.core.channel import Channel, Listener, TcpListener, connect, connec
 from headway.core.errors import BackgroundError, InputError
 from headway.data.fleet.master import Placement, Report
 from headway.data.fleet.splits import Pass, Split
-from headway.data.runtime.account import Spent
+from headway.data.runtime.examples.account import Spent
 
 SCHEME = "tcp://"
 

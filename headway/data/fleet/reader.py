@@ -45,7 +45,7 @@ from headway.data.fleet.messages import (
     hang_up,
 )
 from headway.data.fleet.splits import Pass, Split
-from headway.data.runtime.account import Spent
+from headway.data.runtime.examples.account import Spent
 
 AHEAD = 4
 """Batches that are fetched before the loop wants them."""

@@ -54,7 +54,7 @@ from headway.data.fleet.messages import (
     listen,
 )
 from headway.data.fleet.splits import BatchKeys, Split
-from headway.data.runtime.account import Spent, clocks
+from headway.data.runtime.examples.account import Spent, clocks
 from headway.data.serving.packing import pack
 
 THRESHOLD = 8

@@ -1,0 +1,1 @@
+"""Examples kept in memory: the remedy, and the cache inside a loader."""

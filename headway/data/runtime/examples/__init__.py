@@ -1,0 +1,1 @@
+"""Examples and what is made of them: bytes, operators, random numbers, what loading them cost."""

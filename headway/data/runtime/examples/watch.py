@@ -1,0 +1,154 @@
+"""Whether reading an example draws random numbers: the generators are looked at before and after.
+
+Seen are the global generators, those that the dataset gets at by attributes,
+closures and globals, and `headway.data.generator()`. In a process of one
+thread what moved was moved by the reading. Beside other threads it may have
+been them: a training loop with dropout draws from torch's generator all the
+time. There torch tells, thread by thread, which operators draw; of other
+generators nobody knows.
+
+>>> watch = Watch([1, 2, 3])
+>>> watch.around(lambda: 5), watch.around(lambda: len(torch.rand(3)), alone=True).drew
+(Reading(value=5, drew=False, moved=[]), True)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headway.core.hidden_thread import running
+from headway.data.runtime.examples.keyed import current
+from headway.runtime.draws import drawn, fingerprints, own_generators
+
+FEEDER = "QueueFeederThread"
+"""The thread of a loader worker that sends its batches: it runs no code of the script's."""
+
+OURS = (FEEDER, "headway-")
+"""Beginnings of the names of threads that run the script's code only where it is watched."""
+
+QUIET = frozenset({"headway-gap", "headway-flight", "headway-tables", "headway-windows"})
+"""Names of hidden threads that run no code of the script's, and draw nothing."""
+
+BY_TORCH = {"torch", "device"}
+"""Generators whose draws are operators of torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What came of one reading."""
+
+    value: Any
+    drew: bool | None
+    """Whether it drew random numbers; None where another thread may have been it."""
+    moved: list[str]
+    """Generators that moved meanwhile, other than headway's own."""
+
+
+class Watch:
+    """Looks at the generators around readings of one dataset; threads may share one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset, self._own = dataset, own_generators(dataset)
+        self._num_read, self._crowded = 0, False
+
+    def around(self, read: Callable[[], Any], *, alone: bool = False) -> Reading:
+        """Read, and return what came of it. `alone`: no other thread of this process may draw now."""
+        block, own = current(), self._own
+        asked = 0 if block is None else block.asked
+        observer = _Operators() if self._crowded and not alone else None
+        before = fingerprints(own)
+        with nullcontext() if observer is None else observer:
+            value = read()
+        moved = drawn(before, fingerprints(own))
+        is_new = self._look_again()
+        if block is not None and block.asked != asked:
+            drew: bool | None = True
+        elif moved:
+            drew = alone or self._was_it(moved, observer)
+        else:
+            drew = None if is_new else False
+        return Reading(value, drew, moved)
+
+    def _was_it(self, moved: list[str], observer: _Operators | None) -> bool | None:
+        """Tell whether this thread moved those generators."""
+        here = threading.get_ident()
+        others = [one for one in threading.enumerate() if one.ident != here and one.ident not in running]
+        # Most of our own threads draw nothing; one that reads examples may, and one that calls the script's handlers.
+        readers = [name for ident, name in running.copy().items() if ident != here and name not in QUIET]
+        if not readers and all(thread.name.startswith(FEEDER) for thread in others):
+            return True
+        self._crowded = True
+        # A thread that the dataset started may draw for it: then it is the reading that draws.
+        main = threading.main_thread()
+        is_known = all(thread is main or thread.name.startswith(OURS) for thread in others)
+        if observer is not None and is_known and {*moved} <= BY_TORCH:
+            return observer.drew
+        return None
+
+    def _look_again(self) -> bool:
+        """Search for generators after readings 1, 2, 4, 8, ..: many are made at first use; return whether any was."""
+        self._num_read += 1
+        if self._num_read & (self._num_read - 1):
+            return False
+        known = {id(generator) for generator in self._own}
+        self._own = own_generators(self._dataset)
+        return any(id(generator) not in known for generator in self._own)
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Sees which operators of torch this thread runs, and whether one of them draws."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor for this
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        self.drew = self.drew or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+SUMS = frozenset({
+    "sum", "nansum", "mean", "std", "var", "std_mean", "var_mean", "prod", "norm", "linalg_vector_norm", "logsumexp",
+    "cumsum", "dot", "vdot", "mv", "addmv", "mm", "addmm", "bmm", "baddbmm", "addbmm", "convolution",
+    "mkldnn_convolution", "native_layer_norm", "native_group_norm", "native_batch_norm", "_cdist_forward", "histc",
+    "index_add", "index_add_", "scatter_add", "scatter_add_", "_embedding_bag", "_fft_r2c", "_fft_c2c", "_fft_c2r",
+})  # fmt: skip
+"""Operators whose last bits depend on how many threads torch divides them among."""
+
+MANY = 1 << 12
+"""Numbers from which on torch may divide a sum among threads, with room for larger examples than those tried."""
+
+
+class Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Notes a sum over many floating-point numbers: several threads add them up in another order than one.
+
+    >>> with Sums() as sums: _ = torch.zeros(MANY).mean()
+    >>> sums.operator
+    'mean'
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor for this
+        self.operator = ""
+        """Name of such an operator that ran in the block; '' where none did."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operator."""
+        name = func.overloadpacket.__name__
+        if name in SUMS and any(_is_long(part) for part in args):
+            self.operator = name
+        return func(*args, **(kwargs or {}))
+
+
+def _is_long(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.numel() >= MANY and (value.is_floating_point() or value.is_complex())
+    )

@@ -1,0 +1,1 @@
+"""Worker processes that prepare a dataset for all ranks of a job."""

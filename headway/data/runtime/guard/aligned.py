@@ -1,0 +1,108 @@
+"""What single examples rest on in memory that is too large to look through before each batch.
+
+A look at memory (`contents`) reads some megabytes, and some levels into long lists. Of a larger array, or of a longer
+list of records, that has an entry per example, the entries of one batch are compared alone: as they were when it was
+read, and as they are when the loop asks for it. A split's own index, with a whole number per example, leads to entries
+as well.
+
+>>> class Rows:
+...     def __init__(self): self.x = np.zeros((1000, 1000), np.float32)
+...     def __len__(self): return 1000
+>>> rows = Rows()
+>>> aligned = Aligned(rows)
+>>> before = aligned.of([3, 4])
+>>> rows.x[5] = 1
+>>> aligned.of([3, 4]) == before
+True
+>>> rows.x[4, 7] = 1
+>>> aligned.of([3, 4]) == before
+False
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import Subset
+
+from headway.data.runtime.guard.contents import MOST_ENTRIES, is_mutable
+from headway.data.runtime.guard.portrait import portrait
+from headway.runtime.reach import LONG, reached
+
+LARGE_BYTES = 1 << 20
+"""Arrays with more bytes are compared by their rows as well."""
+
+
+class Aligned:
+    """The large containers of a dataset that have an entry per example; found once."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._subsets = []
+        while type(dataset) is Subset:
+            self._subsets.append(dataset.indices)
+            dataset = dataset.dataset
+        size = _size(dataset)
+        values = [value for value, _ in reached(dataset)]
+        self.large = [value for value in values if _is_large(value, size)]
+        self._indices = [value for value in values if self.large and _is_index(value, size)]
+
+    def of(self, indices: Iterable[Any]) -> list[object]:
+        """Return what stands for the entries of these examples, in order; [] where there is nothing to compare."""
+        if not self.large:
+            return []
+        return [self._entry(value, place) for index in indices for place in self.places(index) for value in self.large]
+
+    def places(self, index: Any) -> list[Any]:
+        """Return where the entries of an example may lie: at its own index, and where an index of a split leads."""
+        try:
+            for subset in self._subsets:
+                index = subset[index]
+            return [index, *(int(one[index]) for one in self._indices)]
+        except (IndexError, KeyError, TypeError):  # examples have other keys
+            return []
+
+    def _entry(self, value: Any, place: Any) -> object:
+        try:
+            entry = value[place]
+        except (IndexError, KeyError, TypeError):
+            return None
+        if isinstance(entry, torch.Tensor):
+            entry = entry.detach().numpy()
+        if isinstance(entry, (np.ndarray, np.generic)):
+            return xxhash.xxh3_128_digest(np.ascontiguousarray(entry).tobytes())
+        return portrait(entry)
+
+
+def _size(dataset: Any) -> int:
+    """Return how many examples a dataset has, those of a subset's whole; -1 if unknown."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    try:
+        return len(dataset)
+    except Exception:  # one without a length
+        return -1
+
+
+def _is_large(value: Any, size: int) -> bool:
+    """Tell whether `value` has an entry for each of `size` examples, or more, and is too large to be looked through."""
+    if isinstance(value, np.ndarray):
+        plain = not value.dtype.hasobject
+    elif isinstance(value, torch.Tensor):
+        plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_quantized
+    else:
+        # Of numbers and texts a look compares which objects they are, in a list that is not too long.
+        is_long = isinstance(value, list) and len(value) > LONG and len(value) >= size > 0
+        return is_long and (len(value) > MOST_ENTRIES or is_mutable(type(value[0])))
+    return plain and value.ndim > 0 and len(value) >= size > 0 and value.nbytes > LARGE_BYTES
+
+
+def _is_index(value: Any, size: int) -> bool:
+    """Tell whether `value` has a whole number for each of `size` examples: the place, perhaps, of each in a table."""
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        whole = value.dtype.kind in "iu" if isinstance(value, np.ndarray) else value.dtype in (torch.int64, torch.int32)
+        return whole and value.ndim == 1 and len(value) == size
+    return isinstance(value, (list, tuple, range)) and len(value) == size > 0 and type(value[0]) is int

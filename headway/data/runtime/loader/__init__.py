@@ -1,0 +1,1 @@
+"""The drop-in loader, pipelines, and the client of a data server."""

@@ -1,0 +1,1 @@
+"""Where a loader stands, and the state from which another one goes on."""

@@ -1,0 +1,1 @@
+"""Remedies under an unmodified script's loader."""
