@@ -71,6 +71,9 @@ MEASUREMENTS: dict[str, str] = {
 }
 """Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
 
+DRILL: dict[str, str] = {"fault.inject": "headway.fault.runtime.injectors:inject"}
+"""What a drill does inside a rank -> the function that does it; no plan of a user's names it."""
+
 CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.resume_check:resume"}
 """Check -> the function that makes it inside a rank, for `headway data verify-resume`."""
 
