@@ -5,7 +5,8 @@ used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'comm.bucket', 'comm.gradient_view', 'comm.order', 'comm.static_graph', 'data.cache', \
-'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'parallel.schedule', 'power.filler']
+'data.server', 'data.threads', 'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'parallel.schedule', \
+'power.filler']
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ REMEDIES: dict[str, str] = {
     "comm.order": "headway.comm.runtime.fsdp:order",
     "parallel.schedule": "headway.parallel.runtime.schedule:schedule",
     "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
+    "fault.guard": "headway.fault.runtime.loss_guard:guard",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
     "power.filler": "headway.power.runtime.filler:fill_gaps",
@@ -58,6 +60,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "comm.order": {"ahead": "size"},
     "parallel.schedule": {"order": "names"},
     "checkpoint.async": {"every_steps": "size"},
+    "fault.guard": {"action": "name"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
     "power.filler": {"on_after_s": "number", "off_within_s": "number", "level": "number"},
@@ -93,6 +96,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "checkpoint.interval": ("checkpoint.stall",),
     "checkpoint.async": ("checkpoint.stall",),
     "straggler.remove": ("straggler.rank",),
+    "fault.guard": (),
     "power.filler": (),
 }
 """Remedy -> the causes that it acts against."""

@@ -133,6 +133,7 @@ class Attempts:
                 world_size=self.recording.world_size,
                 say=lambda text: say(self.options, text),
                 timeout_s=self.options.hang_timeout_s,
+                acts_on_proof=bool(self.options.supervisor and self.options.max_restarts),
             )
         watch = self._hang_watch
         watch.begin()
@@ -168,7 +169,7 @@ class Attempts:
         detected_ns = group.detected_ns or down_ns
         failure = Failure(
             self._attempt, classify(first), first, tuple(ends), detected_ns, group.located_ns or detected_ns, down_ns,
-            restarts_left,
+            restarts_left, self._hang_watch.report if group.hung and self._hang_watch is not None else None,
         )  # fmt: skip
         return self._supervisor.failed(failure) and restarts_left > 0
 

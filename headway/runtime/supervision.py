@@ -16,6 +16,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,6 +54,9 @@ class Failure:
 
     restarts_left: int
     """Attempts that may follow."""
+
+    hang: Path | None = None
+    """What the hang watch found, for an attempt that was ended for making no progress."""
 
 
 class Supervisor(ABC):
