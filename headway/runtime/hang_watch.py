@@ -67,7 +67,7 @@ PAUSE_NS = 5_000_000_000
 PROBE_S = 2.0
 """Deadline of everything that is asked of a suspect, all ranks at once."""
 
-QUICK_S = 0.3
+QUICK_S = 0.1
 """Deadline of what blames nobody, where a job is about to be ended."""
 
 STOPPED = frozenset("TtZX")
