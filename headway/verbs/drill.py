@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import DRILL, REMEDIES
-from headway.core.errors import HeadwayError, InputError
+from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import format_fraction, format_seconds
 from headway.fault.drill import schedule, score
@@ -21,7 +21,7 @@ from headway.report.paper import ScreenOptions, draw
 from headway.runtime.launch import LaunchOptions, check, launch
 from headway.runtime.rank_env import num_processes
 from headway.trace.runs import Run
-from headway.verbs.fault import measured_ettr
+from headway.verbs.fault import ettr_of
 from headway.verbs.output import emit
 from headway.verbs.run_options import RunOptions
 
@@ -93,12 +93,9 @@ def _guard(names: list[str]) -> list[Remedy]:
 
 def _account(path: Path, names: list[str], seed: int) -> dict[str, Any]:
     """Return what was played, what was noticed, and what it cost."""
-    rows, false_alarms = score(names, marks(path / FOLDER), read_incidents(path))
-    try:
-        ettr = measured_ettr(Run.open(path))
-    except HeadwayError:
-        ettr = None
-    return {"seed": seed, "faults": rows, "false_alarms": false_alarms, "ettr": ettr, "ettr_simulated": None}
+    incidents = read_incidents(path)
+    rows, false_alarms = score(names, marks(path / FOLDER), incidents)
+    return {"seed": seed, "faults": rows, "false_alarms": false_alarms, **ettr_of(Run.open(path), incidents)}
 
 
 def _screen(answer: dict[str, Any], screen: ScreenOptions) -> str:

@@ -88,6 +88,8 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         "attempts": 0,
         "incidents": [],
         "ettr": None,
+        "ettr_simulated": None,
+        "ettr_closed_form": None,
     }
     try:
         from headway.verbs.verdict import summarise, verdict_line

@@ -82,14 +82,13 @@ def stop(struck: Struck) -> None:
 
 
 def skipped_collective(struck: Struck) -> None:
-    """From now on this rank computes gradients without its peers, as a branch on the rank does by mistake."""
+    """From now on this rank computes without its peers, as a branch on the rank does by mistake."""
     distributed = sys.modules["torch"].distributed
     struck()
-    parallel = [module for module in gc.get_objects() if type(module).__name__ == "DistributedDataParallel"]
-    for module in parallel:
-        module.require_backward_grad_sync = False
-    if not parallel:
-        distributed.all_reduce = lambda *_, **__: None
+    distributed.all_reduce = lambda *_, **__: None
+    for module in gc.get_objects():
+        if type(module).__name__ == "DistributedDataParallel":
+            module.require_backward_grad_sync = False
 
 
 def endless_loop(struck: Struck) -> None:

@@ -128,6 +128,8 @@ class JobSupervisor(Supervisor):
                 reason=decision.reason,
                 step=seen.step,
                 checkpoint=seen.checkpoint,
+                trained_from_ns=progress.first_step_ns,
+                trained_until_ns=progress.last_ns or None,
                 evidence="; ".join(part for part in (_evidence(first), suspicion.reason) if part),
             )
         )
