@@ -12,12 +12,14 @@ from rich.text import Text
 
 from headway.core.errors import HeadwayError
 from headway.core.units import format_fraction, format_seconds
+from headway.fault.advise import predicted_ettr
 from headway.fault.expected import expected
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.incident import SCHEMA, Incident, read_incidents
 from headway.fault.plan import Preparation, prepare
 from headway.ledger.account import SpanFacts
 from headway.ledger.attempts import book_run
+from headway.ledger.ledger import Ledger
 from headway.ledger.metrics import ettr_of_steps
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.trace.runs import Run
@@ -87,6 +89,28 @@ def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
     if found is None:
         return {**none, "ettr": measured}
     return dict(zip(ETTRS, (measured, found.simulated, found.closed_form), strict=True))
+
+
+def ettr_beside(before: Run, after: Run) -> dict[str, float | None] | None:
+    """Return the measured ETTR of two runs, and what the failures of the first let predict; None where none failed."""
+    rows = read_incidents(before.path)
+    if not rows:
+        return None
+    ledger = Ledger.of(before)
+    steps_s = [wall for one in book_run(before.attempts(), before.meta).attempts for wall in one.step_wall_ns / 1e9]
+    step_s = float(sum(steps_s) / len(steps_s)) if steps_s else 0.0
+    answer = {"before": ettr_of(before, rows)["ettr"], "after": ettr_of(after, read_incidents(after.path))["ettr"]}
+    found = predicted_ettr(ledger, [row_of(row) for row in rows], step_s=step_s) if step_s else None
+    return {**answer, "predicted": found}
+
+
+def ettr_sentence(found: Mapping[str, float | None]) -> str:
+    """Return what `ettr_beside` found, in words."""
+    before, after, wanted = (
+        "not known" if found[key] is None else format_fraction(found[key] or 0.0)
+        for key in ("before", "after", "predicted")
+    )
+    return f"ETTR {before} before, {after} now; predicted with all that was proposed, as often failing: {wanted}"
 
 
 def _saves(spans: Mapping[str, SpanFacts]) -> int:
