@@ -77,6 +77,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
     "fault incidents": ("headway.verbs.fault:incidents", "List a run's failures: who, what was done, what it cost."),
     "fault plan": ("headway.verbs.fault:plan", "Say how often to save, how many hosts to keep in reserve."),
+    "fault probe": ("headway.verbs.fault_probe:probe", "Train a tiny model on each rank: do all get the same bits?"),
     "fault sim": (
         "headway.verbs.fault:sim",
         "Simulate a job on a fleet whose hosts fail: ETTR, and where the rest went.",
