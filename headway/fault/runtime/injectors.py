@@ -11,7 +11,6 @@ find that file. What goes unnoticed for `GIVEN_UP_S` is ended from inside, so th
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import json
 import os
@@ -45,6 +44,9 @@ CALM_STEPS = 20
 
 LEAVE_S = 0.5
 """How long a rank waits before it ends the drill: until its peers have what they need of it."""
+
+FULL = "/dev/full"
+"""A device of the kernel's without room."""
 
 Struck = Callable[[], None]
 """Notes that the fault strikes now."""
@@ -134,16 +136,23 @@ def hanging_loader(struck: Struck) -> None:
 
 
 def disk_full(struck: Struck) -> None:
-    """The next save finds no room: `torch.save` and `headway.Checkpointer.save` raise ENOSPC."""
+    """The next save goes to /dev/full, where each write fails as on a full disk."""
 
-    def full(_original: Any) -> Any:
-        def save(*_: Any, **__: Any) -> NoReturn:
+    def elsewhere(original: Any) -> Any:
+        def save(state: Any, _file: Any, *arguments: Any, **options: Any) -> None:
             struck()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "checkpoint")
+            original(state, FULL, *arguments, **options)
 
         return save
 
-    replace_attribute("torch:save", full)
+    def full(_original: Any) -> Any:
+        def save(*_: Any, **__: Any) -> None:
+            struck()
+            Path(FULL).write_bytes(b"0")
+
+        return save
+
+    replace_attribute("torch:save", elsewhere)
     if "headway.checkpoint.runtime.engine" in sys.modules:
         replace_attribute("headway.checkpoint.runtime.engine:Checkpointer.save", full)
 
