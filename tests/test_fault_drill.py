@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -23,8 +20,7 @@ from headway.fault.runtime.loss_guard import FEWEST, SPIKE, judge
 from headway.fault.runtime.supervise import of_hang
 from headway.ledger.metrics import ettr
 from headway.runtime.hang_proof import LOOKS, proven
-from tests.launching import script
-from tests.paths import ROOT
+from tests.launching import headway, script
 
 JOB = """
 import sys, time
@@ -176,13 +172,6 @@ def test_what_a_run_lets_expect_is_the_closed_form_of_its_own_times(apart_s, res
     assert found.closed_form == pytest.approx(closed, rel=1e-6)
     assert found.simulated >= 1 - count * (restart_s + 1.0) / wall_s - 1e-9
     assert expected([], wall_s=wall_s, stepped_s=wall_s, interval_s=1.0) is None
-
-
-def headway(*arguments: object) -> subprocess.CompletedProcess:
-    """Run a command of headway's, its output kept."""
-    command = [sys.executable, "-m", "headway.cli", *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headway.runtime.agent import Group, RankSpec
+    from headway.runtime.code_updates import CodeUpdates
     from headway.runtime.drain import Drainer
     from headway.runtime.exit_class import RankEnd
     from headway.runtime.launch import LaunchOptions
@@ -57,6 +58,9 @@ class Failure:
 
     hang: Path | None = None
     """What the hang watch found, for an attempt that was ended for making no progress."""
+
+    code: CodeUpdates | None = None
+    """The code of the job, where it may have been updated."""
 
 
 class Supervisor(ABC):

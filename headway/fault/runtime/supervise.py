@@ -110,9 +110,13 @@ class JobSupervisor(Supervisor):
             hosts=(socket.gethostname(),) if first is not None else (),
             confidence=suspicion.confidence,
         )
-        decision = decide(seen, self._seen, Limits(failure.restarts_left))
+        code = failure.code
+        updated = code is not None and code.updated
+        decision = decide(seen, self._seen, Limits(failure.restarts_left, updated=updated))
         if BadLossStop.__name__ in seen.error:
             decision = Decision("stop", "the guard of losses was told to stop the job")
+        if decision.action == "rollback" and code is not None:
+            code.undo()
         self._seen.append(replace(seen, action=decision.action))
         self.incidents.append(
             Incident(
