@@ -126,6 +126,7 @@ def test_a_hang_is_blamed_on_the_odd_stack_or_on_who_runs_nothing_and_on_nobody_
     assert of_hang({"ranks": stuck, "world_size": 4}).ranks == [2]
     assert of_hang({"ranks": stopped, "world_size": 4}).ranks == [1]
     assert of_hang({"ranks": torn, "world_size": 4}).ranks == []
+    assert of_hang({}).ranks == []  # a report that a full disk has cut off
 
 
 def test_a_standstill_is_proven_by_a_halted_or_a_runaway_rank_and_never_by_one_that_is_late():

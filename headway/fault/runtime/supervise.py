@@ -107,7 +107,7 @@ class JobSupervisor(Supervisor):
             step=progress.base + progress.steps,
             checkpoint=max((one for one in (progress.commit, progress.restored) if one is not None), default=None),
             error=_error_of(first),
-            hosts=(socket.gethostname(),) if first is not None else (),
+            hosts=(socket.gethostname(),) if ranks else (),
             confidence=suspicion.confidence,
         )
         code = failure.code
@@ -179,9 +179,9 @@ def of_hang(report: Mapping[str, Any]) -> Suspicion:
     halted = [row["rank"] for row in rows if str(row.get("state"))[:1] in HALTED]
     if halted and len(halted) < len(rows):
         return Suspicion(halted, None, 1.0, "stopped, while others run")
-    reports = of_watch(report)
     stacks = {row["rank"]: found for row in rows if (found := frames(str(row.get("stack") or "")))}
     try:
+        reports = of_watch(report)
         return suspects(stacks, reports.mesh, localise(*reports[:2], groups=reports.groups))
     except InputError as cause:
         return Suspicion([], None, 0.0, str(cause))
