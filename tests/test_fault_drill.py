@@ -16,11 +16,12 @@ from headway.fault.fleet import Failed, Scenario, Times, simulate
 from headway.fault.incident import Blamed, Incident
 from headway.fault.ladder import Limits, Seen, decide
 from headway.fault.runtime.injectors import FAULTS
-from headway.fault.runtime.loss_guard import FEWEST, SPIKE, judge
+from headway.fault.runtime.loss_guard import FEWEST, SPIKE, guard, judge
 from headway.fault.runtime.supervise import of_hang
 from headway.ledger.metrics import ettr
 from headway.runtime.hang_proof import LOOKS, proven
 from tests.launching import headway, script
+from tests.remedy_context import TestContext
 
 JOB = """
 import sys, time
@@ -105,6 +106,12 @@ def test_losses_are_bad_exactly_when_one_is_broken_or_a_spike(losses, usual, dat
 
     assert spike is not None
     assert spike.ranks == (rank,)
+
+
+def test_a_guard_without_a_grant_is_refused_and_one_with_an_unknown_action_is_an_error():
+    assert "grant it in the plan" in guard({}, TestContext()).reason
+    with pytest.raises(InputError, match=r"action of fault.guard 'skipp'.*'skip'"):
+        guard({"action": "skipp"}, TestContext("lossy"))
 
 
 def rows(stacks: dict[int, str], **special) -> list[dict[str, object]]:

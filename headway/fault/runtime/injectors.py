@@ -68,8 +68,6 @@ class Fault:
     everywhere: bool = False
     """Whether all ranks play it: none in particular has it."""
 
-    meaning: str = ""
-
 
 def kill(struck: Struck) -> None:
     """SIGKILL, as the kernel ends a process for memory."""
@@ -164,15 +162,15 @@ def new_code(struck: Struck) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "kill": Fault(kill, "infra", True, meaning="a rank is killed"),
-    "stop": Fault(stop, "hang", True, meaning="a rank is stopped"),
-    "skipped_collective": Fault(skipped_collective, "hang", True, meaning="a rank stays away from collectives"),
-    "endless_loop": Fault(endless_loop, "hang", True, meaning="a rank computes for ever"),
-    "segfault": Fault(segfault, "infra", True, meaning="a rank reads address 0"),
-    "nan": Fault(nan, "user", True, meaning="a parameter of a rank becomes NaN"),
-    "hanging_loader": Fault(hanging_loader, "hang", True, meaning="a rank's next batch never comes"),
-    "disk_full": Fault(disk_full, "infra", False, everywhere=True, meaning="a save finds no room on the disk"),
-    "new_code": Fault(new_code, "user", False, everywhere=True, meaning="all ranks raise the same error"),
+    "kill": Fault(kill, "infra", True),
+    "stop": Fault(stop, "hang", True),
+    "skipped_collective": Fault(skipped_collective, "hang", True),
+    "endless_loop": Fault(endless_loop, "hang", True),
+    "segfault": Fault(segfault, "infra", True),
+    "nan": Fault(nan, "user", True),
+    "hanging_loader": Fault(hanging_loader, "hang", True),
+    "disk_full": Fault(disk_full, "infra", False, everywhere=True),
+    "new_code": Fault(new_code, "user", False, everywhere=True),
 }
 """Fault -> how it is played, and what it must be taken for. Adding one is adding a line here."""
 
