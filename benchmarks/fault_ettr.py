@@ -23,11 +23,13 @@ from headway.fault.incident import read_incidents
 
 JOB = """
 import os, sys, time
+folder = sys.argv[1]
+with open(f"{folder}/pid-{os.environ['RANK']}", "w") as file:  # first of all: kills hit restarts, too
+    file.write(str(os.getpid()))
 import torch, torch.distributed as dist
 import headway
 from torch.nn.parallel import DistributedDataParallel
 
-folder = sys.argv[1]
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
@@ -35,8 +37,6 @@ net = torch.nn.Linear(64, 64)
 model, opt = DistributedDataParallel(net), torch.optim.SGD(net.parameters(), lr=0.01)
 ckpt = headway.Checkpointer(folder + "/ckpts", model=net, opt=opt)
 step = ckpt.restore().step or 0
-with open(f"{folder}/pid-{rank}", "w") as file:
-    file.write(str(os.getpid()))
 go = torch.ones(1)
 while go.item():
     begin = time.perf_counter()
