@@ -5,8 +5,8 @@ used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.gradient_view', 'comm.order', \
-'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', \
-'parallel.schedule', 'power.filler']
+'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', 'host.gc', \
+'host.logging', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ REMEDIES: dict[str, str] = {
     "comm.order": "headway.comm.runtime.fsdp:order",
     "parallel.schedule": "headway.parallel.runtime.schedule:schedule",
     "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
+    "fault.guard": "headway.fault.runtime.loss_guard:guard",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
     "power.filler": "headway.power.runtime.filler:fill_gaps",
@@ -62,6 +63,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "comm.order": {"ahead": "size"},
     "parallel.schedule": {"order": "names"},
     "checkpoint.async": {"every_steps": "size"},
+    "fault.guard": {"action": "name"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
     "cluster.batch": {
@@ -79,6 +81,9 @@ MEASUREMENTS: dict[str, str] = {
     "measure.synthetic": "headway.data.runtime.checks.measurements:synthetic",
 }
 """Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
+
+DRILL: dict[str, str] = {"fault.inject": "headway.fault.runtime.injectors:inject"}
+"""What a drill does inside a rank -> the function that does it; no plan of a user's names it."""
 
 CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.checks.resume_check:resume"}
 """Check -> the function that makes it inside a rank, for `headway data verify-resume`."""
@@ -99,6 +104,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "checkpoint.interval": ("checkpoint.stall",),
     "checkpoint.async": ("checkpoint.stall",),
     "straggler.remove": ("straggler.rank",),
+    "fault.guard": (),
     "power.filler": (),
     "cluster.batch": (),
     "cluster.noise": (),

@@ -36,6 +36,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "doctor": ("headway.verbs.doctor:doctor", "Check this host before a run: memory, limits, threads, versions."),
     "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
     "bench": ("headway.verbs.bench:bench", "Run a benchmark by name; each holds headway to a stated bar."),
+    "drill": ("headway.verbs.drill:drill", "Play real faults on a job, and score which of them were noticed."),
     "trace import": ("headway.verbs.trace:import_", "Convert any known trace format into headway's own."),
     "trace export": ("headway.verbs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
@@ -77,6 +78,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
     "fault incidents": ("headway.verbs.fault:incidents", "List a run's failures: who, what was done, what it cost."),
     "fault plan": ("headway.verbs.fault:plan", "Say how often to save, how many hosts to keep in reserve."),
+    "fault probe": ("headway.verbs.fault_probe:probe", "Train a tiny model on each rank: do all get the same bits?"),
     "fault sim": (
         "headway.verbs.fault:sim",
         "Simulate a job on a fleet whose hosts fail: ETTR, and where the rest went.",
@@ -124,7 +126,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("run", "why", "plan", "report", "demo", "doctor"),
     "Analyse": ("compare", "hang", "watch", "whatif", "trace"),
     "Data and checkpoints": ("data", "ckpt", "storage"),
-    "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "cluster", "power", "cost"),
+    "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "drill", "cluster", "power", "cost"),
     "Develop": ("bench",),
 }
 """Section of `headway --help` -> the words of commands in it."""

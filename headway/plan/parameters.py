@@ -56,6 +56,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
         "a list of names",
     ),
+    "name": (lambda value: isinstance(value, str), "a name"),
     "flag": (lambda value: isinstance(value, bool), "true or false"),
 }
 """Kind of a parameter -> whether a JSON value is of it, and the rule in words."""
