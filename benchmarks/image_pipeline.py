@@ -22,8 +22,8 @@ from PIL import Image
 
 from headway.data import Pipeline, SyntheticJpeg
 from headway.data.orders.order import item_seeds
+from headway.data.runtime.examples import ops
 from headway.data.runtime.examples.chain import Chain, generator
-from headway.data.runtime.examples.examples import ops
 
 BATCH, SIZE, IMAGES = 32, (224, 224), 96
 LENGTH = 288

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headway.data.runtime.examples.examples import ops
+from headway.data.runtime.examples import ops
 from headway.data.serving.batches import Ended, Spent
 from headway.data.serving.jobs import Terms
 from headway.data.serving.service import Service

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from headway.data import DataLoader as OwnLoader
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.account import Clocks
-from headway.data.runtime.examples.examples import account
 from headway.ledger.ledger import Ledger
 from headway.sim.recording import Recording
 from headway.trace.assemble import trace_of_rings

@@ -21,8 +21,8 @@ from headway.data.caches.scrutiny import Scrutiny
 from headway.data.planning.ops import KINDS, Stage, may_swap
 from headway.data.planning.optimize import Op, Profile, legal_orders
 from headway.data.planning.optimize import plan as best_plan
+from headway.data.runtime.examples import ops
 from headway.data.runtime.examples.chain import _GENERATORS, generator
-from headway.data.runtime.examples.examples import ops
 from headway.data.runtime.examples.keyed import Keys
 from headway.data.runtime.loader.threads import LOCK_WAIT, lock_wait_fraction
 

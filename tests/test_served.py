@@ -17,7 +17,7 @@ from torch.utils.data import Subset, TensorDataset
 from headway.data import DataLoader, DataServer, Pipeline, SyntheticJpeg, generator
 from headway.data.caches.scrutiny import Scrutiny
 from headway.data.runtime.examples.examples import equal
-from headway.data.runtime.loader.loader import links, served
+from headway.data.runtime.loader import links, served
 from tests.paths import ROOT
 from tests.served_made import Rows, end, ids, only
 from tests.served_made import runtime as runtime

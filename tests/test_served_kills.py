@@ -20,7 +20,7 @@ import pytest
 
 from headway.core.errors import BackgroundError, HeadwayError
 from headway.data import DataLoader, DataServer
-from headway.data.runtime.loader.loader import links, serving
+from headway.data.runtime.loader import links, serving
 from headway.data.serving import server
 from tests.paths import ROOT
 from tests.served_made import Rows, end, ids, only, server_of

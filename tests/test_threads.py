@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.hidden_thread import running
 from headway.data import DataLoader, generator, torch_generator
-from headway.data.runtime.examples.examples import account
+from headway.data.runtime.examples import account
 from headway.data.runtime.loader.threads import WORKERS, Pool, Task
 
 THREADS = {"num_workers": 2, "workers": "threads"}

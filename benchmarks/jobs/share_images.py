@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import headway.data
-from headway.data.runtime.examples.examples import ops
+from headway.data.runtime.examples import ops
 
 SIZE = (224, 224)
 

@@ -70,7 +70,7 @@ class Some:
 
     def __init__(self, source: Any) -> None:
         """Read them. Raises `InputError` on one that cannot be decoded: better now than in a worker."""
-        from headway.data.runtime.examples.examples import ops
+        from headway.data.runtime.examples import ops
 
         self._data = [source.read(index) for index in range(min(len(source), IMAGES))]
         for index, data in enumerate(self._data):

@@ -67,7 +67,7 @@ def serve(
         idle_s=math.inf if idle is None else idle,
     )  # fmt: skip
     dataset = _imported(target)
-    from headway.data.runtime.loader.loader import serving  # it needs torch, which `--help` must not
+    from headway.data.runtime.loader import serving  # it needs torch, which `--help` must not
 
     path = socket or serving.path_for(dataset)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")

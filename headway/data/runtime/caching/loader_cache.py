@@ -41,7 +41,7 @@ from headway.data.caches.scrutiny import ALTERED
 from headway.data.runtime.caching.cache import Stored
 from headway.data.runtime.caching.cached_examples import CachedExamples
 from headway.data.runtime.caching.shelf import Origin, packed
-from headway.data.runtime.examples.examples import account
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.outcome import speak
 from headway.data.runtime.guard.cache_trial import uncacheable
 from headway.data.runtime.positions.views import View

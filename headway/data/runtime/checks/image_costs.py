@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from headway.core.errors import InputError
 from headway.data.orders.order import item_seeds
-from headway.data.runtime.examples.examples import ops
+from headway.data.runtime.examples import ops
 from headway.data.runtime.examples.usage import usage
 
 BATCH = 32

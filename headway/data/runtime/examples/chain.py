@@ -18,7 +18,8 @@ import numpy as np
 from headway.data.caches.cache import TieredCache
 from headway.data.caches.scrutiny import CHANGED, DREW, Scrutiny
 from headway.data.planning.ops import Stage
-from headway.data.runtime.examples.examples import equal, ops
+from headway.data.runtime.examples import ops
+from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.examples.outcome import speak
 from headway.data.runtime.examples.watch import Watch
 from headway.data.source import Source

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from headway.data.audit import AuditSum
-from headway.data.runtime.examples.examples import account
+from headway.data.runtime.examples import account
 
 _number = count()
 

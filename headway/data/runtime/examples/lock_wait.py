@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 from headway.core.units import NS_PER_S
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.account import Spent
-from headway.data.runtime.examples.examples import account
 from headway.data.runtime.examples.keyed import Keys
 
 LONGEST = 8

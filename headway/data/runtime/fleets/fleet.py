@@ -47,8 +47,8 @@ from headway.data.fleet.reader import Delivered, Reader
 from headway.data.fleet.splits import BatchKeys, Pass
 from headway.data.fleet.supervisor import Settings
 from headway.data.fleet.worker import Make, Packed, serve
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.account import Spent
-from headway.data.runtime.examples.examples import account
 from headway.data.runtime.examples.keyed import KeyedDataset, Keys
 from headway.data.runtime.loader.loader import DataLoader, fingerprint
 from headway.data.runtime.loader.pipeline import Pipeline

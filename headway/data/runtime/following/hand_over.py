@@ -30,7 +30,8 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headway.data.runtime.examples.examples import account, encode_plain, lost_in_copy
+from headway.data.runtime.examples import account
+from headway.data.runtime.examples.examples import encode_plain, lost_in_copy
 from headway.data.runtime.examples.keyed import set_generators
 from headway.data.runtime.examples.outcome import OfDataset
 from headway.data.runtime.examples.visible import listen_here, noting

@@ -29,9 +29,9 @@ from headway.core.channel import Channel, ChannelClosed, connect
 from headway.core.errors import BackgroundError, HeadwayError, InputError
 from headway.core.ring import RingReader
 from headway.data.orders.job_order import DataShareError
-from headway.data.runtime.examples.examples import account
+from headway.data.runtime.examples import account
 from headway.data.runtime.guard.surroundings import surroundings
-from headway.data.runtime.loader.loader import serving
+from headway.data.runtime.loader import serving
 from headway.data.runtime.loader.pipeline_loader import Batches
 from headway.data.runtime.loader.preparers import base_of, identity
 from headway.data.serving.messages import (

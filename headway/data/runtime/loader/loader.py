@@ -29,7 +29,7 @@ from headway.core.rng import derived_seed
 from headway.core.tables import pick
 from headway.data.orders.order import TAILS, Sequence, in_order, permute
 from headway.data.runtime.caching.loader_cache import ExampleCache
-from headway.data.runtime.examples.examples import account
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.keyed import WORD, KeyedDataset, WorkerStart
 from headway.data.runtime.examples.rows import Memory
 from headway.data.runtime.loader.threads import WORKERS, Examples, InThreads, Work, reason_against
@@ -282,7 +282,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         loaded = self._loaded or {}
         epoch = self._next_epoch
         if self._server is not None:
-            from headway.data.runtime.loader.loader import served
+            from headway.data.runtime.loader import served
 
             return served.walk(self, epoch, loaded)
         if self._owns_order:
@@ -303,7 +303,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._used = "none" if self._server is None else "server"
         view = View(self, generator=torch.Generator().manual_seed(derived_seed(self._seed, "workers") & WORD))
         if self._server is not None:
-            from headway.data.runtime.loader.loader import served
+            from headway.data.runtime.loader import served
 
             assert isinstance(self._walk, served.ServedWalk)
             return served.iterator(self, view, self._walk)

@@ -29,8 +29,8 @@ from headway.data.planning import pipeline as measured
 from headway.data.planning.ops import Stage, check_stages, planned_ops
 from headway.data.planning.optimize import Op, Plan, Profile, Resources
 from headway.data.planning.pipeline import Check
+from headway.data.runtime.examples import ops
 from headway.data.runtime.examples.chain import DROPPED, Chain
-from headway.data.runtime.examples.examples import ops
 from headway.data.runtime.loader.pipeline_loader import PipelineLoader
 from headway.data.source import Source, digest_of
 

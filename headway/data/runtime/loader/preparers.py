@@ -26,8 +26,9 @@ import torch
 from torch.utils.data import Subset
 
 from headway.core.errors import InputError
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.chain import DROPPED, Chain, size_of
-from headway.data.runtime.examples.examples import account, equal
+from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.examples.keyed import Draws, generators_kept
 from headway.data.runtime.examples.watch import Reading, Watch
 from headway.data.runtime.guard.portrait import portrait

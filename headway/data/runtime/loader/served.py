@@ -28,7 +28,7 @@ from headway.core import errors
 from headway.core.channel import ChannelClosed
 from headway.core.rng import derived_seed
 from headway.data.audit import AuditSum
-from headway.data.runtime.examples.examples import account
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.keyed import WORD, Draws, generators_kept
 from headway.data.runtime.loader.links import Link
 from headway.data.runtime.loader.pipeline_loader import Batches

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from headway.data.runtime.examples.examples import account
+from headway.data.runtime.examples import account
 from headway.data.runtime.examples.outcome import Report, impure, reporter
 from headway.data.runtime.following.alone import AsWritten, failure
 from headway.data.runtime.following.read_ahead import bound_to_the_loop, pass_restorer

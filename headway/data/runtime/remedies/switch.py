@@ -20,7 +20,8 @@ from weakref import WeakKeyDictionary, ref
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from headway.data.runtime.examples.examples import account, equal
+from headway.data.runtime.examples import account
+from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.examples.keyed import KeyedDataset, Keys
 from headway.data.runtime.examples.lock_wait import lock_wait_fraction
 from headway.data.runtime.examples.outcome import OfDataset, Report, impure, reporter
