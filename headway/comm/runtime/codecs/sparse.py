@@ -1,0 +1,77 @@
+"""Codecs that send a few numbers and say which: the largest, or random ones.
+
+A packet holds the places (Elias-Fano, `bits`), then the values. Shared random places are drawn alike on every rank
+from a seed, so that the values are all that travels, and sums of values are values of the sum.
+
+>>> packet = topk_encode(torch.tensor([0.0, -5.0, 1.0, 4.0]), 2, torch.float32, exact=True)
+>>> sparse_decode(packet, 4, 2, torch.float32).tolist()
+[0.0, -5.0, 0.0, 4.0]
+"""
+
+from __future__ import annotations
+
+import torch
+
+from headway.comm.runtime.codecs.bits import pack_places, unpack_places
+from headway.comm.runtime.codecs.dense import as_bytes, as_values, uniform
+from headway.cost.codecs import place_bytes
+
+LEAST_SAMPLE = 1024
+"""Numbers that a threshold is estimated from, at least."""
+
+SAMPLED_FRACTION = 64
+"""One number of so many is in the sample of a large tensor."""
+
+SPARE = 1.25
+"""More numbers are let through than are kept, so that an estimate that is a little high lets enough through."""
+
+
+def topk_places(x: torch.Tensor, k: int, *, exact: bool = False) -> torch.Tensor:
+    """Return the rising places of the `k` largest absolute values of `x` [n].
+
+    A threshold from a sample lets some more than `k` through, the largest of which are kept: nearly always exactly what
+    sorting gives. Where it lets too few through, everything is sorted.
+    """
+    n, size = x.numel(), x.abs()
+    sampled = max(LEAST_SAMPLE, n // SAMPLED_FRACTION)
+    if exact or sampled * 2 > n or k * 2 > n:
+        return size.topk(k, sorted=False).indices.sort().values
+    sample = size[:: n // sampled]
+    rank = min(sample.numel(), int(SPARE * k / n * sample.numel()) + 2)
+    threshold = sample.topk(rank, sorted=False).values.min()
+    through = (size >= threshold).nonzero().view(-1)
+    if through.numel() < k:
+        return size.topk(k, sorted=False).indices.sort().values
+    return through[size[through].topk(k, sorted=False).indices].sort().values
+
+
+def random_places(n: int, k: int, seed: int, device: torch.device) -> torch.Tensor:
+    """Return `k` rising places: a random one of each of k stretches of equal length, so that none comes twice."""
+    cuts = torch.arange(k + 1, device=device) * n // max(k, 1)
+    low, width = cuts[:-1], cuts[1:] - cuts[:-1]
+    draws = uniform(torch.empty(k, device=device), seed)
+    return low + torch.minimum((draws * width).to(torch.int64), width - 1)
+
+
+def packet_of(x: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the packet of `x` [n] at `places`; values beyond the range of `dtype` become its largest number."""
+    most = torch.finfo(dtype).max
+    return torch.cat([pack_places(places, x.numel()), as_bytes(x[places].clamp(-most, most).to(dtype))])
+
+
+def topk_encode(x: torch.Tensor, k: int, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
+    """Return the packet of the `k` largest absolute values."""
+    return packet_of(x, topk_places(x, k, exact=exact), dtype)
+
+
+def sparse_decode(packet: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return [n] float32: the values at their places, 0 elsewhere."""
+    size = sum(place_bytes(n, k))
+    return spread(as_values(packet[size:], dtype), unpack_places(packet[:size], n, k), n)
+
+
+def spread(values: torch.Tensor, places: torch.Tensor, n: int) -> torch.Tensor:
+    """Return [n] float32 with `values` at `places` and 0 elsewhere."""
+    dense = torch.zeros(n, device=values.device)
+    dense[places] = values.to(torch.float32)
+    return dense
