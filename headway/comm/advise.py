@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from headway.comm import EXACT_RANKS
+from headway.comm.advise_compress import propose_compression
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
 from headway.ledger.ledger import Ledger
@@ -83,6 +84,7 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         yield Refusal("comm.bucket", "comm", "the run shards its parameters module by module: it has no buckets")
     else:
         yield _bucket(program, bound)
+        yield propose_compression(program, setup)
     yield _links(program, bound)
 
 

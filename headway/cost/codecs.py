@@ -194,7 +194,9 @@ class CodecTimes:
                     raise InputError(f"the measured row {row!r} is not positive. Measure again: headway comm bench.")
                 found.setdefault(str(row["codec"]), []).append(times)
         except (KeyError, TypeError, ValueError) as cause:
-            raise InputError(f"this is not a table of codecs ({cause!r}). Measure it: headway comm bench -o FILE.") from cause
+            raise InputError(
+                f"this is not a table of codecs ({cause!r}). Measure it: headway comm bench -o FILE."
+            ) from cause
         return cls({name: tuple(sorted(rows)) for name, rows in found.items()})
 
     def seconds(self, name: str, n: float) -> tuple[float, float]:
