@@ -5,7 +5,8 @@ used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'comm.bucket', 'comm.compress', 'comm.gradient_view', 'comm.order', 'comm.static_graph', \
-'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'parallel.schedule', 'power.filler']
+'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', 'parallel.schedule', \
+'power.filler']
 """
 
 from __future__ import annotations

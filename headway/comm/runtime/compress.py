@@ -115,14 +115,9 @@ class GradientCompression(Closing):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return residuals and the number of steps, of this rank: no two ranks have the same names."""
+        """Return what this rank has left out so far, as sender and as owner, and the number of steps."""
         pull = self._pull
-        state: dict[str, Any] = {
-            f"rank{pull.rank}.{side}.{name}": tensor
-            for side, residuals in (("sent", pull.sent), ("answered", pull.answered))
-            for name, tensor in residuals.tensors.items()
-        }
-        return {"steps": pull.steps, **state}
+        return {"steps": pull.steps, "sent": pull.sent.state_dict(), "answered": pull.answered.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the residuals of this rank. Raises `InputError` where they are of another model or number of ranks."""
@@ -135,12 +130,8 @@ class GradientCompression(Closing):
         sent |= {name: self._sizes[name] for name in layout.shared}
         owned = {unit.name: unit.own_length for units in layout.partitions for unit in units}
         for residuals, side, sizes in ((pull.sent, "sent", sent), (pull.answered, "answered", owned)):
-            prefix = f"rank{pull.rank}.{side}."
             try:
-                residuals.load(
-                    {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)},
-                    sizes,
-                )
+                residuals.load(state.get(side, {}), sizes)
             except InputError as cause:
                 raise InputError(f"rank {pull.rank}: {cause}") from None
         pull.steps = int(state["steps"])
@@ -161,8 +152,7 @@ class GradientCompression(Closing):
     def _reduce(self, bucket: Any) -> Future[torch.Tensor]:
         """Queue a bucket; called by DDP in the order of buckets, the same on all ranks."""
         if self.successor is not None:
-            reduced: Future[torch.Tensor] = self.successor(bucket)
-            return reduced
+            return self.successor(bucket)
         if bucket.index() == 0:
             self._skips = False
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
@@ -185,7 +175,8 @@ class GradientCompression(Closing):
                 self._skips = True
             return whole
 
-        return self._lane.submit(work)
+        reduced: Future[torch.Tensor] = self._lane.submit(work)
+        return reduced
 
     def _check_plans(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Compare the plans of all ranks, once: packets of unlike codecs would be taken for one another."""

@@ -121,7 +121,8 @@ def _shares(start: int, count: int, owners: int) -> tuple[int, ...]:
 
 def _widest(units: Sequence[Unit]) -> int:
     """Return the bytes of an owner's packets, at most: a row of a message is as long for all."""
-    return max(sum(sizes) for sizes in zip(*(unit.sizes() for unit in units), strict=True))
+    owners = range(len(units[0].cuts) - 1)
+    return max(sum(unit.sizes()[owner] for unit in units) for owner in owners)
 
 
 class PushPull:

@@ -23,6 +23,10 @@ import torch
 from headway.core.errors import InputError
 
 
+class RankTensor(torch.Tensor):
+    """A tensor that differs between ranks: whoever saves plain tensors once for all ranks stores it rank by rank."""
+
+
 class Residuals:
     """Residuals of one side. Not thread-safe: the lane's thread alone works with them."""
 
@@ -68,6 +72,10 @@ class Residuals:
         """End a step that does not count."""
         self._written.clear()
 
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the residuals of the last step."""
+        return {name: tensor.clone().as_subclass(RankTensor) for name, tensor in self.tensors.items()}
+
     def load(self, saved: Mapping[str, torch.Tensor], sizes: Mapping[str, int]) -> None:
         """Take saved residuals; `sizes` is parameter -> numbers. Raises `InputError` where they do not fit."""
         for name, tensor in saved.items():
@@ -78,6 +86,7 @@ class Residuals:
                     f"the residual of {name} has {tensor.numel()} numbers; this rank of this model keeps "
                     f"{sizes[name]}. Load the state of the same model and number of ranks, or begin without residuals."
                 )
-        self.tensors = {name: tensor.detach().clone().reshape(-1).float() for name, tensor in saved.items()}
+        plain = {name: tensor.detach().as_subclass(torch.Tensor) for name, tensor in saved.items()}
+        self.tensors = {name: tensor.clone().reshape(-1).float() for name, tensor in plain.items()}
         self._next.clear()
         self._written.clear()

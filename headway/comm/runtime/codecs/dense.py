@@ -50,7 +50,7 @@ def sign_encode(x: torch.Tensor) -> torch.Tensor:
     """Return a bit per number, set where it is negative, and the mean absolute value (float32)."""
     if not x.numel():
         return torch.empty(0, dtype=torch.uint8, device=x.device)
-    scale = x.abs().mean(dtype=torch.float32).view(1)
+    scale = x.abs().mean().clamp(max=torch.finfo(torch.float32).max).view(1)  # a sum beyond float32 is infinite
     return torch.cat([pack(x < 0, 1), as_bytes(scale)])
 
 
