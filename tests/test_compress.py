@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -159,10 +160,8 @@ def _unlike_plans() -> str:
     except Exception as cause:
         return str(cause)
     finally:
-        try:
+        with contextlib.suppress(BackgroundError):
             compressed.close()
-        except BackgroundError:
-            pass
     return ""
 
 
@@ -245,7 +244,7 @@ def test_what_is_wrong_is_said_once_with_the_rule() -> None:
         words,
         (
             "the plan is ''", "the plan is 3", "Did you mean 'sign'", "min_bytes is -1", "a Linear has no hook",
-            "a communication hook already", "rank 0: the residual of 0.weight has 5 numbers", "a residual of '7.weight'",
+            "a communication hook already", "rank 0: the residual of 0.weight has 5", "a residual of '7.weight'",
         ),
         strict=True,
     ):  # fmt: skip

@@ -26,11 +26,20 @@ from headway.sim.program import Program
 
 NAME, GRANT = "comm.compress", "lossy"
 
-CANDIDATES = ("half", "int8", "dither:4", "sign", "topk:0.01")
+CANDIDATES = ("half", "int8", "dither:4", "sign", "topk:0.01:bf16")
 """Codecs that are tried, nearest to the plain gradient first. Others are for those who know their model:
 `headway whatif compress=NAME` predicts them, a plan file names them."""
 
-MEASURED = (RAW, *CANDIDATES, "bfloat16", "natural:4", "topk:0.001", "randomk:0.01", "shared-randomk:0.01")
+MEASURED = (
+    RAW,
+    *CANDIDATES,
+    "bfloat16",
+    "natural:4",
+    "topk:0.01",
+    "topk:0.001:bf16",
+    "randomk:0.01",
+    "shared-randomk:0.01",
+)
 """What is measured where nobody says."""
 
 EQUAL = 0.03

@@ -15,7 +15,8 @@ What a partition of n numbers costs the lane, with e and d the seconds of encodi
 
     encode  e(n), and d(n) for the residual;  sum  W d(n / W) + e(n / W), and d(n / W) for the residual;  decode  d(n)
 
-each with the passes over memory that adding, subtracting and copying take (the entry `raw` of the table).
+each with the passes over memory that adding and copying take (the entry `raw` of the table). What a sparse packet says
+is added and subtracted in its places, without a pass.
 """
 
 from __future__ import annotations
@@ -42,6 +43,9 @@ RAW = "raw"
 UNBIASED = ("half", "bfloat16", "dither", "natural")
 """Kinds that keep no residual."""
 
+SPARSE = ("topk", "randomk")
+"""Kinds that send places."""
+
 FLOAT_BYTES = 4
 
 
@@ -64,12 +68,13 @@ class Compression:
     def lane_ns(self, n: int, ranks: int) -> tuple[int, int, int]:
         """Return what encoding, summing and decoding a partition of `n` numbers takes, ns."""
         own = -(-n // ranks)
-        residual = read_codec(self.codec).kind not in UNBIASED
+        kind = read_codec(self.codec).kind
+        residual, dense = kind not in UNBIASED, kind not in SPARSE
         (encode, decode), (encode_own, decode_own) = (self.times.seconds(self.codec, count) for count in (n, own))
         (add, copy), (add_own, _) = (self.times.seconds(RAW, count) for count in (n, own))
         # The check for NaN reads a tensor once, about what a copy costs.
-        first = copy + encode + residual * (decode + 2 * add)
-        middle = ranks * (decode_own + add_own) + encode_own + residual * (decode_own + 2 * add_own)
+        first = copy + encode + residual * (decode + (1 + dense) * add)
+        middle = ranks * (decode_own + dense * add_own) + encode_own + residual * (decode_own + (2 + dense) * add_own)
         found = (first, middle, decode + copy)
         return round(found[0] * NS_PER_S), round(found[1] * NS_PER_S), round(found[2] * NS_PER_S)
 

@@ -140,9 +140,8 @@ class PushPull:
 
     def reduce(self, layout: Layout, gradients: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
         """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks."""
-        # The largest absolute value is NaN where any number is: one pass, and no tensor of answers.
-        largest = [torch.linalg.vector_norm(g, float("inf")) for g in gradients.values() if g.numel()]
-        finite = all(bool(torch.isfinite(value)) for value in largest)
+        # A sum is NaN or infinite where any number is: one pass. Where it is, the numbers may still be finite.
+        finite = all(bool(torch.isfinite(g.sum())) or bool(torch.isfinite(g).all()) for g in gradients.values())
         whole = {name: g if g.dtype == torch.float32 else g.float() for name, g in gradients.items()}
         plain, plain_work = self._send_plain(layout, whole, finite, group)
         pushes = [self._push(units, whole, finite, group) for units in layout.partitions]
@@ -208,7 +207,7 @@ class PushPull:
                 packets[owner, at[owner] : at[owner] + packet.numel()] = packet
                 at[owner] += packet.numel()
                 if keeps:
-                    share -= unit.codec.decode(packet, share.numel(), seed)
+                    unit.codec.add(share, packet, -1.0, seed)
         arrived = torch.empty(self.ranks, packets.shape[1], dtype=torch.uint8, device=device)
         self.sent_bytes += packets.numel()
         if self.two_way:
@@ -239,7 +238,7 @@ class PushPull:
             seed = self._seed(unit, self.rank, -1)
             packet = unit.codec.encode(mean, seed)
             if keeps:
-                mean -= unit.codec.decode(packet, high - low, seed)
+                unit.codec.add(mean, packet, -1.0, seed)
                 self.answered.fresh(unit.name, unit.own_length, mean.device)[own] = mean
             answer[0, at : at + size] = packet
             at += size
@@ -251,8 +250,8 @@ class PushPull:
         """Return the mean of the ranks' packets, [ranks, bytes], added in the order of ranks."""
         mean = torch.zeros(n, device=rows.device)
         for packet in rows:
-            mean += unit.codec.decode(packet, n)
-        return mean.div_(self.ranks)
+            unit.codec.add(mean, packet, 1.0 / self.ranks)
+        return mean
 
     def _decode(self, units: list[Unit], packets: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         """Put what the packets say, [ranks, bytes], into the gradients."""

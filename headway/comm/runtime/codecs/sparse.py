@@ -10,6 +10,7 @@ from a seed, so that the values are all that travels, and sums of values are val
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from headway.comm.runtime.codecs.bits import pack_places, unpack_places
@@ -38,11 +39,22 @@ def topk_places(x: torch.Tensor, k: int, *, exact: bool = False) -> torch.Tensor
         return size.topk(k, sorted=False).indices.sort().values
     sample = size[:: n // sampled]
     rank = min(sample.numel(), int(SPARE * k / n * sample.numel()) + 2)
-    threshold = sample.topk(rank, sorted=False).values.min()
-    through = (size >= threshold).nonzero().view(-1)
+    through = _where(size >= sample.kthvalue(sample.numel() - rank + 1).values)
     if through.numel() < k:
         return size.topk(k, sorted=False).indices.sort().values
-    return through[size[through].topk(k, sorted=False).indices].sort().values
+    # Selecting by the k-th value leaves the places in order. Of those that equal it, the first ones fill up the rest.
+    values = size.index_select(0, through)
+    least = values.kthvalue(values.numel() - k + 1).values
+    above, equal = values > least, (values == least).nonzero().view(-1)
+    above[equal[: k - int(above.sum())]] = True
+    return through[above]
+
+
+def _where(mask: torch.Tensor) -> torch.Tensor:
+    """Return the places that are set; on the CPU by numpy, which takes a quarter of the time of `nonzero`."""
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().view(-1)
 
 
 def random_places(n: int, k: int, seed: int, device: torch.device) -> torch.Tensor:
@@ -56,7 +68,7 @@ def random_places(n: int, k: int, seed: int, device: torch.device) -> torch.Tens
 def packet_of(x: torch.Tensor, places: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the packet of `x` [n] at `places`; values beyond the range of `dtype` become its largest number."""
     most = torch.finfo(dtype).max
-    return torch.cat([pack_places(places, x.numel()), as_bytes(x[places].clamp(-most, most).to(dtype))])
+    return torch.cat([pack_places(places, x.numel()), as_bytes(x.index_select(0, places).clamp(-most, most).to(dtype))])
 
 
 def topk_encode(x: torch.Tensor, k: int, dtype: torch.dtype, *, exact: bool) -> torch.Tensor:
@@ -66,8 +78,13 @@ def topk_encode(x: torch.Tensor, k: int, dtype: torch.dtype, *, exact: bool) -> 
 
 def sparse_decode(packet: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
     """Return [n] float32: the values at their places, 0 elsewhere."""
+    return spread(*parts(packet, n, k, dtype), n)
+
+
+def parts(packet: torch.Tensor, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [k] float32 values and [k] int64 places of a packet."""
     size = sum(place_bytes(n, k))
-    return spread(as_values(packet[size:], dtype), unpack_places(packet[:size], n, k), n)
+    return as_values(packet[size:], dtype).to(torch.float32), unpack_places(packet[:size], n, k)
 
 
 def spread(values: torch.Tensor, places: torch.Tensor, n: int) -> torch.Tensor:

@@ -68,6 +68,15 @@ class Codec:
         """Return the [n] float32 of a packet; `seed` as given to `encode`, where places are shared."""
         return self.decoding(packet, self.name, n, seed or 0)
 
+    def add(self, target: torch.Tensor, packet: torch.Tensor, alpha: float, seed: int | None = None) -> None:
+        """Add `alpha` times what a packet says to `target` [n] float32; of sparse kinds only what is there is touched."""
+        n = target.numel()
+        if self.name.kind in ("topk", "randomk"):
+            values, places = sparse.parts(packet, n, self.name.kept(n), DTYPES[self.name.type])
+            target.index_add_(0, places, values, alpha=alpha)
+        else:
+            target.add_(self.decode(packet, n, seed), alpha=alpha)
+
 
 def codec_of(name: str) -> Codec:
     """Return the codec that a name says. Raises as `read_codec`."""
