@@ -2,8 +2,8 @@
 
 Claim: behind 100 Mbit/s the best codec makes a step at least 10x as fast as plain DDP, at least 4x as fast as torch's
 fp16_compress_hook, and takes at most 1.2x the time of its powerSGD_hook (rank 1, one bucket). At 100, 400, 1600 Mbit/s
-and unthrottled the codec that the plan chooses takes at most 1.10x the best of those that it tries; where plain is best, at
-most 1.05x plain. All take turns in one process.
+and unthrottled the codec that the plan chooses takes at most 1.10x the best of those that it tries; where plain is
+best, at most 1.05x plain. All take turns in one process.
 """
 
 import functools

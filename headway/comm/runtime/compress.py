@@ -84,8 +84,7 @@ class GradientCompression(Closing):
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         self._sizes = {name: p.numel() for name, p in model.module.named_parameters() if p.requires_grad}
         self._codecs = {name: self._codec(name) for name in self._sizes}
-        group = model.process_group
-        self._plain_group = group
+        group = self._plain_group = model.process_group
         self._pull = PushPull(group.size(), group.rank(), feedback=feedback, two_way=two_way)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._checked = False
@@ -151,8 +150,10 @@ class GradientCompression(Closing):
 
     def _reduce(self, bucket: Any) -> Future[torch.Tensor]:
         """Queue a bucket; called by DDP in the order of buckets, the same on all ranks."""
+        reduced: Future[torch.Tensor]
         if self.successor is not None:
-            return self.successor(bucket)
+            reduced = self.successor(bucket)
+            return reduced
         if bucket.index() == 0:
             self._skips = False
         names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
@@ -175,14 +176,14 @@ class GradientCompression(Closing):
                 self._skips = True
             return whole
 
-        reduced: Future[torch.Tensor] = self._lane.submit(work)
+        reduced = self._lane.submit(work)
         return reduced
 
     def _check_plans(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Compare the plans of all ranks, once: packets of unlike codecs would be taken for one another."""
         if self._checked:
             return
-        words = json.dumps([self.plan, self.min_bytes, self._pull.feedback, self._pull.two_way, self._sizes])
+        words = json.dumps([str(self.plan), self.min_bytes, self._pull.feedback, self._pull.two_way, self._sizes])
         own = torch.tensor([zlib.crc32(words.encode()), len(words)], device=device)
         found = [torch.empty_like(own) for _ in range(self._pull.ranks)]
         dist.all_gather(found, own, group=group)

@@ -69,7 +69,7 @@ class Codec:
         return self.decoding(packet, self.name, n, seed or 0)
 
     def add(self, target: torch.Tensor, packet: torch.Tensor, alpha: float, seed: int | None = None) -> None:
-        """Add `alpha` times what a packet says to `target` [n] float32; of sparse kinds only what is there is touched."""
+        """Add `alpha` times what a packet says to `target` [n] float32; a sparse kind touches its places alone."""
         n = target.numel()
         if self.name.kind in ("topk", "randomk"):
             values, places = sparse.parts(packet, n, self.name.kept(n), DTYPES[self.name.type])
