@@ -21,15 +21,16 @@ is added and subtracted in its places, without a pass.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
 from headway.cost.codecs import CodecName, CodecTimes, read_codec, wire_bytes
 from headway.sim.ddp_step import Step
 from headway.sim.ddp_thread import CALL, WAIT, WORK, Thread
-from headway.sim.ddp_window import Ints
 
 PARTITION_BYTES = 4_000_000
 """Raw bytes that are encoded, sent and decoded as one (BytePS: 4,096,000)."""
@@ -85,22 +86,8 @@ def packet_bytes(codec: CodecName, n: int, ranks: int) -> int:
     return sum(wire_bytes(codec, min(own, n - first)) or 0 for first in range(0, n, own))
 
 
-class _Lane:
-    """The items of one rank's second thread."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.items: list[tuple[int, int, int]] = []
-
-    def add(self, what: int, own_ns: int = 0, ref: int = -1) -> None:
-        """Append one: kind, own time, collective."""
-        self.items.append((what, own_ns, ref))
-
-    def thread(self, begin_ns: int, empty: Thread) -> Thread:
-        """Return the thread; all that orders it is its items."""
-        what, own, ref = np.array([(WORK, 0, -1), *self.items], np.int64).T
-        blank = np.full(what.size, -1, np.int64)
-        return replace(empty, what=what, begin_ns=blank + 1 + begin_ns, own_ns=own, ref=ref, backward=blank)
+Items = list[tuple[int, int, int]]
+"""What a lane does, in order: (kind as in `ddp_thread`, own time, collective or -1)."""
 
 
 def with_codec(step: Step, compression: Compression) -> Step:
@@ -108,95 +95,66 @@ def with_codec(step: Step, compression: Compression) -> Step:
 
     A training thread hands a bucket to its lane by a collective of one, and waits for another one that its lane calls.
     """
-    ranks, codec = len(step.threads), read_codec(compression.codec)
-    main = step.threads[0]
-    buckets = main.ref[(main.what == CALL) & (main.backward >= 0)]
-    lanes = [_Lane(thread.rank) for thread in step.threads]
-    made = _Collectives(step)
-    handed = {int(bucket): [made.handover() for _ in lanes] for bucket in buckets}
-    done = {int(bucket): [made.handover() for _ in lanes] for bucket in buckets}
-    for bucket in map(int, buckets):
-        for lane, number in zip(lanes, handed[bucket], strict=True):
-            lane.add(WAIT, ref=number)
-        _reduced(int(step.size[bucket]), codec, compression, lanes, made)
-        for lane, number in zip(lanes, done[bucket], strict=True):
-            lane.add(CALL, ref=number)
-    threads = []
-    for index, thread in enumerate(step.threads):
-        ref = thread.ref.copy()
-        for bucket in map(int, buckets):
-            of_bucket = thread.ref == bucket
-            ref[of_bucket & (thread.what == CALL)] = handed[bucket][index]
-            ref[of_bucket & (thread.what == WAIT)] = done[bucket][index]
-        threads.append(replace(thread, ref=ref))
-    for lane, thread in zip(lanes, step.threads, strict=True):
-        threads.append(lane.thread(int(thread.begin_ns[0]), thread))
-    cores = np.tile(np.arange(ranks, dtype=np.int64), 2) if compression.shared_cores else None
-    return made.step(tuple(threads), {int(bucket) for bucket in buckets}, cores)
+    ranks, count = len(step.threads), step.size.size
+    buckets = sorted(set(step.threads[0].ref[_of_buckets(step.threads[0])].tolist()))
+    sizes, pools = step.size.tolist(), [0] * count
+
+    def added(size: int, pool: int) -> int:
+        sizes.append(size)
+        pools.append(pool)
+        return len(sizes) - 1
+
+    lanes: list[Items] = [[(WORK, 0, -1)] for _ in step.threads]
+    refs = [thread.ref.copy() for thread in step.threads]
+    for bucket in buckets:
+        given, done = ([added(0, -1) for _ in lanes] for _ in range(2))
+        work = _reduced(int(step.size[bucket]), ranks, compression, lambda size: added(size, 1))
+        for rank, (lane, thread) in enumerate(zip(lanes, step.threads, strict=True)):
+            lane += [(WAIT, 0, given[rank]), *work, (CALL, 0, done[rank])]
+            refs[rank][(thread.ref == bucket) & (thread.what == CALL)] = given[rank]
+            refs[rank][(thread.ref == bucket) & (thread.what == WAIT)] = done[rank]
+        sizes[bucket], pools[bucket] = 0, -1  # nobody calls it any more
+    mains = [replace(thread, ref=ref) for thread, ref in zip(step.threads, refs, strict=True)]
+    own_ns, alone = np.zeros(len(sizes), np.int64), np.zeros((len(sizes), 2 * ranks), bool)
+    own_ns[:count] = np.where(np.isin(np.arange(count), buckets), 0, step.own_ns)
+    alone[:count, :ranks] = step.alone
+    return replace(
+        step,
+        threads=(*mains, *(_thread(lane, thread) for lane, thread in zip(lanes, step.threads, strict=True))),
+        size=np.array(sizes, np.int64),
+        own_ns=own_ns,
+        alone=alone,
+        offset_ns=np.tile(step.offset_ns, 2),
+        pool=np.array(pools, np.int64),
+        cores=np.tile(np.arange(ranks, dtype=np.int64), 2) if compression.shared_cores else None,
+    )
 
 
-def _reduced(size: int, codec: CodecName, compression: Compression, lanes: list[_Lane], made: _Collectives) -> None:
-    """Add what the lanes do with a bucket of `size` bytes: all partitions through each stage, then the next stage."""
-    ranks = len(lanes)
+def _of_buckets(thread: Thread) -> NDArray[np.bool_]:
+    return (thread.what == CALL) & (thread.backward >= 0)
+
+
+def _thread(items: Items, like: Thread) -> Thread:
+    """Return a thread beside another one; all that orders it is its items."""
+    what, own, ref = np.array(items, np.int64).T
+    blank = np.full(what.size, -1, np.int64)
+    return replace(like, what=what, begin_ns=blank + 1 + like.begin_ns[0], own_ns=own, ref=ref, backward=blank)
+
+
+def _reduced(size: int, ranks: int, compression: Compression, collective: Callable[[int], int]) -> Items:
+    """Return what a lane does with a bucket of `size` bytes: all partitions through a stage, then the next stage."""
+    codec, most = read_codec(compression.codec), PARTITION_BYTES // FLOAT_BYTES
     raw = round(size * compression.raw_fraction)
     numbers = (size - raw) // FLOAT_BYTES
-    most = PARTITION_BYTES // FLOAT_BYTES
     counts = [min(most, numbers - first) for first in range(0, numbers, most)]
+    small = [collective(raw)] if raw else []
+    pushed, pulled = ([collective(packet_bytes(codec, n, ranks) // 2) for n in counts] for _ in range(2))
+    items: Items = [(CALL, 0, number) for number in small]
     costs = [compression.lane_ns(n, ranks) for n in counts]
-    small = made.collective(raw) if raw else -1
-    pushed = [made.collective(packet_bytes(codec, n, ranks) // 2) for n in counts]
-    pulled = [made.collective(packet_bytes(codec, n, ranks) // 2) for n in counts]
-    for lane in lanes:
-        if raw:
-            lane.add(CALL, ref=small)
-        for number, (encode, _, _) in zip(pushed, costs, strict=True):
-            lane.add(WORK, encode)
-            lane.add(CALL, ref=number)
-        for push, pull, (_, middle, _) in zip(pushed, pulled, costs, strict=True):
-            lane.add(WAIT, ref=push)
-            lane.add(WORK, middle)
-            lane.add(CALL, ref=pull)
-        for number, (_, _, decode) in zip(pulled, costs, strict=True):
-            lane.add(WAIT, ref=number)
-            lane.add(WORK, decode)
-        if raw:
-            lane.add(WAIT, ref=small)
-
-
-class _Collectives:
-    """The collectives of a step, with those that compression adds."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._size = step.size.tolist()
-        self._pool = [0] * step.size.size
-
-    def handover(self) -> int:
-        """Add one between two threads of a rank."""
-        return self._add(0, -1)
-
-    def collective(self, size: int) -> int:
-        """Add one of all ranks; returns its number."""
-        return self._add(size, 1)
-
-    def _add(self, size: int, pool: int) -> int:
-        self._size.append(size)
-        self._pool.append(pool)
-        return len(self._size) - 1
-
-    def step(self, threads: tuple[Thread, ...], gone: set[int], cores: Ints | None) -> Step:
-        """Return the step; `gone` are replaced: nobody calls them any more."""
-        step, count = self._step, len(self._size)
-        own = np.zeros(count, np.int64)
-        own[: step.size.size] = step.own_ns
-        pool = np.array(self._pool, np.int64)
-        pool[sorted(gone)] = -1
-        size = np.array(self._size, np.int64)
-        size[sorted(gone)] = 0
-        own[sorted(gone)] = 0
-        alone = np.zeros((count, len(threads)), bool)
-        alone[: step.size.size, : len(step.threads)] = step.alone
-        offset = np.concatenate([step.offset_ns, step.offset_ns])
-        return replace(
-            step, threads=threads, size=size, own_ns=own, alone=alone, offset_ns=offset, pool=pool, cores=cores
-        )
+    for push, (encode, _, _) in zip(pushed, costs, strict=True):
+        items += [(WORK, encode, -1), (CALL, 0, push)]
+    for push, pull, (_, middle, _) in zip(pushed, pulled, costs, strict=True):
+        items += [(WAIT, 0, push), (WORK, middle, -1), (CALL, 0, pull)]
+    for pull, (_, _, decode) in zip(pulled, costs, strict=True):
+        items += [(WAIT, 0, pull), (WORK, decode, -1)]
+    return items + [(WAIT, 0, number) for number in small]
