@@ -152,6 +152,28 @@ def test_a_job_that_resumes_with_its_residuals_ends_bit_identical(name: str) -> 
     assert on_ranks(_resumed, 2, name) == [True, True]
 
 
+def _channels_last() -> float:
+    found = []
+    for name in ("plain", "half"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 3)).to(
+            memory_format=torch.channels_last
+        )
+        model = DistributedDataParallel(net)
+        compressed = compress(model, name, min_bytes=200) if name != "plain" else None
+        model(
+            torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+        ).square().sum().backward()
+        found.append(net[0].weight.grad.clone())
+        if compressed is not None:
+            compressed.close()
+    return float((found[0] - found[1]).norm() / found[0].norm())
+
+
+def test_gradients_with_other_strides_are_what_they_were() -> None:
+    assert max(on_ranks(_channels_last, 2)) < 2e-3
+
+
 def _unlike_plans() -> str:
     model = job()
     compressed = compress(model, "sign" if dist.get_rank() == 0 else "half", min_bytes=200)

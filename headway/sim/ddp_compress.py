@@ -131,7 +131,7 @@ def with_codec(step: Step, compression: Compression) -> Step:
 
 
 def _of_buckets(thread: Thread) -> NDArray[np.bool_]:
-    return (thread.what == CALL) & (thread.backward >= 0)
+    return np.asarray((thread.what == CALL) & (thread.backward >= 0))
 
 
 def _thread(items: Items, like: Thread) -> Thread:

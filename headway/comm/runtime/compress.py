@@ -156,9 +156,11 @@ class GradientCompression(Closing):
             return reduced
         if bucket.index() == 0:
             self._skips = False
-        names = tuple(self._names[id(parameter)] for parameter in bucket.parameters())
-        gradients = {name: g.view(-1) for name, g in zip(names, bucket.gradients(), strict=True)}
-        whole, last = bucket.buffer(), bucket.is_last()
+        whole: torch.Tensor = bucket.buffer()
+        last, parameters = bucket.is_last(), bucket.parameters()
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
+        # Slices of the buffer, not bucket.gradients(): those have the strides of their parameters.
+        gradients = dict(zip(names, whole.split([parameter.numel() for parameter in parameters]), strict=True))
 
         def work(group: dist.ProcessGroup) -> torch.Tensor:
             """Reduce the bucket; runs on the lane."""
