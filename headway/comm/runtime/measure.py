@@ -1,8 +1,8 @@
 """What codecs take on this host: `python -m headway.comm.runtime.measure NAME,NAME FILE`, one thread, CPU seconds.
 
 Every codec encodes and decodes normal numbers of four sizes; a row holds the median of some rounds, in which the
-codecs take turns. The name `raw` measures passes over memory: adding two tensors, and copying one. CPU time, because the turns that other
-processes of the host have now say little of those that they will have beside a training step.
+codecs take turns. The name `raw` measures passes over memory: adding two tensors, and copying one. CPU time, because
+the turns that other processes of the host have now say little of those that they will have beside a training step.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from a seed, so that the values are all that travels, and sums of values are val
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -23,8 +25,8 @@ LEAST_SAMPLE = 1024
 SAMPLED_FRACTION = 64
 """One number of so many is in the sample of a large tensor."""
 
-SPARE = 1.25
-"""More numbers are let through than are kept, so that an estimate that is a little high lets enough through."""
+SPARE = 4
+"""Standard deviations of a sampled count by which more numbers are let through than are kept."""
 
 
 def topk_places(x: torch.Tensor, k: int, *, exact: bool = False) -> torch.Tensor:
@@ -37,8 +39,10 @@ def topk_places(x: torch.Tensor, k: int, *, exact: bool = False) -> torch.Tensor
     sampled = max(LEAST_SAMPLE, n // SAMPLED_FRACTION)
     if exact or sampled * 2 > n or k * 2 > n:
         return size.topk(k, sorted=False).indices.sort().values
-    sample = size[:: n // sampled]
-    rank = min(sample.numel(), int(SPARE * k / n * sample.numel()) + 2)
+    # A stride that has no factor in common with the usual widths of matrices: it meets all of their columns.
+    sample = size[:: next(stride for stride in range(n // sampled, n) if math.gcd(stride, 2 * 3 * 5 * 7) == 1)]
+    expected = k / n * sample.numel()
+    rank = min(sample.numel(), int(expected + SPARE * (expected**0.5 + 1)))
     through = _where(size >= sample.kthvalue(sample.numel() - rank + 1).values)
     if through.numel() < k:
         return size.topk(k, sorted=False).indices.sort().values
