@@ -79,9 +79,11 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         share = format_fraction(1 - 1 / bound)
         reason = f"exposed communication costs {share} of a step: no bucket size can win more"
         yield Refusal("comm.bucket", "comm", reason)
+        yield Refusal("comm.compress", "comm", reason.replace("bucket size", "codec"))
         return
     if gathers_s is not None:
         yield Refusal("comm.bucket", "comm", "the run shards its parameters module by module: it has no buckets")
+        yield Refusal("comm.compress", "comm", "the run shards its parameters module by module: only DDP's are sent so")
     else:
         yield _bucket(program, bound)
         yield propose_compression(program, setup)

@@ -23,7 +23,7 @@ import fnmatch
 import functools
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -120,11 +120,7 @@ class GradientCompression(Closing):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the residuals of this rank. Raises `InputError` where they are of another model or number of ranks."""
-        pull = self._pull
-        layout = cut(
-            [(name, n, self._codecs[name]) for name, n in self._sizes.items()], pull.ranks, pull.rank,
-            min_bytes=self.min_bytes, two_way=pull.two_way,
-        )  # fmt: skip
+        pull, layout = self._pull, self._layout(self._sizes)
         sent = {unit.name: self._sizes[unit.name] for units in layout.partitions for unit in units}
         sent |= {name: self._sizes[name] for name in layout.shared}
         owned = {unit.name: unit.own_length for units in layout.partitions for unit in units}
@@ -148,6 +144,12 @@ class GradientCompression(Closing):
             return codec_of(self.plan)
         return next((codec_of(codec) for glob, codec in self.plan.items() if fnmatch.fnmatchcase(name, glob)), None)
 
+    def _layout(self, names: Iterable[str]) -> Layout:
+        """Return how gradients that come together are cut."""
+        pull = self._pull
+        tensors = [(name, self._sizes[name], self._codecs[name]) for name in names]
+        return cut(tensors, pull.ranks, pull.rank, min_bytes=self.min_bytes, two_way=pull.two_way)
+
     def _reduce(self, bucket: Any) -> Future[torch.Tensor]:
         """Queue a bucket; called by DDP in the order of buckets, the same on all ranks."""
         reduced: Future[torch.Tensor]
@@ -166,11 +168,7 @@ class GradientCompression(Closing):
             """Reduce the bucket; runs on the lane."""
             self._check_plans(group, whole.device)
             if names not in self._layouts:
-                pull = self._pull
-                self._layouts[names] = cut(
-                    [(name, g.numel(), self._codecs[name]) for name, g in gradients.items()], pull.ranks, pull.rank,
-                    min_bytes=self.min_bytes, two_way=pull.two_way,
-                )  # fmt: skip
+                self._layouts[names] = self._layout(names)
             with torch.no_grad():
                 self._pull.reduce(self._layouts[names], gradients, group)
             if last and not self._pull.end_step():
