@@ -43,7 +43,10 @@ def topk_places(x: torch.Tensor, k: int, *, exact: bool = False) -> torch.Tensor
     sample = size[:: next(stride for stride in range(n // sampled, n) if math.gcd(stride, 2 * 3 * 5 * 7) == 1)]
     expected = k / n * sample.numel()
     rank = min(sample.numel(), int(expected + SPARE * (expected**0.5 + 1)))
-    through = _where(size >= sample.kthvalue(sample.numel() - rank + 1).values)
+    threshold = sample.kthvalue(sample.numel() - rank + 1).values
+    through = _where((size >= threshold) & (size > 0) if float(threshold) == 0 else size >= threshold)
+    if through.numel() < k and float(threshold) == 0:  # a gradient of few numbers that are not zero: any zeros do
+        return torch.cat([through, _where(size == 0)[: k - through.numel()]]).sort().values
     if through.numel() < k:
         return size.topk(k, sorted=False).indices.sort().values
     # Selecting by the k-th value leaves the places in order. Of those that equal it, the first ones fill up the rest.
