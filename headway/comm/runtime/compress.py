@@ -162,7 +162,7 @@ class GradientCompression(Closing):
         last, parameters = bucket.is_last(), bucket.parameters()
         names = tuple(self._names[id(parameter)] for parameter in parameters)
         # Slices of the buffer, not bucket.gradients(): those have the strides of their parameters.
-        gradients = dict(zip(names, whole.split([parameter.numel() for parameter in parameters]), strict=True))
+        gradients = dict(zip(names, whole.split_with_sizes([p.numel() for p in parameters]), strict=True))
 
         def work(group: dist.ProcessGroup) -> torch.Tensor:
             """Reduce the bucket; runs on the lane."""
