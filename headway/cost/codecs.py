@@ -14,7 +14,7 @@ Places are stored in Elias-Fano form: of k places below n the low l = floor(log2
 in unary, about 2 + l bits each.
 
 >>> wire_bytes("topk:0.001:bf16", 1_000_000), wire_bytes("sign", 1_000_000)
-(3494, 125004)
+(3495, 125004)
 >>> read_codec("topc:0.1")
 Traceback (most recent call last):
 headway.core.errors.UnknownNameError: unknown codec 'topc'. Did you mean 'topk'? Choose one of: bfloat16, dither, \
