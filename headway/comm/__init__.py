@@ -24,4 +24,5 @@ PUBLIC: dict[str, str] = {
 }
 """Public name -> "module:attribute"."""
 
+__all__ = list(PUBLIC)
 __getattr__, __dir__ = lazily(__name__, PUBLIC)
