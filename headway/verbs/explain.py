@@ -166,8 +166,10 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
     fixes = fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
     keeps = any(row.name == "data.workers" and PERSISTENT in row.edits for row in plan.proposals)
-    if keeps and ledger.sub_ns.get("input.start", 0) > ledger.sub_ns.get("input.transfer", 0):
-        fixes |= {"input.transfer": fix for fix in fixes.values() if fix.remedy == "data.workers"}
+    workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
+    starts = ledger.sub_ns.get("input.start", 0) > ledger.sub_ns.get("input.transfer", 0)
+    if keeps and starts and workers is not None:
+        fixes["input.transfer"] = workers
     found = find_causes(ledger, predict=program.predict, fixes=fixes)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
     notes = (
