@@ -23,8 +23,9 @@ LOOKS = 3
 LOOK_S = 1.0
 """Seconds between two of them."""
 
-HALTED = frozenset("TtZXD")
-"""States of a process that runs no code: stopped, traced, zombie, gone, in uninterruptible sleep."""
+HALTED = frozenset("TZXD")
+"""States of a process that runs no code: stopped, zombie, gone, in uninterruptible sleep. One that a debugger holds
+(`t`) is none of them: somebody looks at it."""
 
 AHEAD_STEPS = 2
 """Updates by which ranks that wait for each other at every step can never be apart."""
