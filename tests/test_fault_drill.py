@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
-from headway.fault.drill import schedule, score
 from headway.fault.expected import expected
 from headway.fault.fleet import Failed, Scenario, Times, simulate
 from headway.fault.incident import Blamed, Incident
 from headway.fault.ladder import Limits, Seen, decide
+from headway.fault.runtime.drill import schedule, score
 from headway.fault.runtime.injectors import FAULTS
 from headway.fault.runtime.loss_guard import FEWEST, SPIKE, guard, judge
 from headway.fault.runtime.supervise import of_hang

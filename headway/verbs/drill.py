@@ -14,8 +14,8 @@ from headway.catalog import DRILL, REMEDIES
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import format_fraction, format_seconds
-from headway.fault.drill import schedule, score
 from headway.fault.incident import read_incidents
+from headway.fault.runtime.drill import schedule, score
 from headway.fault.runtime.injectors import FAULTS, FOLDER, NAME, marks
 from headway.report.paper import ScreenOptions, draw
 from headway.runtime.launch import LaunchOptions, check, launch
