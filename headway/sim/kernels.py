@@ -447,3 +447,55 @@ def list_schedule(
             settle[size] = heap_pop(later, num_later, 3, priority, end)
             num_later -= 1
             size += 1
+
+
+@kernel
+def common_prefix(plans: Ints) -> int:
+    """Return how many of the first columns of plans[k, n] are the same in all rows."""
+    same = plans.shape[1]
+    for k in range(1, plans.shape[0]):
+        at = 0
+        while at < same and plans[k, at] == plans[0, at]:
+            at += 1
+        same = at
+    return int(same)
+
+
+@kernel
+def one_link(
+    plans: Ints,
+    ready: NDArray[np.float64],
+    late: NDArray[np.float64],
+    work: NDArray[np.float64],
+    side_option: int,
+    cost: NDArray[np.float64],
+    gap: Ints,
+) -> None:
+    """Fill cost[k] and gap[k] of plans[k, n]: tensors go over one link in index order, some beside it.
+
+    Tensor i with option o is ready at ready[i] + the sum of late[j, o_j] so far, and takes work[i, o, 0] and then
+    work[i, o, 1]; with `side_option` it starts after the link and what is beside it, and does not hold the link up.
+    `gap` is the last tensor that came later than all before it were sent (0 without one).
+    """
+    # What all plans begin with is computed once: a search changes one tensor at a time.
+    same = common_prefix(plans)
+    delay = link = side = 0.0
+    last = 0
+    for k in range(-1, plans.shape[0]):
+        begin_at, end_at, row = (0, same, 0) if k < 0 else (same, plans.shape[1], k)
+        late_now, link_free, side_free, last_gap = delay, link, side, last
+        for i in range(begin_at, end_at):
+            option = plans[row, i]
+            late_now += late[i, option]
+            begin = ready[i] + late_now
+            if begin > link_free and begin > side_free:
+                last_gap = i
+            if option == side_option:
+                side_free = max(link_free, begin, side_free) + work[i, option, 0] + work[i, option, 1]
+            else:
+                link_free = max(link_free, begin) + work[i, option, 0] + work[i, option, 1]
+        if k < 0:
+            delay, link, side, last = late_now, link_free, side_free, last_gap
+        else:
+            cost[k] = max(link_free, side_free)
+            gap[k] = last_gap

@@ -1,0 +1,171 @@
+"""Which option compresses each gradient so that the iteration is shortest: Espresso's search, from several starts.
+
+A plan is one option per tensor. What a plan costs is a function (`Pricing.score`), so one search serves every model
+of time: the published ones (`headway.comm.published`) and chains of stages (`headway.comm.stages`).
+
+    starts      raw everywhere, and each option everywhere
+    descent     tensor by tensor, the option that is cheapest with all others as they are, until a pass improves
+                nothing; sizes falling (nearest to the output first among equals), order of backward, and reverses
+    Remove      a raw tensor sent before the link's last idle gap is skipped: its time does not matter
+    offload     tensors of one size and option are alike but for their place, so only the number on the CPU is
+                searched, not the subset: those farthest from the output are there (Espresso, lemma 1)
+    finalists   the best ends once more, with such numbers between any two options, in both directions: the lemma
+                does not hold where a tensor on the CPU keeps the link free, as in "published-cpu"
+
+The best of all starts and of all uniform plans is returned, so it is never worse than one option for all.
+
+>>> import numpy as np
+>>> def score(plans):  # 3 tensors on one link: 5 raw, 3 compressed, but the second one that is compressed waits 4
+...     return plans.shape[1] * 5.0 - 2.0 * plans.sum(1) + 4.0 * (plans.sum(1) > 1), np.zeros(len(plans), int)
+>>> search(Pricing(sizes=(9, 9, 9), options=(0, 1), score=score)).cost
+13.0
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+
+Plans = NDArray[np.int64]
+
+ScoreFn = Callable[[Plans], tuple[NDArray[np.float64], NDArray[np.int64]]]
+"""[k, n] options -> [k] cost, and [k] the first tensor after the last idle gap of the link (0: no gap)."""
+
+LEAST_GAIN = 1e-9
+"""A plan is better when it is cheaper by more than this fraction: rounding is no gain, and passes end."""
+
+
+FINALISTS = 3
+"""How many ends of descents are refined."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """What the search chooses from. Tensors are in the order in which backward completes them."""
+
+    sizes: tuple[int, ...]
+    """[n] Numbers of each tensor."""
+
+    options: tuple[int, ...]
+    """What each tensor may have."""
+
+    score: ScoreFn
+    """What plans cost."""
+
+    raw: int = 0
+    """The option that compresses nothing."""
+
+    offload: Mapping[int, int] = field(default_factory=dict)
+    """Option -> the same one, coded on the CPU."""
+
+    def cost(self, plan: Plans) -> float:
+        """Return what one plan [n] costs. Raises `InputError` on another length or an option that is not offered."""
+        if plan.shape != (len(self.sizes),):
+            raise InputError(f"the plan has {plan.size} options for {len(self.sizes)} tensors; give one for each.")
+        unknown = np.flatnonzero(~np.isin(plan, self.options))
+        if unknown.size:
+            at = int(unknown[0])
+            listed = ", ".join(map(str, self.options))
+            raise InputError(f"option {at} of the plan is {plan[at]}; this setup offers {listed}.")
+        return float(self.score(plan[None])[0][0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strategy:
+    """The best plan found, and the plans that it is compared with."""
+
+    options: Plans
+    """[n] Option of each tensor."""
+
+    cost: float
+    """Of this plan, in the unit of the score."""
+
+    raw: float
+    """Of the plan that compresses nothing."""
+
+    uniform: Mapping[int, float]
+    """Option -> cost of the plan that has it everywhere."""
+
+
+def search(pricing: Pricing) -> Strategy:
+    """Return the best plan. Raises `InputError` without tensors or options."""
+    num = len(pricing.sizes)
+    if not num or not pricing.options or pricing.raw not in pricing.options:
+        raise InputError(
+            f"there are {num} tensors and the options {list(pricing.options)}; give at least one of each, and the "
+            f"option {pricing.raw} that compresses nothing."
+        )
+    uniform = np.array([[option] * num for option in pricing.options], np.int64)
+    costs, _ = pricing.score(uniform)
+    offload = list(pricing.offload.items())
+    ends = list(zip(costs.tolist(), uniform, strict=True))
+    for order in _orders(pricing.sizes):
+        ends += [_descent(pricing, start, order, offload) for start in uniform]
+    # Numbers between any two options lead out of plans that no tensor alone improves.
+    pairs = list(itertools.permutations(pricing.options, 2))
+    for _, end in sorted(ends, key=lambda end: end[0])[:FINALISTS]:
+        ends += [_descent(pricing, end, order, pairs) for order in _orders(pricing.sizes)]
+    cost, plan = min(ends, key=lambda end: end[0])
+    return Strategy(
+        options=plan,
+        cost=cost,
+        raw=float(costs[pricing.options.index(pricing.raw)]),
+        uniform=dict(zip(pricing.options, costs.tolist(), strict=True)),
+    )
+
+
+def _orders(sizes: tuple[int, ...]) -> Iterator[list[int]]:
+    """Yield the orders in which tensors are looked at."""
+    falling = sorted(range(len(sizes)), key=lambda at: (-sizes[at], at))
+    yield falling
+    yield falling[::-1]
+    yield list(range(len(sizes)))
+    yield list(range(len(sizes)))[::-1]
+
+
+def _descent(pricing: Pricing, start: Plans, order: list[int], pairs: Sequence[tuple[int, int]]) -> tuple[float, Plans]:
+    """Return a plan and its cost: no tensor alone improves it, and no count of a group between `pairs` of options."""
+    plan = start.copy()
+    scores, gaps = pricing.score(plan[None])
+    cost, gap = float(scores[0]), int(gaps[0])
+    while True:
+        before = cost
+        for at in order:
+            if plan[at] == pricing.raw and at < gap:
+                continue
+            plans = np.repeat(plan[None], len(pricing.options), axis=0)
+            plans[:, at] = pricing.options
+            cost, gap, plan = _better(pricing, plans, (cost, gap, plan))
+        for plans in _counts(pricing.sizes, plan, pairs):
+            cost, gap, plan = _better(pricing, plans, (cost, gap, plan))
+        if not cost < before * (1 - LEAST_GAIN):
+            return cost, plan
+
+
+def _better(pricing: Pricing, plans: Plans, best: tuple[float, int, Plans]) -> tuple[float, int, Plans]:
+    """Return the cheapest of `plans` with its cost and gap, or `best` where none is cheaper."""
+    scores, gaps = pricing.score(plans)
+    at = int(scores.argmin())
+    if scores[at] < best[0] * (1 - LEAST_GAIN):
+        return float(scores[at]), int(gaps[at]), plans[at]
+    return best
+
+
+def _counts(sizes: tuple[int, ...], plan: Plans, pairs: Sequence[tuple[int, int]]) -> Iterator[Plans]:
+    """Yield, for each size and pair of options, the plans in which the 0, 1, ... of its tensors that are farthest from
+    the output have the second one, and the others the first one."""
+    numels = np.array(sizes)
+    for one, other in pairs:
+        both = (plan == one) | (plan == other)
+        for numel in np.unique(numels[both]):
+            members = np.flatnonzero(both & (numels == numel))
+            plans = np.repeat(plan[None], members.size + 1, axis=0)
+            later = np.arange(members.size)[None] >= members.size - np.arange(members.size + 1)[:, None]
+            plans[:, members] = np.where(later, other, one)
+            yield plans
