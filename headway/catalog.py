@@ -4,9 +4,9 @@ Nothing is imported here: an entry is "module:function", resolved where it is
 used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
-['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.gradient_view', 'comm.order', \
-'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', \
-'parallel.schedule', 'power.filler']
+['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
+'comm.order', 'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', \
+'host.logging', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ REMEDIES: dict[str, str] = {
     "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
     "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
     "comm.order": "headway.comm.runtime.fsdp:order",
+    "comm.compress": "headway.comm.runtime.compress:compression",
     "parallel.schedule": "headway.parallel.runtime.schedule:schedule",
     "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
     "host.gc": "headway.host.runtime:collect_together",
@@ -60,6 +61,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "comm.gradient_view": {},
     "comm.static_graph": {},
     "comm.order": {"ahead": "size"},
+    "comm.compress": {"codec": "codec", "feedback": "flag", "two_way": "flag", "min_bytes": "count"},
     "parallel.schedule": {"order": "names"},
     "checkpoint.async": {"every_steps": "size"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
@@ -92,6 +94,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "comm.gradient_view": ("comm.exposed",),
     "comm.static_graph": ("comm.exposed",),
     "comm.order": ("comm.exposed",),
+    "comm.compress": ("comm.exposed",),
     "comm.links": ("comm.exposed",),
     "parallel.schedule": ("bubble.p2p",),
     "host.gc": ("host.gc",),

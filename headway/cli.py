@@ -50,6 +50,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Say what the rest of a job costs on each offer of instances, by recorded prices.",
     ),
     "cluster sim": ("headway.verbs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
+    "comm bench": ("headway.verbs.comm_bench:bench", "Measure what codecs of gradients cost on this host."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
     "cost calibrate": ("headway.verbs.cost:calibrate", "Measure this host's operators; an interrupted one goes on."),
     "cost predict": ("headway.verbs.cost:predict", "Predict the step of a model that was never run on this host."),
