@@ -164,11 +164,22 @@ def read_setups(path: Path) -> list[Setup]:
     return found
 
 
+def read_codecs(path: Path) -> dict[str, CodecUs]:
+    """Return the codecs of a file `{codec: {"total_us": [4], "decode_us": [4]}}`. Raises `OSError`, `FormatError`."""
+    found: dict[str, CodecUs] = read_json(path, dict[str, CodecUs])
+    return found
+
+
 def link_table(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> LinkTable:
     """Return the table. Raises `InputError` on invalid values, `UnknownNameError` on a codec without times."""
     gradients.check(f"model {setup.model}")
     setup.check(f"setup of {setup.model}")
     codec = pick(codecs, setup.codec, "codec with published times")
+    for whole, part in zip(codec.total_us, codec.decode_us, strict=True):
+        if not 0 <= part <= whole < math.inf:
+            raise InputError(
+                f"codec {setup.codec} takes {whole} us, {part} us of it to decode; pass finite times, 0 <= decode <= total."
+            )
     numel = np.array([numel for _, numel in gradients.tensors], np.float64)
     ring = [2 * (ranks - 1) / ranks for ranks in (setup.ranks_per_host, setup.hosts)]
 

@@ -3,7 +3,7 @@
 A plan is one option per tensor. What a plan costs is a function (`Pricing.score`), so one search serves every model
 of time: the published ones (`headway.comm.published`) and chains of stages (`headway.comm.stages`).
 
-    starts      raw everywhere, and each option everywhere
+    starts      raw everywhere, and the best options everywhere
     descent     tensor by tensor, the option that is cheapest with all others as they are, until a pass improves
                 nothing; sizes falling (nearest to the output first among equals), order of backward, and reverses
     Remove      a raw tensor sent before the link's last idle gap is skipped: its time does not matter
@@ -41,6 +41,9 @@ LEAST_GAIN = 1e-9
 """A plan is better when it is cheaper by more than this fraction: rounding is no gain, and passes end."""
 
 
+STARTS = 4
+"""How many uniform plans a search starts from, the best ones; from the plan that compresses nothing it always does."""
+
 FINALISTS = 3
 """How many ends of descents are refined."""
 
@@ -64,6 +67,9 @@ class Pricing:
     offload: Mapping[int, int] = field(default_factory=dict)
     """Option -> the same one, coded on the CPU."""
 
+    names: tuple[str, ...] = ()
+    """What option 0, 1, ... is called, where a number says too little."""
+
     def cost(self, plan: Plans) -> float:
         """Return what one plan [n] costs. Raises `InputError` on another length or an option that is not offered."""
         if plan.shape != (len(self.sizes),):
@@ -74,6 +80,15 @@ class Pricing:
             listed = ", ".join(map(str, self.options))
             raise InputError(f"option {at} of the plan is {plan[at]}; this setup offers {listed}.")
         return float(self.score(plan[None])[0][0])
+
+    def uniform(self) -> dict[int, float]:
+        """Return option -> what the plan costs that has it everywhere."""
+        costs, _ = self.score(self.uniform_plans())
+        return dict(zip(self.options, costs.tolist(), strict=True))
+
+    def uniform_plans(self) -> Plans:
+        """Return [options, n], one plan per option."""
+        return np.repeat(np.array(self.options, np.int64)[:, None], len(self.sizes), axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,23 +116,18 @@ def search(pricing: Pricing) -> Strategy:
             f"there are {num} tensors and the options {list(pricing.options)}; give at least one of each, and the "
             f"option {pricing.raw} that compresses nothing."
         )
-    uniform = np.array([[option] * num for option in pricing.options], np.int64)
-    costs, _ = pricing.score(uniform)
+    uniform = pricing.uniform()
     offload = list(pricing.offload.items())
-    ends = list(zip(costs.tolist(), uniform, strict=True))
+    ends = list(zip(uniform.values(), pricing.uniform_plans(), strict=True))
+    starts = [ends[pricing.options.index(pricing.raw)], *sorted(ends, key=lambda end: end[0])[:STARTS]]
     for order in _orders(pricing.sizes):
-        ends += [_descent(pricing, start, order, offload) for start in uniform]
+        ends += [_descent(pricing, start, order, offload) for _, start in starts]
     # Numbers between any two options lead out of plans that no tensor alone improves.
     pairs = list(itertools.permutations(pricing.options, 2))
     for _, end in sorted(ends, key=lambda end: end[0])[:FINALISTS]:
         ends += [_descent(pricing, end, order, pairs) for order in _orders(pricing.sizes)]
     cost, plan = min(ends, key=lambda end: end[0])
-    return Strategy(
-        options=plan,
-        cost=cost,
-        raw=float(costs[pricing.options.index(pricing.raw)]),
-        uniform=dict(zip(pricing.options, costs.tolist(), strict=True)),
-    )
+    return Strategy(options=plan, cost=cost, raw=uniform[pricing.raw], uniform=uniform)
 
 
 def _orders(sizes: tuple[int, ...]) -> Iterator[list[int]]:
