@@ -170,16 +170,22 @@ def read_codecs(path: Path) -> dict[str, CodecUs]:
     return found
 
 
-def link_table(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> LinkTable:
-    """Return the table. Raises `InputError` on invalid values, `UnknownNameError` on a codec without times."""
+def checked(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs]) -> CodecUs:
+    """Return the codec of a setup. Raises `InputError` on invalid values, `UnknownNameError` on unknown names."""
     gradients.check(f"model {setup.model}")
     setup.check(f"setup of {setup.model}")
     codec = pick(codecs, setup.codec, "codec with published times")
     for whole, part in zip(codec.total_us, codec.decode_us, strict=True):
         if not 0 <= part <= whole < math.inf:
             raise InputError(
-                f"codec {setup.codec} takes {whole} us, {part} us of it to decode; pass finite times, 0 <= decode <= total."
+                f"codec {setup.codec} takes {whole} us, {part} us of it to decode; pass 0 <= decode <= total."
             )
+    return codec
+
+
+def link_table(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> LinkTable:
+    """Return the table. Raises as `checked`."""
+    codec = checked(gradients, setup, codecs)
     numel = np.array([numel for _, numel in gradients.tensors], np.float64)
     ring = [2 * (ranks - 1) / ranks for ranks in (setup.ranks_per_host, setup.hosts)]
 
@@ -203,7 +209,7 @@ def link_table(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs]
 
 def published_gpu(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> Pricing:
     """Return the cost in which encoding on the device delays all later gradients: options 0..3. Raises as
-    `link_table`."""
+    `checked`."""
     table = link_table(gradients, setup, codecs)
     work = np.stack([table.codec_us, table.link_us], axis=2)
     return _priced(gradients, setup, table.ready_us, table.encode_us, work)
@@ -211,7 +217,7 @@ def published_gpu(gradients: Gradients, setup: Setup, codecs: Mapping[str, Codec
 
 def published_cpu(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> Pricing:
     """Return the cost in which the CPU codes beside the link and nothing delays backward: options 0..4. Raises as
-    `link_table`."""
+    `checked`."""
     table = link_table(gradients, setup, codecs)
     on_cpu = np.stack([table.cpu_us, table.link_us[:, BETWEEN]], axis=1)[:, None]
     work = np.concatenate([np.stack([table.codec_us, table.link_us], axis=2), on_cpu], axis=1)

@@ -56,7 +56,7 @@ class Pricing:
     """[n] Numbers of each tensor."""
 
     options: tuple[int, ...]
-    """What each tensor may have."""
+    """What tensors may have."""
 
     score: ScoreFn
     """What plans cost."""
@@ -66,6 +66,9 @@ class Pricing:
 
     offload: Mapping[int, int] = field(default_factory=dict)
     """Option -> the same one, coded on the CPU."""
+
+    choices: tuple[tuple[int, ...], ...] = ()
+    """[n] What is worth trying for each tensor; all options where it is empty."""
 
     names: tuple[str, ...] = ()
     """What option 0, 1, ... is called, where a number says too little."""
@@ -149,8 +152,9 @@ def _descent(pricing: Pricing, start: Plans, order: list[int], pairs: Sequence[t
         for at in order:
             if plan[at] == pricing.raw and at < gap:
                 continue
-            plans = np.repeat(plan[None], len(pricing.options), axis=0)
-            plans[:, at] = pricing.options
+            choices = pricing.choices[at] if pricing.choices else pricing.options
+            plans = np.repeat(plan[None], len(choices), axis=0)
+            plans[:, at] = choices
             cost, gap, plan = _better(pricing, plans, (cost, gap, plan))
         for plans in _counts(pricing.sizes, plan, pairs):
             cost, gap, plan = _better(pricing, plans, (cost, gap, plan))

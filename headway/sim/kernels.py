@@ -499,3 +499,74 @@ def one_link(
         else:
             cost[k] = max(link_free, side_free)
             gap[k] = last_gap
+
+
+@kernel
+def stage_chains(
+    plans: Ints, segment: Ints, lane: Ints, duration: Ints, lanes: tuple[int, int], makespan: Ints, gap: Ints
+) -> None:
+    """Fill makespan[k] and gap[k] of plans[k, n] by list scheduling (`headway.sim.stage_chains`).
+
+    Op i * (stages + 1) is segment i, those behind it are its stages: index order is (tensor, stage). `lanes` is how
+    many there are, and the one whose idle gaps count.
+    """
+    num_lanes, gap_lane = lanes
+    n = segment.size
+    width = lane.shape[2] + 1
+    nothing = np.empty(0, np.float64)
+    ready = np.zeros(n * width, np.int64)
+    queue = np.empty((num_lanes, n + 1), np.int32)
+    for k in range(plans.shape[0]):
+        queued = np.zeros(num_lanes, np.int64)
+        running = np.full(num_lanes, -1, np.int64)
+        end = np.zeros(num_lanes, np.int64)
+        now = last_gap = 0
+        if n > 0:
+            ready[0] = 0
+            heap_push(queue[0], 0, np.int32(0), 3, nothing, ready)
+            queued[0] = 1
+        while True:
+            # All that ends now is settled first, then each free lane takes its first waiting op.
+            for at in range(num_lanes):
+                if running[at] < 0 or end[at] > now:
+                    continue
+                tensor, stage = running[at] // width, running[at] % width
+                running[at] = -1
+                option = plans[k, tensor]
+                if stage + 1 < width and lane[tensor, option, stage] >= 0:
+                    on = lane[tensor, option, stage]
+                    succ = np.int32(tensor * width + stage + 1)
+                    ready[succ] = now
+                    heap_push(queue[on], queued[on], succ, 3, nothing, ready)
+                    queued[on] += 1
+                # The next segment waits for this one, and for a first stage on its lane.
+                first_here = width > 1 and lane[tensor, option, 0] == 0
+                if stage == (1 if first_here else 0) and tensor + 1 < n:
+                    succ = np.int32((tensor + 1) * width)
+                    ready[succ] = now
+                    heap_push(queue[0], queued[0], succ, 3, nothing, ready)
+                    queued[0] += 1
+            at_once = False
+            for at in range(num_lanes):
+                if running[at] >= 0 or queued[at] == 0:
+                    continue
+                op = heap_pop(queue[at], queued[at], 3, nothing, ready)
+                queued[at] -= 1
+                tensor, stage = op // width, op % width
+                if at == gap_lane:
+                    last_gap = tensor if now > end[at] else min(last_gap, tensor)
+                took = segment[tensor] if stage == 0 else duration[tensor, plans[k, tensor], stage - 1]
+                running[at] = op
+                end[at] = now + took
+                at_once = at_once or took == 0
+            if at_once:
+                continue
+            following = -1
+            for at in range(num_lanes):
+                if running[at] >= 0 and (following < 0 or end[at] < following):
+                    following = end[at]
+            if following < 0:
+                break
+            now = following
+        makespan[k] = now
+        gap[k] = last_gap
