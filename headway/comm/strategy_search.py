@@ -122,12 +122,13 @@ def search(pricing: Pricing) -> Strategy:
     uniform = pricing.uniform()
     offload = list(pricing.offload.items())
     ends = list(zip(uniform.values(), pricing.uniform_plans(), strict=True))
-    starts = [ends[pricing.options.index(pricing.raw)], *sorted(ends, key=lambda end: end[0])[:STARTS]]
+    raw = ends[pricing.options.index(pricing.raw)]
+    starts = [raw, *sorted((end for end in ends if end is not raw), key=lambda end: end[0])[:STARTS]]
     for order in _orders(pricing.sizes):
         ends += [_descent(pricing, start, order, offload) for _, start in starts]
-    # Numbers between any two options lead out of plans that no tensor alone improves.
-    pairs = list(itertools.permutations(pricing.options, 2))
+    # Numbers between any two of their options lead out of plans that no tensor alone improves.
     for _, end in sorted(ends, key=lambda end: end[0])[:FINALISTS]:
+        pairs = list(itertools.permutations(sorted(set(end.tolist())), 2))
         ends += [_descent(pricing, end, order, pairs) for order in _orders(pricing.sizes)]
     cost, plan = min(ends, key=lambda end: end[0])
     return Strategy(options=plan, cost=cost, raw=uniform[pricing.raw], uniform=uniform)

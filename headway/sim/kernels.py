@@ -502,6 +502,73 @@ def one_link(
 
 
 @kernel
+def run_chains(
+    plan: Ints,
+    segment: Ints,
+    lane: Ints,
+    duration: Ints,
+    span: tuple[int, int, int, int],
+    ready: Ints,
+    queue: Index,
+    state: Ints,
+) -> tuple[int, int]:
+    """Schedule until segment `stop` is about to end, or all has ended; return the time, and the gap's tensor.
+
+    `span` = (stop, gap lane, time, gap's tensor); `ready`, `queue` and `state` are as `stage_chains` makes them, and
+    are left as they are then.
+    """
+    stop, gap_lane, now, last = span
+    width = lane.shape[2] + 1
+    queued, running, end = state[0], state[1], state[2]
+    nothing = np.empty(0, np.float64)
+    while True:
+        if running[0] == stop * width and end[0] <= now:
+            return now, last
+        # All that ends now is settled first, then each free lane takes its first waiting op.
+        for at in range(queued.size):
+            if running[at] < 0 or end[at] > now:
+                continue
+            tensor, stage = running[at] // width, running[at] % width
+            running[at] = -1
+            option = plan[tensor]
+            if stage + 1 < width and lane[tensor, option, stage] >= 0:
+                on = lane[tensor, option, stage]
+                succ = np.int32(tensor * width + stage + 1)
+                ready[succ] = now
+                heap_push(queue[on], queued[on], succ, 3, nothing, ready)
+                queued[on] += 1
+            # The next segment waits for this one, and for a first stage on its lane.
+            first_here = width > 1 and lane[tensor, option, 0] == 0
+            if stage == (1 if first_here else 0) and tensor + 1 < segment.size:
+                succ = np.int32((tensor + 1) * width)
+                ready[succ] = now
+                heap_push(queue[0], queued[0], succ, 3, nothing, ready)
+                queued[0] += 1
+        at_once = False
+        for at in range(queued.size):
+            if running[at] >= 0 or queued[at] == 0:
+                continue
+            op = heap_pop(queue[at], queued[at], 3, nothing, ready)
+            queued[at] -= 1
+            tensor, stage = op // width, op % width
+            if at == gap_lane:
+                last = tensor if now > end[at] else min(last, tensor)
+            took = segment[tensor] if stage == 0 else duration[tensor, plan[tensor], stage - 1]
+            running[at] = op
+            end[at] = now + took
+            at_once = at_once or took == 0
+        if at_once:
+            continue
+        following = -1
+        for at in range(queued.size):
+            if running[at] >= 0 and (following < 0 or end[at] < following):
+                following = end[at]
+        if following < 0:
+            return now, last
+        now = following
+
+
+@kernel
 def stage_chains(
     plans: Ints, segment: Ints, lane: Ints, duration: Ints, lanes: tuple[int, int], makespan: Ints, gap: Ints
 ) -> None:
@@ -511,62 +578,19 @@ def stage_chains(
     many there are, and the one whose idle gaps count.
     """
     num_lanes, gap_lane = lanes
-    n = segment.size
-    width = lane.shape[2] + 1
-    nothing = np.empty(0, np.float64)
-    ready = np.zeros(n * width, np.int64)
-    queue = np.empty((num_lanes, n + 1), np.int32)
+    n, width = segment.size, lane.shape[2] + 1
+    if n == 0 or plans.shape[0] == 0:
+        return
+    ready, queue = np.zeros(n * width, np.int64), np.zeros((num_lanes, n + 1), np.int32)
+    # Rows: ops waiting, op running (-1: none), end of the one that runs or ran last.
+    state = np.zeros((3, num_lanes), np.int64)
+    state[1] = -1
+    state[0, 0] = 1  # segment 0 waits
+    # What all plans begin with, up to the end of the segment before the first difference, is scheduled once.
+    same = min(common_prefix(plans), n - 1)
+    now, last = run_chains(plans[0], segment, lane, duration, (same, gap_lane, 0, 0), ready, queue, state)
     for k in range(plans.shape[0]):
-        queued = np.zeros(num_lanes, np.int64)
-        running = np.full(num_lanes, -1, np.int64)
-        end = np.zeros(num_lanes, np.int64)
-        now = last_gap = 0
-        if n > 0:
-            ready[0] = 0
-            heap_push(queue[0], 0, np.int32(0), 3, nothing, ready)
-            queued[0] = 1
-        while True:
-            # All that ends now is settled first, then each free lane takes its first waiting op.
-            for at in range(num_lanes):
-                if running[at] < 0 or end[at] > now:
-                    continue
-                tensor, stage = running[at] // width, running[at] % width
-                running[at] = -1
-                option = plans[k, tensor]
-                if stage + 1 < width and lane[tensor, option, stage] >= 0:
-                    on = lane[tensor, option, stage]
-                    succ = np.int32(tensor * width + stage + 1)
-                    ready[succ] = now
-                    heap_push(queue[on], queued[on], succ, 3, nothing, ready)
-                    queued[on] += 1
-                # The next segment waits for this one, and for a first stage on its lane.
-                first_here = width > 1 and lane[tensor, option, 0] == 0
-                if stage == (1 if first_here else 0) and tensor + 1 < n:
-                    succ = np.int32((tensor + 1) * width)
-                    ready[succ] = now
-                    heap_push(queue[0], queued[0], succ, 3, nothing, ready)
-                    queued[0] += 1
-            at_once = False
-            for at in range(num_lanes):
-                if running[at] >= 0 or queued[at] == 0:
-                    continue
-                op = heap_pop(queue[at], queued[at], 3, nothing, ready)
-                queued[at] -= 1
-                tensor, stage = op // width, op % width
-                if at == gap_lane:
-                    last_gap = tensor if now > end[at] else min(last_gap, tensor)
-                took = segment[tensor] if stage == 0 else duration[tensor, plans[k, tensor], stage - 1]
-                running[at] = op
-                end[at] = now + took
-                at_once = at_once or took == 0
-            if at_once:
-                continue
-            following = -1
-            for at in range(num_lanes):
-                if running[at] >= 0 and (following < 0 or end[at] < following):
-                    following = end[at]
-            if following < 0:
-                break
-            now = following
-        makespan[k] = now
-        gap[k] = last_gap
+        own_ready, own_queue, own_state = ready.copy(), queue.copy(), state.copy()
+        makespan[k], gap[k] = run_chains(
+            plans[k], segment, lane, duration, (n, gap_lane, now, last), own_ready, own_queue, own_state
+        )
