@@ -12,7 +12,7 @@ segment; nothing is interrupted. Time O(k s log n) for k plans of s stages.
 
 >>> chains = StageChains(np.array([10, 10]), np.array([[[3, 0]], [[3, -1]]]), np.array([[[5, 2]], [[4, 0]]]))
 >>> chains.score(np.array([[0, 0]]))  # 10, 10 on lane 0; 5 on lane 3, then 2 on lane 0; 4 on lane 3
-(array([26]), array([1]))
+(array([24]), array([1]))
 """
 
 from __future__ import annotations
