@@ -239,10 +239,11 @@ def _priced(
 ) -> Pricing:
     """Return the pricing by the kernel that serves both functions."""
     side = ON_CPU if offload else work.shape[1]
+    one_link = kernels().one_link  # Looked up once: it is called for every tensor of every pass.
 
     def score(plans: NDArray[np.int64]) -> tuple[Floats, NDArray[np.int64]]:
         cost, gap = np.empty(len(plans)), np.empty(len(plans), np.int64)
-        kernels().one_link(plans, ready, late, work, side, cost, gap)
+        one_link(plans, ready, late, work, side, cost, gap)
         return cost, gap
 
     options = [option for option in range(work.shape[1]) if option != TWO_LEVEL or setup.two_level]

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,12 @@ Plans = NDArray[np.int64]
 ScoreFn = Callable[[Plans], tuple[NDArray[np.float64], NDArray[np.int64]]]
 """[k, n] options -> [k] cost, and [k] the first tensor after the last idle gap of the link (0: no gap)."""
 
+End = tuple[float, Plans]
+"""A cost, and the plan that has it."""
+
+Unit = tuple[int, ...]
+"""Tensors, index rising, that get the same option at once."""
+
 LEAST_GAIN = 1e-9
 """A plan is better when it is cheaper by more than this fraction: rounding is no gain, and passes end."""
 
@@ -44,7 +50,11 @@ LEAST_GAIN = 1e-9
 STARTS = 4
 """How many uniform plans a search starts from, the best ones; from the plan that compresses nothing it always does."""
 
-FINALISTS = 3
+LARGE = 2000
+"""Choices of all tensors together above which a search begins with all tensors of a size as one, and goes on from the
+best end of that, with the options that occur in those ends."""
+
+FINALISTS = 2
 """How many ends of descents are refined."""
 
 
@@ -72,6 +82,10 @@ class Pricing:
 
     names: tuple[str, ...] = ()
     """What option 0, 1, ... is called, where a number says too little."""
+
+    def choice(self, at: int) -> tuple[int, ...]:
+        """Return what is worth trying for a tensor."""
+        return self.choices[at] if self.choices else self.options
 
     def cost(self, plan: Plans) -> float:
         """Return what one plan [n] costs. Raises `InputError` on another length or an option that is not offered."""
@@ -123,39 +137,61 @@ def search(pricing: Pricing) -> Strategy:
     offload = list(pricing.offload.items())
     ends = list(zip(uniform.values(), pricing.uniform_plans(), strict=True))
     raw = ends[pricing.options.index(pricing.raw)]
-    starts = [raw, *sorted((end for end in ends if end is not raw), key=lambda end: end[0])[:STARTS]]
-    for order in _orders(pricing.sizes):
+    starts = [raw, *sorted((end for end in ends if end is not raw), key=_cost)[:STARTS]]
+    orders, finalists = _orders(pricing.sizes), FINALISTS
+    if sum(len(pricing.choice(at)) for at in range(num)) > LARGE:
+        starts = [_descent(pricing, start, _alike(pricing.sizes), offload) for _, start in starts]
+        pricing = _narrowed(pricing, starts)
+        starts, orders, finalists = [min(starts, key=_cost)], orders[:2], 1
+    for order in orders:
         ends += [_descent(pricing, start, order, offload) for _, start in starts]
     # Numbers between any two of their options lead out of plans that no tensor alone improves.
-    for _, end in sorted(ends, key=lambda end: end[0])[:FINALISTS]:
+    different = dict(sorted(ends, key=_cost))
+    for end in list(different.values())[:finalists]:
         pairs = list(itertools.permutations(sorted(set(end.tolist())), 2))
-        ends += [_descent(pricing, end, order, pairs) for order in _orders(pricing.sizes)]
-    cost, plan = min(ends, key=lambda end: end[0])
+        ends += [_descent(pricing, end, order, pairs) for order in orders]
+    cost, plan = min(ends, key=_cost)
     return Strategy(options=plan, cost=cost, raw=uniform[pricing.raw], uniform=uniform)
 
 
-def _orders(sizes: tuple[int, ...]) -> Iterator[list[int]]:
-    """Yield the orders in which tensors are looked at."""
+def _cost(end: End) -> float:
+    return end[0]
+
+
+def _orders(sizes: tuple[int, ...]) -> list[list[Unit]]:
+    """Return the orders in which tensors are looked at, each by itself."""
     falling = sorted(range(len(sizes)), key=lambda at: (-sizes[at], at))
-    yield falling
-    yield falling[::-1]
-    yield list(range(len(sizes)))
-    yield list(range(len(sizes)))[::-1]
+    backward = range(len(sizes))
+    return [[(at,) for at in order] for order in (falling, falling[::-1], backward, backward[::-1])]
 
 
-def _descent(pricing: Pricing, start: Plans, order: list[int], pairs: Sequence[tuple[int, int]]) -> tuple[float, Plans]:
-    """Return a plan and its cost: no tensor alone improves it, and no count of a group between `pairs` of options."""
+def _alike(sizes: tuple[int, ...]) -> list[Unit]:
+    """Return the tensors of each size, sizes falling."""
+    return [tuple(at for at, own in enumerate(sizes) if own == size) for size in sorted(set(sizes), reverse=True)]
+
+
+def _narrowed(pricing: Pricing, ends: Sequence[End]) -> Pricing:
+    """Return the pricing with the choices that occur in `ends` alone."""
+    found = {pricing.raw, *(option for _, plan in ends for option in plan.tolist())}
+    choices = tuple(tuple(one for one in pricing.choice(at) if one in found) for at in range(len(pricing.sizes)))
+    return replace(pricing, choices=choices)
+
+
+def _descent(pricing: Pricing, start: Plans, order: list[Unit], pairs: Sequence[tuple[int, int]]) -> End:
+    """Return the cost and the plan that no unit of `order` improves, and no number of tensors of one size between two
+    options of `pairs`."""
     plan = start.copy()
     scores, gaps = pricing.score(plan[None])
     cost, gap = float(scores[0]), int(gaps[0])
     while True:
         before = cost
-        for at in order:
-            if plan[at] == pricing.raw and at < gap:
+        for unit in order:
+            if unit[-1] < gap and all(plan[at] == pricing.raw for at in unit):
                 continue
-            choices = pricing.choices[at] if pricing.choices else pricing.options
+            choices = pricing.choice(unit[0])
             plans = np.repeat(plan[None], len(choices), axis=0)
-            plans[:, at] = choices
+            for at in unit:
+                plans[:, at] = choices
             cost, gap, plan = _better(pricing, plans, (cost, gap, plan))
         for plans in _counts(pricing.sizes, plan, pairs):
             cost, gap, plan = _better(pricing, plans, (cost, gap, plan))

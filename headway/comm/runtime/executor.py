@@ -27,6 +27,10 @@ from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.runtime.lane import separate_group
 
+# torch 2.13 renamed them, and warns of the old names.
+GATHERED = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTERED = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostGroups:
@@ -152,7 +156,7 @@ class _Run:
             self.data = own
         elif step.verb == "reduce_scatter":
             self.data = own.new_empty(len(own) // ranks, self.length)
-            dist.reduce_scatter_tensor(self.data, own, group=group)
+            SCATTERED(self.data, own, group=group)
         elif step.verb == "gather":
             parts = [torch.empty_like(own) for _ in range(ranks)] if is_root else None
             dist.gather(own, parts, root, group=group)
@@ -160,7 +164,7 @@ class _Run:
         else:  # all_gather or all_to_all: [ranks, blocks, senders, bytes] of all, or of own blocks
             found = own.new_empty(ranks * len(own) if step.verb == "all_gather" else len(own), *own.shape[1:])
             if step.verb == "all_gather":
-                dist.all_gather_into_tensor(found, own, group=group)
+                GATHERED(found, own, group=group)
             else:
                 dist.all_to_all_single(found, own, group=group)
             of_ranks = found.view(ranks, -1, *own.shape[1:])
@@ -176,7 +180,7 @@ class _Run:
         own = self.data.contiguous()
         if step.verb == "all_gather":
             self.data = own.new_empty(len(self.blocks), *own.shape[1:])
-            dist.all_gather_into_tensor(self.data, own, group=group)
+            GATHERED(self.data, own, group=group)
             return
         if self.number[step.place]:  # What waiting ranks have is stale; they need room for what the root has.
             width = self._packet_bytes() if step.packed else self.length
