@@ -225,7 +225,7 @@ def published_cpu(gradients: Gradients, setup: Setup, codecs: Mapping[str, Codec
 
 
 COSTS: dict[str, Callable[..., Pricing]] = {"published-gpu": published_gpu, "published-cpu": published_cpu}
-"""Cost -> the function of (gradients, setup, codecs) that makes it. Adding one is adding a line."""
+"""Cost -> the function of (gradients, setup, codecs) that makes it; `headway.comm.stages.COSTS` has all."""
 
 
 def _priced(

@@ -16,11 +16,12 @@ all options, launches cost nothing, and hosts are equal.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.comm import published
 from headway.comm.options import OPTIONS, Step, steps
 from headway.comm.published import (
     CODEC_NUMEL,
@@ -164,3 +165,7 @@ def _offloads(names: Sequence[str]) -> dict[int, int]:
         if there is not None and there != at and "cpu." not in name:
             found[at] = there
     return found
+
+
+COSTS: dict[str, Callable[..., Pricing]] = {**published.COSTS, "stages": stages}
+"""Cost -> the function of (gradients, setup, codecs) that makes it. Adding one is adding a line."""

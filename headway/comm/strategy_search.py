@@ -9,8 +9,9 @@ of time: the published ones (`headway.comm.published`) and chains of stages (`he
     Remove      a raw tensor sent before the link's last idle gap is skipped: its time does not matter
     offload     tensors of one size and option are alike but for their place, so only the number on the CPU is
                 searched, not the subset: those farthest from the output are there (Espresso, lemma 1)
-    finalists   the best ends once more, with such numbers between any two options, in both directions: the lemma
-                does not hold where a tensor on the CPU keeps the link free, as in "published-cpu"
+    finalists   the best ends once more, with such numbers between any two options, from both sides: the lemma does
+                not hold in general. In chains of stages whose encoding delays backward, those nearest to the output
+                are the best subset, since what they do on the CPU is hidden behind the rest of backward
 
 The best of all starts and of all uniform plans is returned, so it is never worse than one option for all.
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from headway.comm.options import options as tree
-from headway.comm.published import COSTS, Setup, read_codecs, read_models, read_setups
+from headway.comm.published import Setup, read_codecs, read_models, read_setups
+from headway.comm.stages import COSTS
 from headway.comm.strategy_search import Pricing, search
 from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
