@@ -239,7 +239,7 @@ def _priced(
 ) -> Pricing:
     """Return the pricing by the kernel that serves both functions."""
     side = ON_CPU if offload else work.shape[1]
-    one_link = kernels().one_link  # Looked up once: it is called for every tensor of every pass.
+    one_link = kernels("plan_kernels").one_link  # Looked up once: it is called for every tensor of every pass.
 
     def score(plans: NDArray[np.int64]) -> tuple[Floats, NDArray[np.int64]]:
         cost, gap = np.empty(len(plans)), np.empty(len(plans), np.int64)

@@ -69,7 +69,7 @@ class StageChains:
             )
         makespan, gap = np.zeros(len(plans), np.int64), np.zeros(len(plans), np.int64)
         num_lanes = max(int(self.lane.max(initial=0)), self.gap_lane) + 1
-        kernels().stage_chains(
+        kernels("plan_kernels").stage_chains(
             plans, self.segment_ns, self.lane, self.duration_ns, (num_lanes, self.gap_lane), makespan, gap
         )
         return makespan, gap
