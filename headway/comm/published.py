@@ -189,20 +189,22 @@ def link_table(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs]
     numel = np.array([numel for _, numel in gradients.tensors], np.float64)
     ring = [2 * (ranks - 1) / ranks for ranks in (setup.ranks_per_host, setup.hosts)]
 
-    def link(steps: int, inside_bytes: Floats, between_bytes: Floats) -> Floats:
-        inside = INSIDE_US[setup.inside] * np.floor(ring[0] * inside_bytes / 1000)
-        return np.asarray(steps * LATENCY_US + inside + OUT_US * np.floor(ring[1] * between_bytes / 1000))
+    raw = 4 * numel
 
-    raw, sent = 4 * numel, 4 * numel * setup.wire_fraction
+    def link(steps: int, inside: float, between: float) -> Floats:
+        """Return the time of a gradient whose bytes are multiplied by `inside` and `between`."""
+        # In the order of the formula: another one rounds otherwise, and floor makes 1 us of it.
+        inside_us = INSIDE_US[setup.inside] * np.floor(ring[0] * raw * inside / 1000)
+        return np.asarray(steps * LATENCY_US + inside_us + OUT_US * np.floor(ring[1] * raw * between / 1000))
+
+    sent = setup.wire_fraction
     scale = np.maximum(1.0, numel / setup.ranks_per_host / CODEC_NUMEL)[:, None]
     total, decode = np.array(codec.total_us, np.float64), np.array(codec.decode_us, np.float64)
     return LinkTable(
         ready_us=np.cumsum(np.fmod(np.array(gradients.gap_us, np.float64), 1000)),
         encode_us=total * scale - decode * scale,
         codec_us=np.where(np.arange(4) >= BETWEEN, total, 0.0) * scale,
-        link_us=np.stack(
-            [link(2, raw, raw), link(2, raw / 2, raw / 2), link(2, raw / 2, sent), link(4, sent, sent)], axis=1
-        ),
+        link_us=np.stack([link(2, 1, 1), link(2, 0.5, 0.5), link(2, 0.5, sent), link(4, sent, sent)], axis=1),
         cpu_us=raw * 8 / CPU_BYTES_PER_US,
     )
 
