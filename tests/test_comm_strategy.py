@@ -11,6 +11,7 @@ from headway.comm.options import OPTIONS
 from headway.comm.published import CODECS_US, Gradients, Setup
 from headway.comm.stages import CPU, INSIDE, front, option_stages, stages
 from headway.comm.strategy_search import Pricing, search
+from headway.core.errors import UnknownNameError
 from headway.sim.stage_chains import StageChains
 
 SETUP = Setup("m", "dgc", hosts=4, ranks_per_host=8, inside="pcie", wire_fraction=0.02, two_level=True)
@@ -79,6 +80,16 @@ def test_without_other_ranks_nothing_is_sent():
     assert search(lone).cost == 7.0
 
 
+def test_any_option_of_the_tree_can_be_priced():
+    dear = next(option for option in OPTIONS if option.endswith("cpu.decode cpu.encode inside.broadcast cpu.decode"))
+    gradients = Gradients((("a", 2**22),), (0.0,))
+    pricing = stages(gradients, SETUP, also=[dear])
+
+    assert pricing.cost(np.array([pricing.names.index(dear)])) >= search(stages(gradients, SETUP)).cost
+    with pytest.raises(UnknownNameError, match="headway comm options"):
+        stages(gradients, SETUP, also=["inside.all_gather"])
+
+
 def test_more_bytes_inside_take_longer():
     lanes, durations = option_stages(np.array([2**20, 2**22]), SETUP, CODECS_US)
     inside = (durations * (lanes == INSIDE)).sum(2)
@@ -128,7 +139,7 @@ def test_a_plan_found_is_priced_as_found(files, capsys, tmp_path, cost):
         (("--model", "n", "--cost", "stages"), "Choose one of: m"),
         (("--model", "m", "--cost", "stage"), "Did you mean 'stages'?"),
         (("--model", "m", "--cost", "stages", "--options", "PLAN"), "2 options for 3 tensors"),
-        (("--model", "m", "--cost", "published-gpu", "--options", "PLAN"), "not numbers"),
+        (("--model", "m", "--cost", "published-gpu", "--options", "PLAN"), "take the numbers [0, 1, 2, 3]"),
     ],
 )
 def test_bad_input_is_one_line(files, capsys, tmp_path, words, said):

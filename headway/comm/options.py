@@ -172,15 +172,21 @@ class Step:
     """Places at whose roots alone the data is: other ranks wait."""
 
 
+def checked_option(option: str) -> str:
+    """Return an option of the tree; raises `UnknownNameError` with the nearest one."""
+    if option not in _known():
+        close = difflib.get_close_matches(option, OPTIONS, n=1, cutoff=0.3)
+        hint = f"Did you mean {close[0]!r}? " if close else ""
+        raise UnknownNameError(f"unknown option {option!r}. {hint}All are listed by: headway comm options.")
+    return option
+
+
 def steps(option: str, ranks_per_host: int, hosts: int) -> list[Step]:
     """Return what each action of an option finds.
 
     Raises `UnknownNameError` with the nearest option, `InputError` on counts below 1.
     """
-    if option not in _known():
-        close = difflib.get_close_matches(option, OPTIONS, n=1, cutoff=0.3)
-        hint = f"Did you mean {close[0]!r}? " if close else ""
-        raise UnknownNameError(f"unknown option {option!r}. {hint}All are listed by: headway comm options.")
+    checked_option(option)
     if ranks_per_host < 1 or hosts < 1:
         raise InputError(f"there are {hosts} hosts of {ranks_per_host} ranks; give at least 1 of each.")
     sizes = {"flat": ranks_per_host * hosts, "inside": ranks_per_host, "between": hosts}

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.comm import published
-from headway.comm.options import OPTIONS, Step, steps
+from headway.comm.options import OPTIONS, Step, checked_option, steps
 from headway.comm.published import (
     CODEC_NUMEL,
     CODECS_US,
@@ -63,10 +63,16 @@ FORMS: dict[str, tuple[str, str | None]] = {
 """Collective -> the closed form that it takes: a reduce is a broadcast backwards, a gather fills one port."""
 
 
-def stages(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> Pricing:
-    """Return the pricing of all options of the tree that are best for some tensor; its names are the options.
+def stages(
+    gradients: Gradients,
+    setup: Setup,
+    codecs: Mapping[str, CodecUs] = CODECS_US,
+    *,
+    also: Sequence[str] = (),
+) -> Pricing:
+    """Return the pricing of all options of the tree that are best for some tensor, and of those that `also` names.
 
-    Raises as `headway.comm.published.link_table`.
+    The pricing's names are the options. Raises as `headway.comm.published.checked`, `UnknownNameError` on others.
     """
     checked(gradients, setup, codecs)
     numels = np.array([numel for _, numel in gradients.tensors])
@@ -74,7 +80,8 @@ def stages(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = C
     lanes, durations = option_stages(sizes, setup, codecs)
     fronts = [front(lanes, durations[at]) for at in range(sizes.size)]
     # Raw is the first option of the tree: every tensor keeps it, and with it option 0 of every plan.
-    used = np.array(sorted({0, *(option for each in fronts for option in each)}))
+    named = [OPTIONS.index(checked_option(name)) for name in also]
+    used = np.array(sorted({0, *named, *(option for each in fronts for option in each)}))
     places = {option: at for at, option in enumerate(used.tolist())}
     choices = [tuple(places[option] for option in each) for each in fronts]
     chains = StageChains(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.comm.options import options as tree
 from headway.comm.published import Setup, read_codecs, read_models, read_setups
@@ -77,17 +78,18 @@ def strategy(
     json
         Print one JSON object (schema headway.comm-strategy/1) instead of text.
     """
-    pricing = _pricing(models, setups, model, cost, codecs)
+    wanted = None if options is None else _options(options)
+    pricing = _pricing(models, setups, model, cost, codecs, wanted or [])
     num = len(pricing.sizes)
     # Compiles, or loads what was compiled, before the clock starts.
     raw = pricing.cost(np.full(num, pricing.raw))
     began = time.process_time()
-    if options is None:
+    if wanted is None:
         found = search(pricing)
         plan, price, uniform = found.options, found.cost, found.uniform
         seconds = time.process_time() - began
     else:
-        plan = _plan(options, pricing)
+        plan = _plan(wanted, pricing)
         price, seconds = pricing.cost(plan), 0.0
         uniform = pricing.uniform()
     answer = {
@@ -104,7 +106,9 @@ def strategy(
     return 0
 
 
-def _pricing(models: Path, setups: Path, model: str, cost: str, codecs: Path | None) -> Pricing:
+def _pricing(
+    models: Path, setups: Path, model: str, cost: str, codecs: Path | None, wanted: list[str | int]
+) -> Pricing:
     """Return what the search chooses from. Raises `InputError` where files do not hold it."""
     make = pick(COSTS, cost, "cost")
     gradients = pick(read_models(models), model, f"model of {models}")
@@ -113,21 +117,29 @@ def _pricing(models: Path, setups: Path, model: str, cost: str, codecs: Path | N
         raise InputError(f"{setups} has {plural(len(of_model), 'setup')} of {model}; leave exactly one.")
     beside = setups.parent / "codecs.json"
     path = codecs or (beside if beside.is_file() else None)
-    return make(gradients, of_model[0], *([] if path is None else [read_codecs(path)]))
+    names = list(dict.fromkeys(option for option in wanted if isinstance(option, str)))
+    more = {"also": names} if cost == "stages" else {}
+    return make(gradients, of_model[0], *([] if path is None else [read_codecs(path)]), **more)
 
 
-def _plan(path: Path, pricing: Pricing) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Return the plan that a file holds. Raises `InputError` where it is none."""
+def _options(path: Path) -> list[str | int]:
+    """Return the options that a file holds. Raises `InputError` where it holds none."""
     found = read_json(path)
     found = found.get("options") if isinstance(found, dict) else found
-    if not isinstance(found, list):
+    if not isinstance(found, list) or not all(type(each) in (str, int) for each in found):
         raise InputError(f'{path} holds no plan; write a list of options, or an object with the key "options".')
-    if pricing.names:
-        index = {name: at for at, name in enumerate(pricing.names)}
-        found = [index.get(each, -1) if isinstance(each, str) else each for each in found]
-    if not all(type(each) is int for each in found):
-        raise InputError(f"{path} has options that are not numbers; write one of {list(pricing.options)} per tensor.")
-    return np.array(found, np.int64)
+    return found
+
+
+def _plan(wanted: list[str | int], pricing: Pricing) -> NDArray[np.int64]:
+    """Return the plan of options by number. Raises `InputError` where the cost does not know them."""
+    index: dict[str | int, int] = {name: at for at, name in enumerate(pricing.names)}
+    index = index or {option: option for option in pricing.options}
+    unknown = [option for option in wanted if option not in index]
+    if unknown:
+        known = "options by name (headway comm options)" if pricing.names else f"the numbers {list(pricing.options)}"
+        raise InputError(f"the plan has the option {unknown[0]!r}; this cost and setup take {known}.")
+    return np.array([index[option] for option in wanted], np.int64)
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
