@@ -1,6 +1,6 @@
 """Floor 5, communication: DDP's buckets and flags, compressed gradients, the order of all-gathers, faster links.
 
-Public names are resolved on first use, through one literal table; all of them need torch.
+Public names are resolved on first use, through one literal table; all but `OPTIONS` need torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.comm.options import OPTIONS as OPTIONS
     from headway.comm.runtime.codecs.table import CODECS as CODECS
     from headway.comm.runtime.compress import compress as compress
     from headway.comm.runtime.lans import Lans as Lans
@@ -19,6 +20,7 @@ EXACT_RANKS = 2
 
 PUBLIC: dict[str, str] = {
     "CODECS": "headway.comm.runtime.codecs.table:CODECS",
+    "OPTIONS": "headway.comm.options:OPTIONS",
     "Lans": "headway.comm.runtime.lans:Lans",
     "compress": "headway.comm.runtime.compress:compress",
 }

@@ -142,7 +142,7 @@ def marks_of(parts: Parts) -> dict[str, list[int]]:
 
     def steps(*names: str) -> list[int]:
         found = first.where(first.named(*names)).events["step"]
-        return np.unique(found[found >= 0]).tolist()
+        return [int(step) for step in np.unique(found[found >= 0])]
 
     evaluated = steps("eval", "eval.mark")
     begun = steps("epoch") or sorted(set(steps("input.iter")) - set(evaluated))
