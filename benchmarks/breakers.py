@@ -33,6 +33,7 @@ FORCED: dict[str, dict[str, object]] = {
     "data.threads": {"num_workers": 4, "prefetch_factor": 4},
     "data.cache": {"bytes": 1 << 26},
     "data.server": {"cache_bytes": 1 << 26, "idle_s": 0.5},
+    "cluster.noise": {},
     "comm.bucket": {"bucket_mb": 0.001},
     "comm.gradient_view": {},
     "comm.static_graph": {},

@@ -28,6 +28,9 @@ EXPECTED = {
 }
 """Script, remedy -> what must come of it, besides equal digits."""
 
+APPROXIMATE = {"cluster.batch", "comm.compress", "fault.guard"}
+"""Remedies that change digits where they are granted: no script's digits can be held against them."""
+
 QUICK = [("log_handler_exits", "host.logging"), ("save_then_exists", "checkpoint.async")]
 
 
@@ -55,8 +58,9 @@ def test_more_scripts_keep_their_digits_or_refuse_the_remedy(case):
 def test_every_breaker_says_what_it_attacks_and_every_remedy_is_attacked():
     known = breakers.breakers()
 
-    assert {remedy for breaker in known.values() for remedy in breaker.remedies} == set(REMEDIES)
-    assert set(breakers.FORCED) == set(REMEDIES)
+    kept = set(REMEDIES) - APPROXIMATE
+    assert {remedy for breaker in known.values() for remedy in breaker.remedies} == kept
+    assert set(breakers.FORCED) == kept
     assert len({breaker.attacks for breaker in known.values()}) == len(known) >= 70
     assert set(breakers.DEFAULT) <= set(known)
 

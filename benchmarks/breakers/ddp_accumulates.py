@@ -1,6 +1,6 @@
 """Gradients are accumulated in no_sync(), with hooks on parameters, and clipped.
 
-Remedies: comm.bucket comm.gradient_view comm.static_graph
+Remedies: cluster.noise comm.bucket comm.gradient_view comm.static_graph
 Ranks: 2
 """
 

@@ -85,6 +85,8 @@ class Remedy:
             raise InputError(f"the speedups of {self.name} are {numbers}; write finite numbers > 0.")
         if self.interval is not None and not (len(bounds) == 2 and bounds[0] <= bounds[1]):
             raise InputError(f"the interval of {self.name} is {bounds}; write [low, high] with low <= high.")
+        if self.allow in ALSO_CALLED:
+            object.__setattr__(self, "allow", ALSO_CALLED[str(self.allow)])
         if self.allow is not None and self.allow not in ALLOWANCES:
             raise InputError(f"{self.name} asks for --allow {self.allow!r}; choose one of: {', '.join(ALLOWANCES)}.")
 

@@ -17,6 +17,16 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.planfile import PlanFile
 from headway.core.tables import pick
+from headway.cost.codecs import read_codec
+
+
+def _is_codec(name: object) -> bool:
+    """Tell whether `name` says a codec of gradients."""
+    try:
+        read_codec(name)  # type: ignore[arg-type]  # what is no text is refused by it
+    except InputError:
+        return False
+    return True
 
 
 def check_parameters(plan: PlanFile, known: Mapping[str, Mapping[str, str]]) -> None:
@@ -58,10 +68,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "name": (lambda value: isinstance(value, str), "a name"),
     "codec": (
-        lambda value: (
-            isinstance(value, str)
-            or (isinstance(value, dict) and bool(value) and all(isinstance(name, str) for name in value.values()))
-        ),
+        lambda value: all(map(_is_codec, value.values() if isinstance(value, dict) else [value])) and bool(value),
         "a codec such as 'topk:0.01', or patterns over parameter names with a codec each",
     ),
     "flag": (lambda value: isinstance(value, bool), "true or false"),

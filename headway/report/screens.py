@@ -222,7 +222,8 @@ def nothing_to_apply(plan: Json) -> str:
     best = max(barred, key=lambda row: row.get("predicted_speedup") or 0.0, default=None)
     if best is not None and _left_out(best) == "grant":
         what = f"{clean(best['name'])}, predicted {predicted(best)}"
-        return f"1 remedy needs your consent: {what}. Grant it with: headway plan --allow {clean(best.get('allow'))}"
+        command = (plan.get("verdict") or {}).get("command") or f"headway plan --allow {clean(best.get('allow'))}"
+        return f"1 remedy needs your consent: {what}. Grant it with: {clean(command)}"
     if best is not None:
         reason = clean(best["left_out"]["reason"])
         return f"Nothing to apply: {clean(best['name'])}, predicted {predicted(best)}, {reason}."

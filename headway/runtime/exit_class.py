@@ -239,7 +239,8 @@ def failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alo
     how = f"killed by signal {-first.code}" if first.code < 0 else f"exit code {end.code}"
     how = "ended for making no progress" if first.hung else how
     do = f"who was waited for says: headway hang {shlex.quote(str(run))}" if first.hung else advice(first, end.cls)
-    if end.cls == "user" and not first.hung and (names := in_force(run, first.rank)):
+    guarded = "BadLoss" in (end.traceback or "")  # a remedy that was asked to end the job did so
+    if end.cls == "user" and not first.hung and not guarded and (names := in_force(run, first.rank)):
         do = f"an error while {', '.join(names)} changed how the script runs: run it once more without --apply, and "
         do += "report it if that succeeds"
     begin = "\n" if first.rank == 0 and first.stderr and not first.stderr.endswith("\n") else ""

@@ -90,7 +90,8 @@ class _Change:
     def factor(self, optimizer: Any) -> float:
         """What the learning rate is multiplied by; 1 exactly where the batch is the recorded one."""
         world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        total = world * self.size * (self.accumulation + 1)
+        size = self.size if self.facts["num_loaders"] else self.own
+        total = world * size * (self.accumulation + 1)
         if total == self.initial:
             return 1.0
         scale = total / self.initial
@@ -100,9 +101,14 @@ class _Change:
         return math.sqrt(gain) if adam else gain
 
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Set the learning rate of this update."""
-        factor = self.factor(optimizer)
+        """Set the learning rate of this update; where no loader brings the batch by then, give the remedy up."""
         self._rates = []
+        if self.size != self.own and not self.facts["num_loaders"]:
+            reason = f"no loader of torch's brings batches of {self.own} of at least {self.size} examples"
+            self.context.fail(NAME, f"{reason}: neither batch nor learning rate was changed")
+        if self._over:
+            return
+        factor = self.factor(optimizer)
         if factor != 1.0:
             self._rates = [group["lr"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:

@@ -42,6 +42,7 @@ from headway.cost.codecs import read_codec
 from headway.runtime.lane import CollectiveLane, separate_group
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.sim.ddp_compress import MIN_BYTES
+from headway.trace.ring import warn
 
 NAME = "comm.compress"
 GRANT = "lossy"
@@ -80,9 +81,13 @@ class GradientCompression(Closing):
             )
         if getattr(model, "_comm_hooks", None):
             raise InputError("the model has a communication hook already. DDP takes one; compress before, or instead.")
+        unreal = next((name for name, p in model.module.named_parameters() if p.is_complex()), None)
+        if unreal is not None:
+            raise InputError(f"{unreal} is complex: gradients of such parameters are not compressed. Leave them plain.")
         self.model, self.plan, self.min_bytes = model, plan, min_bytes
         self._names = {id(p): name for name, p in model.module.named_parameters()}
-        self._sizes = {name: p.numel() for name, p in model.module.named_parameters() if p.requires_grad}
+        # All of them: one that was frozen after the model was wrapped is in a bucket all the same.
+        self._sizes = {name: p.numel() for name, p in model.module.named_parameters()}
         self._codecs = {name: self._codec(name) for name in self._sizes}
         group = self._plain_group = model.process_group
         self._pull = PushPull(group.size(), group.rank(), feedback=feedback, two_way=two_way)
@@ -174,6 +179,8 @@ class GradientCompression(Closing):
             if last and not self._pull.end_step():
                 self.skipped += 1
                 self._skips = True
+                if self.skipped == 1:
+                    warn("comm.compress: a gradient is NaN or infinite; such steps are skipped on all ranks")
             return whole
 
         reduced = self._lane.submit(work)
@@ -285,6 +292,9 @@ class _Models:
         self._own = True
         try:
             self._known[model] = GradientCompression(model, self.plan, **self.options)
+        except InputError as reason:
+            self.context.note(Refused(NAME, str(reason)))
+            return
         finally:
             self._own = False
         self.facts["models"] += 1
