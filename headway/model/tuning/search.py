@@ -1,0 +1,163 @@
+"""MLtuner's search: which trial runs next, for how long, and which setting wins.
+
+All trials begin at the same parent state and see the same batches. Nothing is
+trained here: the caller runs the trial that `next_run` names, reports its
+losses, and asks again; what it decides is a pure function of the losses.
+
+    no trial converges yet:  a new proposal, all live trials run to the same length; then twice that length
+    one has converged:       its length is the trial length; each further proposal runs so long, the better one stays
+    the end:                 MOST trials, or the five best slopes differ by less than 10 %
+
+>>> from headway.model.tuning.space import Range
+>>> search = Search({"lr": Range(0.0, 1.0)}, most_steps=80, most_trials=3, seed=0)
+>>> while (run := search.next_run()) is not None:  # a task whose loss falls as fast as its learning rate
+...     run.losses.append((1 - 0.01 * run.setting["lr"]) ** len(run.losses))
+>>> search.winner.setting["lr"] == max(trial.setting["lr"] for trial in search.trials), search.winner.summary.label
+(True, 'converging')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from headway.model.tuning.space import SEARCHERS, Space
+from headway.model.tuning.summary import CONVERGING, DIVERGED, WINDOWS, Summary, summarise
+
+FIRST_STEPS = WINDOWS + 1
+"""Steps of the first trial: its start, and a value for each window."""
+
+SAME_SLOPES = 5
+SAME_FRACTION = 0.1
+"""So many best slopes that differ by less than this end a search."""
+
+ENOUGH = 6
+"""Trials of the greatest length, none of which converges, after which the best unstable one is taken."""
+
+
+class Trial(msgspec.Struct):
+    """A setting, and the losses of its branch."""
+
+    number: int
+    setting: dict[str, Any]
+    losses: list[float] = []
+    live: bool = True
+    summary: Summary | None = None
+    """Of all losses so far, when the trial reached a length at which trials are compared."""
+
+    reason: str = ""
+    """Why it counts as diverged, where it raised."""
+
+    @property
+    def slope(self) -> float:
+        """The slope, or infinity where there is none to trust."""
+        return math.inf if self.summary is None or self.summary.label == DIVERGED else self.summary.slope
+
+
+@dataclass(slots=True)
+class Search:
+    """One search: its trials so far, and what follows from them."""
+
+    space: Space
+    most_steps: int
+    """Longest trial: an epoch, or what is left of the run."""
+
+    most_trials: int
+    seed: int
+    searcher: str = "tpe"
+    start: float | None = None
+    """Loss at the parent state; None: the first loss of each trial, which comes before its first update."""
+
+    start_count: int = 1
+    """Losses that `start` is a mean of."""
+
+    first: Sequence[dict[str, Any]] = ()
+    """Settings to try before the searcher's: the one in force."""
+
+    trials: list[Trial] = field(default_factory=list)
+    trial_steps: int = 0
+    """Steps after which trials are compared."""
+
+    converged: bool = False
+    """Whether a trial converged, which fixed `trial_steps`."""
+
+    winner: Trial | None = None
+    """The trial to go on from when the search has ended; None: none made progress, the parent goes on."""
+
+    def next_run(self) -> Trial | None:
+        """Return the trial that takes the next step; None when the search has ended."""
+        while True:
+            for trial in self.trials:
+                if trial.live:
+                    if not all(map(math.isfinite, trial.losses[-1:])):
+                        self.fail(trial, "its loss is not finite")
+                    elif len(trial.losses) < min(self.trial_steps, self.most_steps):
+                        return trial
+            for trial in self._live():
+                self._summarise(trial)
+            if not self._advance():
+                return None
+
+    def fail(self, trial: Trial, reason: str) -> None:
+        """Count a trial as diverged."""
+        trial.live, trial.reason, trial.summary = False, reason, Summary(DIVERGED, math.inf, math.inf)
+
+    def stop_at(self, steps: int) -> None:
+        """Compare trials at this length at most: the data has ended there."""
+        self.most_steps = min(self.most_steps, steps)
+
+    def _live(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.live]
+
+    def _summarise(self, trial: Trial) -> None:
+        """Summarise the losses of a trial at the length of comparison."""
+        losses = trial.losses[: min(self.trial_steps, self.most_steps)]
+        if len(losses) < FIRST_STEPS:
+            self.fail(trial, f"it has {len(losses)} losses; a trial needs {FIRST_STEPS}")
+            return
+        values = losses if self.start is None else [self.start, *losses]
+        trial.summary = summarise(values, range(len(values)), start_count=self.start_count)
+        if trial.summary.label == DIVERGED:
+            trial.live = False
+
+    def _advance(self) -> bool:
+        """Decide what follows when all live trials have the same length; False when the search has ended."""
+        converging = [trial for trial in self._live() if trial.summary and trial.summary.label == CONVERGING]
+        at_end = self.trial_steps >= self.most_steps
+        self.converged = self.converged or bool(converging)
+        if self.converged:
+            self._keep_best(converging or self._live())
+        full = len(self.trials) >= self.most_trials
+        enough = full if self.converged else at_end and (full or len(self.trials) >= ENOUGH)
+        if enough or (self.converged and self._slopes_agree()):
+            # Where nothing converged at all, the best of what is unstable, if it makes progress.
+            self._keep_best([trial for trial in self._live() if trial.slope < 0])
+            self.winner = next(iter(self._live()), None)
+            return False
+        if not self.converged:
+            self.trial_steps = min(self.most_steps, 2 * self.trial_steps) if self.trial_steps else FIRST_STEPS
+        if not full:
+            self._propose()
+        return True
+
+    def _keep_best(self, candidates: Sequence[Trial]) -> None:
+        best = min(candidates, key=lambda trial: (trial.slope, trial.number), default=None)
+        for trial in self.trials:
+            trial.live = trial is best
+
+    def _propose(self) -> None:
+        number = len(self.trials)
+        if number < len(self.first):
+            setting = dict(self.first[number])
+        else:
+            scores = [(trial.setting, trial.slope) for trial in self.trials]
+            setting = SEARCHERS[self.searcher](self.space, scores, self.seed)
+        self.trials.append(Trial(number, setting))
+
+    def _slopes_agree(self) -> bool:
+        slopes = sorted(trial.slope for trial in self.trials if trial.slope < 0)[:SAME_SLOPES]
+        return len(slopes) == SAME_SLOPES and slopes[-1] - slopes[0] <= SAME_FRACTION * -slopes[0]
