@@ -33,7 +33,7 @@ def setters(names: Iterable[str], objects: Iterable[Any], given: Mapping[str, Se
         if name in given:
             found[name] = given[name]
         elif name in options:
-            found[name] = _Option(name, groups, schedulers)
+            found[name] = _Option(name, optimizers, schedulers)
         else:
             fix = f"Pass set={{{name!r}: function}}, or a setting of an optimizer in state=[...]."
             near = suggestion(options, name) if options else "state=[...] holds no optimizer."
@@ -44,18 +44,19 @@ def setters(names: Iterable[str], objects: Iterable[Any], given: Mapping[str, Se
 class _Option:
     """Sets one option of the optimizers."""
 
-    def __init__(self, name: str, groups: list[dict[str, Any]], schedulers: list[LRScheduler]) -> None:
-        self._name, self._groups, self._schedulers = name, groups, schedulers
+    def __init__(self, name: str, optimizers: list[torch.optim.Optimizer], schedulers: list[LRScheduler]) -> None:
+        self._name, self._optimizers, self._schedulers = name, optimizers, schedulers
 
     def __call__(self, value: Any) -> None:
         """Set it everywhere."""
         name = self._name
-        if name == "momentum" and not any("momentum" in group for group in self._groups):
-            for group in self._groups:
+        every = [group for optimizer in self._optimizers for group in optimizer.param_groups]  # restores make new ones
+        if name == "momentum" and not any("momentum" in group for group in every):
+            for group in every:
                 if "betas" in group:
                     group["betas"] = (value, *group["betas"][1:])
             return
-        groups = [group for group in self._groups if name in group]
+        groups = [group for group in every if name in group]
         # The rate that a scheduler began with is the tunable; what it made of it since is a factor on top.
         first = next((group.get("initial_lr", group["lr"]) for group in groups if name == "lr"), None)
         for group in groups:

@@ -335,7 +335,7 @@ class Tuner:
         most_steps = self._left()
         if most_steps < FIRST_STEPS:
             raise InputError(
-                f"{most_steps} batches are left; a trial needs {FIRST_STEPS}. Pass more epochs: steps(loader, epochs=N)."
+                f"{most_steps} batches are left; a trial needs {FIRST_STEPS}. Pass more: steps(loader, epochs=N)."
             )
         seed = self._seed + self._progress.num_searches
         first = [self._progress.setting] if self._progress.setting else []

@@ -100,8 +100,9 @@ class SearchFn(Protocol):
 def draw(space: Space, trials: Sequence[Trial], seed: int) -> Setting:
     """Draw a setting: evenly, independent of the scores."""
     rng = stream(seed, "setting", len(trials))
+    places = {name: float(rng.random()) for name in space}
     return {
-        name: each.at(float(rng.random())) if isinstance(each, Range) else each.values[int(rng.integers(len(each.values)))]
+        name: each.at(places[name]) if isinstance(each, Range) else each.values[int(places[name] * len(each.values))]
         for name, each in space.items()
     }
 
