@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from headway import Checkpointer
+from headway.cli import main
 from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.model import Choice, Range, Tuner, summarise
@@ -223,3 +225,61 @@ def test_a_search_that_is_killed_in_a_trial_goes_on_with_the_same_decisions(tmp_
 def test_what_cannot_be_tuned_is_one_clear_error(arguments, message):
     with pytest.raises(InputError, match=message):
         arguments(Job())
+
+
+SCRIPT = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+x = torch.randn(640, 6)
+model = torch.nn.Linear(6, 2)
+optimizer = torch.optim.{optimizer}
+loader = DataLoader(TensorDataset(x, (x[:, 0] > 0).long()), batch_size=16, shuffle=True)
+for epoch in range(3):
+    for a, b in loader:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(a), b)
+        {backward}
+        optimizer.step()
+"""
+
+
+def script_tuned(tmp_path, capsys, *, optimizer="SGD(model.parameters(), lr=1e-5)", backward="loss.backward()"):
+    """Run `headway tune` on a script; return its exit code and answer."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(optimizer=optimizer, backward=backward))
+    with pytest.raises(SystemExit) as left:
+        main(["tune", "--setting", "lr=1e-5:1:log", "--trials", "6", "--out", str(tmp_path / "run"), "--json", "--",
+              str(path)])  # fmt: skip
+    return left.value.code, json.loads(capsys.readouterr().out)
+
+
+def test_an_unmodified_script_is_tuned(tmp_path, capsys):
+    code, answer = script_tuned(tmp_path, capsys)
+
+    assert code == 0
+    assert answer["schema"] == "headway.tune/1"
+    assert {"setting", "metric", "steps", "trials", "label", "path"} <= answer.keys()
+    assert answer["setting"]["lr"] > 1e-3
+    assert answer["metric"] < 0.5
+    assert answer["steps"] > 3 * 40
+
+
+def test_a_script_whose_loss_is_not_found_trains_as_it_would_have_and_says_why(tmp_path, capsys):
+    by_hand = "model.weight.grad, model.bias.grad = torch.autograd.grad(loss, [model.weight, model.bias])"
+    code, answer = script_tuned(tmp_path, capsys, backward=by_hand)
+
+    assert code == 3
+    assert "no `backward` of a scalar" in answer["reason_not_tuned"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [("lr=0:1:log", "a logarithm needs low > 0"), ("lr", "is no tunable"), ("lr=1:2:lin", "is no tunable")],
+)
+def test_an_option_that_writes_no_tunable_is_refused_before_the_script_starts(setting, message, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["tune", "--setting", setting, "--", "train.py"])
+
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err

@@ -109,6 +109,7 @@ class Tuner:
         *,
         state: Sequence[Any] = (),
         metric: str = "min",
+        start: Setting | None = None,
         set: Mapping[str, Setter] | None = None,
         searcher: str = "tpe",
         trials: int = 16,
@@ -125,6 +126,8 @@ class Tuner:
             anything with `state_dict` and `load_state_dict`.
         metric
             Whether what is reported should fall ("min") or rise ("max").
+        start
+            The setting to try first: what the loop would have used. It may lie outside of the space.
         set
             Name -> a function of the value, for what is no option of an optimizer. It is called whenever a branch
             comes into force.
@@ -147,7 +150,9 @@ class Tuner:
         if not self._fixed and not state:
             raise InputError("state=[] leaves nothing to branch. Pass the model, the optimizer, and what changes too.")
         self._space, self._searcher, self._trials, self._plateau, self._seed = space, searcher, trials, plateau, seed
-        self._own_set = dict(set or {})
+        self._own_set, self._start = dict(set or {}), start
+        if start is not None and start.keys() != space.keys():
+            raise InputError(f"start sets {sorted(start)}, the space has {sorted(space)}. Give each tunable a value.")
         self._setters = setters(space, state, self._own_set)
         self._objects: dict[str, Any] = {f"state[{index}]": thing for index, thing in enumerate(state)}
         self._progress = Progress()
@@ -206,6 +211,7 @@ class Tuner:
     def steps(self, loader: Any, epochs: int = 1) -> Iterator[Any]:
         """Yield the batches of `epochs` passes over `loader`; during a search, those of a pass again and again.
 
+        A loop that is broken off in a search goes on from the best trial so far, or from the parent.
         Raises `InputError` for a loader without `state_dict` and `load_state_dict`, one that ends before a trial could
         be compared, and where PATIENCE batches brought no report.
         """
@@ -213,6 +219,15 @@ class Tuner:
             yield from self._plain(loader, epochs)
             return
         self._join(loader, epochs)
+        try:
+            yield from self._walk(loader, epochs)
+        finally:
+            if self._search is not None:  # the loop was broken off
+                self._search.settle()
+                self._finish()
+
+    def _walk(self, loader: Any, epochs: int) -> Iterator[Any]:
+        """Yield batches, and let the search decide behind each."""
         length = len(loader) if hasattr(loader, "__len__") else math.inf
         iterator: Iterator[Any] | None = None
         if self._search is None and not self._progress.num_searches:
@@ -338,7 +353,8 @@ class Tuner:
                 f"{most_steps} batches are left; a trial needs {FIRST_STEPS}. Pass more: steps(loader, epochs=N)."
             )
         seed = self._seed + self._progress.num_searches
-        first = [self._progress.setting] if self._progress.setting else []
+        now = self._progress.setting or self._start
+        first = [now] if now else []
         self._search = Search(
             self._space, most_steps, self._trials, seed, self._searcher, start, start_count, first=first
         )  # fmt: skip
@@ -372,7 +388,7 @@ class Tuner:
                 return False
             self._activate(run, live)
         else:
-            self._finish(live)
+            self._finish()
         return True
 
     def _activate(self, trial: Trial, live: set[int]) -> None:
@@ -383,7 +399,7 @@ class Tuner:
         self._apply(trial.setting, only_own=branch is not None)
         self._active = trial
 
-    def _finish(self, live: set[int]) -> None:
+    def _finish(self) -> None:
         """Go on from the winner, or from the parent where none made progress."""
         search, progress = self._search, self._progress
         assert search is not None

@@ -110,6 +110,11 @@ class Search:
         """Compare trials at this length at most: the data has ended there."""
         self.most_steps = min(self.most_steps, steps)
 
+    def settle(self) -> None:
+        """End the search with what is known: the best live trial that makes progress, unstable ones included."""
+        self._keep_best([trial for trial in self._live() if trial.slope < 0])
+        self.winner = next(iter(self._live()), None)
+
     def _live(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.live]
 
@@ -134,9 +139,7 @@ class Search:
         full = len(self.trials) >= self.most_trials
         enough = full if self.converged else at_end and (full or len(self.trials) >= ENOUGH)
         if enough or (self.converged and self._slopes_agree()):
-            # Where nothing converged at all, the best of what is unstable, if it makes progress.
-            self._keep_best([trial for trial in self._live() if trial.slope < 0])
-            self.winner = next(iter(self._live()), None)
+            self.settle()
             return False
         if not self.converged:
             self.trial_steps = min(self.most_steps, 2 * self.trial_steps) if self.trial_steps else FIRST_STEPS
