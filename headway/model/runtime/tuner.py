@@ -46,6 +46,9 @@ PATIENCE = 10
 FALL = 0.99
 """The best of the latest windows at more than this times the best before them is a plateau."""
 
+LONGER = 4
+"""Times the last trials' length that trials of a later search may take; where that shows nothing, the run goes on."""
+
 SIGNS = {"min": 1.0, "max": -1.0}
 STATE = "headway_tuner"
 _END = object()
@@ -347,7 +350,7 @@ class Tuner:
         return int(min(len(loader), (self._epochs - place.epoch) * len(loader) - place.batches))
 
     def _begin_search(self, start: float | None, start_count: int) -> None:
-        most_steps = self._left()
+        most_steps = min(self._left(), LONGER * self._progress.window_steps or self._left())
         if most_steps < FIRST_STEPS:
             raise InputError(
                 f"{most_steps} batches are left; a trial needs {FIRST_STEPS}. Pass more: steps(loader, epochs=N)."

@@ -6,7 +6,12 @@ losses, and asks again; what it decides is a pure function of the losses.
 
     no trial converges yet:  a new proposal, all live trials run to the same length; then twice that length
     one has converged:       its length is the trial length; each further proposal runs so long, the better one stays
-    the end:                 MOST trials, or the five best slopes differ by less than 10 %
+    the end:                 most_trials, or the five best slopes differ by less than 10 %
+
+Two rules are ours and save most of the steps. While no trial converges, LIVE of
+them stay. And a proposal is dropped after a quarter or half of its length when
+its losses are higher than the best trial's were at the same steps: the batches
+are the same, so that the noise of their differences is small.
 
 >>> from headway.model.tuning.space import Range
 >>> search = Search({"lr": Range(0.0, 1.0)}, most_steps=80, most_trials=3, seed=0)
@@ -24,6 +29,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headway.model.tuning.space import SEARCHERS, Space
 from headway.model.tuning.summary import CONVERGING, DIVERGED, WINDOWS, Summary, summarise
@@ -34,6 +40,12 @@ FIRST_STEPS = WINDOWS + 1
 SAME_SLOPES = 5
 SAME_FRACTION = 0.1
 """So many best slopes that differ by less than this end a search."""
+
+LIVE = 3
+"""Trials that go on while none converges."""
+
+BEHIND = 2.0
+"""Standard errors of the difference of losses by which a proposal is behind."""
 
 ENOUGH = 6
 """Trials of the greatest length, none of which converges, after which the best unstable one is taken."""
@@ -95,7 +107,7 @@ class Search:
                 if trial.live:
                     if not all(map(math.isfinite, trial.losses[-1:])):
                         self.fail(trial, "its loss is not finite")
-                    elif len(trial.losses) < min(self.trial_steps, self.most_steps):
+                    elif len(trial.losses) < min(self.trial_steps, self.most_steps) and not self._behind(trial):
                         return trial
             for trial in self._live():
                 self._summarise(trial)
@@ -112,14 +124,28 @@ class Search:
 
     def settle(self) -> None:
         """End the search with what is known: the best live trial that makes progress, unstable ones included."""
-        self._keep_best([trial for trial in self._live() if trial.slope < 0])
+        self._keep([trial for trial in self._live() if trial.slope < 0], 1)
         self.winner = next(iter(self._live()), None)
 
     def _live(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.live]
 
+    def _behind(self, trial: Trial) -> bool:
+        """Drop a proposal whose losses are higher than those of the best trial at the same steps."""
+        count = len(trial.losses)
+        if not self.converged or count < FIRST_STEPS or count not in (self.trial_steps // 4, self.trial_steps // 2):
+            return False
+        best = next(each for each in self.trials if each.live)  # the other live one: it came first
+        later = slice(count // 2, count)
+        behind = np.subtract(trial.losses[later], best.losses[later])
+        if best is trial or behind.mean() <= BEHIND * behind.std() / math.sqrt(len(behind)):
+            return False
+        self._summarise(trial)
+        trial.live = False
+        return True
+
     def _summarise(self, trial: Trial) -> None:
-        """Summarise the losses of a trial at the length of comparison."""
+        """Summarise the losses of a trial, up to the length of comparison."""
         losses = trial.losses[: min(self.trial_steps, self.most_steps)]
         if len(losses) < FIRST_STEPS:
             self.fail(trial, f"it has {len(losses)} losses; a trial needs {FIRST_STEPS}")
@@ -135,7 +161,9 @@ class Search:
         at_end = self.trial_steps >= self.most_steps
         self.converged = self.converged or bool(converging)
         if self.converged:
-            self._keep_best(converging or self._live())
+            self._keep(converging, 1)
+        else:
+            self._keep(self._live(), LIVE)
         full = len(self.trials) >= self.most_trials
         enough = full if self.converged else at_end and (full or len(self.trials) >= ENOUGH)
         if enough or (self.converged and self._slopes_agree()):
@@ -147,20 +175,22 @@ class Search:
             self._propose()
         return True
 
-    def _keep_best(self, candidates: Sequence[Trial]) -> None:
-        best = min(candidates, key=lambda trial: (trial.slope, trial.number), default=None)
+    def _keep(self, candidates: Sequence[Trial], count: int) -> None:
+        best = sorted(candidates, key=lambda trial: (trial.slope, trial.number))[:count]
         for trial in self.trials:
-            trial.live = trial is best
+            trial.live = trial in best
 
     def _propose(self) -> None:
         number = len(self.trials)
         if number < len(self.first):
             setting = dict(self.first[number])
         else:
-            scores = [(trial.setting, trial.slope) for trial in self.trials]
+            # Losses fall most at first, so a trial that was dropped early counts as if it had not fallen any further.
+            scores = [(trial.setting, trial.slope * len(trial.losses) / self.trial_steps) for trial in self.trials]
             setting = SEARCHERS[self.searcher](self.space, scores, self.seed)
         self.trials.append(Trial(number, setting))
 
     def _slopes_agree(self) -> bool:
-        slopes = sorted(trial.slope for trial in self.trials if trial.slope < 0)[:SAME_SLOPES]
+        whole = [trial for trial in self.trials if trial.slope < 0 and len(trial.losses) == self.trial_steps]
+        slopes = sorted(trial.slope for trial in whole)[:SAME_SLOPES]
         return len(slopes) == SAME_SLOPES and slopes[-1] - slopes[0] <= SAME_FRACTION * -slopes[0]

@@ -98,9 +98,16 @@ class SearchFn(Protocol):
 
 
 def draw(space: Space, trials: Sequence[Trial], seed: int) -> Setting:
-    """Draw a setting: evenly, independent of the scores."""
-    rng = stream(seed, "setting", len(trials))
-    places = {name: float(rng.random()) for name in space}
+    """Draw a setting, independent of the scores.
+
+    Places follow an additive recurrence from a random start (Roberts' R sequence): few settings cover the space better
+    than independent ones would.
+    """
+    ratio = 2.0
+    for _ in range(32):  # the root of x^(d + 1) = x + 1: for d = 1 the golden ratio
+        ratio = (1 + ratio) ** (1 / (len(space) + 1))
+    start = stream(seed, "settings").random(len(space))
+    places = {name: float((start[axis] + len(trials) * ratio ** -(axis + 1)) % 1.0) for axis, name in enumerate(space)}
     return {
         name: each.at(places[name]) if isinstance(each, Range) else each.values[int(places[name] * len(each.values))]
         for name, each in space.items()
