@@ -36,7 +36,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.tables import pick
 from headway.model.runtime.tunables import Setter, setters
 from headway.model.tuning.search import FIRST_STEPS, Search, Trial
-from headway.model.tuning.space import SEARCHERS, Setting, Space
+from headway.model.tuning.space import SEARCHERS, Range, Setting, Space
 from headway.runtime.state.rng_state import RngStates
 from headway.runtime.state.training_state import TrainingState
 
@@ -48,6 +48,9 @@ FALL = 0.99
 
 LONGER = 4
 """Times the last trials' length that trials of a later search may take; where that shows nothing, the run goes on."""
+
+LOWER = (0.3, 0.1)
+"""Shares of the setting in force that a later search tries first."""
 
 SIGNS = {"min": 1.0, "max": -1.0}
 STATE = "headway_tuner"
@@ -356,13 +359,22 @@ class Tuner:
                 f"{most_steps} batches are left; a trial needs {FIRST_STEPS}. Pass more: steps(loader, epochs=N)."
             )
         seed = self._seed + self._progress.num_searches
-        now = self._progress.setting or self._start
-        first = [now] if now else []
+        now = self._progress.setting
+        # On a plateau the noise of the updates is often what is in the way: lower rates are the first to try.
+        first = [now, *(self._lower(now, share) for share in LOWER)] if now else [self._start] if self._start else []
         self._search = Search(
             self._space, most_steps, self._trials, seed, self._searcher, start, start_count, first=first
         )  # fmt: skip
         self._parent = self._captured()
         self._reported = True
+
+    def _lower(self, setting: Setting, share: float) -> Setting:
+        """Return a setting with `share` of each tunable whose range is logarithmic."""
+        lower = dict(setting)
+        for name, each in self._space.items():
+            if isinstance(each, Range) and each.log:
+                lower[name] = max(each.low, setting[name] * share)
+        return lower
 
     def _ended(self) -> bool:
         """Compare at the length of the trial whose data has ended; False when there is nothing left to run."""
@@ -405,6 +417,7 @@ class Tuner:
     def _finish(self) -> None:
         """Go on from the winner, or from the parent where none made progress."""
         search, progress = self._search, self._progress
+        before = progress.setting
         assert search is not None
         winner = search.winner
         if winner is None:
@@ -418,7 +431,7 @@ class Tuner:
         progress = self._progress
         progress.label = winner.summary.label if winner and winner.summary else "unstable"
         progress.num_searches += 1
-        progress.fruitless = 0 if winner else progress.fruitless + 1
+        progress.fruitless = 0 if winner and winner.setting != before else progress.fruitless + 1
         progress.num_trials += len(search.trials)
         progress.window_steps, progress.window, progress.means = max(search.trial_steps, FIRST_STEPS), [], []
         self._trials = min(self._trials, len(search.trials))

@@ -8,10 +8,10 @@ losses, and asks again; what it decides is a pure function of the losses.
     one has converged:       its length is the trial length; each further proposal runs so long, the better one stays
     the end:                 most_trials, or the five best slopes differ by less than 10 %
 
-Two rules are ours and save most of the steps. While no trial converges, LIVE of
-them stay. And a proposal is dropped after a quarter or half of its length when
-its losses are higher than the best trial's were at the same steps: the batches
-are the same, so that the noise of their differences is small.
+Some rules are ours, and save most of the steps. While no trial converges, LIVE of
+them stay. One that converges, but is behind another, does not end that. And a
+proposal is dropped after a quarter or half of its length when it is behind the
+best trial: the batches are the same, so that the noise of differences is small.
 
 >>> from headway.model.tuning.space import Range
 >>> search = Search({"lr": Range(0.0, 1.0)}, most_steps=80, most_trials=3, seed=0)
@@ -107,7 +107,7 @@ class Search:
                 if trial.live:
                     if not all(map(math.isfinite, trial.losses[-1:])):
                         self.fail(trial, "its loss is not finite")
-                    elif len(trial.losses) < min(self.trial_steps, self.most_steps) and not self._behind(trial):
+                    elif len(trial.losses) < min(self.trial_steps, self.most_steps) and not self._drop_if_behind(trial):
                         return trial
             for trial in self._live():
                 self._summarise(trial)
@@ -123,26 +123,40 @@ class Search:
         self.most_steps = min(self.most_steps, steps)
 
     def settle(self) -> None:
-        """End the search with what is known: the best live trial that makes progress, unstable ones included."""
-        self._keep([trial for trial in self._live() if trial.slope < 0], 1)
-        self.winner = next(iter(self._live()), None)
+        """End the search with what is known.
+
+        The best live trial that makes progress wins, an unstable one where none converges. Where the first trial is the
+        setting in force, that goes on unless another one is ahead of it.
+        """
+        control = self.trials[0] if self.first and self.trials and self.trials[0].live else None
+        found = [trial for trial in self._live() if trial.slope < 0 and trial is not control]
+        if not self.converged and self.first:
+            found = [trial for trial in self._live() if self._is_behind(self.trials[0], trial)]
+        self.winner = min(found, key=_late, default=control) if not self.converged else self._best(self._live())
+        for trial in self.trials:
+            trial.live = trial is self.winner
 
     def _live(self) -> list[Trial]:
         return [trial for trial in self.trials if trial.live]
 
-    def _behind(self, trial: Trial) -> bool:
-        """Drop a proposal whose losses are higher than those of the best trial at the same steps."""
+    def _drop_if_behind(self, trial: Trial) -> bool:
+        """Drop a proposal that is behind the best trial after a quarter or half of its length; True if so."""
         count = len(trial.losses)
         if not self.converged or count < FIRST_STEPS or count not in (self.trial_steps // 4, self.trial_steps // 2):
             return False
         best = next(each for each in self.trials if each.live)  # the other live one: it came first
-        later = slice(count // 2, count)
-        behind = np.subtract(trial.losses[later], best.losses[later])
-        if best is trial or behind.mean() <= BEHIND * behind.std() / math.sqrt(len(behind)):
+        if best is trial or not self._is_behind(trial, best):
             return False
         self._summarise(trial)
         trial.live = False
         return True
+
+    @staticmethod
+    def _is_behind(trial: Trial, other: Trial) -> bool:
+        """Whether the losses of a trial are higher than another's, over the later half of the steps of both."""
+        count = min(len(trial.losses), len(other.losses))
+        behind = np.subtract(trial.losses[count // 2 : count], other.losses[count // 2 : count])
+        return trial is not other and count > 1 and behind.mean() > BEHIND * behind.std() / math.sqrt(len(behind))
 
     def _summarise(self, trial: Trial) -> None:
         """Summarise the losses of a trial, up to the length of comparison."""
@@ -159,11 +173,16 @@ class Search:
         """Decide what follows when all live trials have the same length; False when the search has ended."""
         converging = [trial for trial in self._live() if trial.summary and trial.summary.label == CONVERGING]
         at_end = self.trial_steps >= self.most_steps
-        self.converged = self.converged or bool(converging)
-        if self.converged:
-            self._keep(converging, 1)
-        else:
-            self._keep(self._live(), LIVE)
+        # A trial that converges, but more slowly than one that is too noisy to say, is no measure yet.
+        ahead = [
+            trial for trial in converging if at_end or not any(self._is_behind(trial, each) for each in self._live())
+        ]
+        self.converged = self.converged or bool(ahead)
+        best = self._best(converging)
+        kept = [best] if self.converged else sorted(self._live(), key=_late)[:LIVE]
+        for index, trial in enumerate(self.trials):
+            is_control = bool(self.first) and index == 0 and not self.converged
+            trial.live = trial in kept or (is_control and trial.live)
         full = len(self.trials) >= self.most_trials
         enough = full if self.converged else at_end and (full or len(self.trials) >= ENOUGH)
         if enough or (self.converged and self._slopes_agree()):
@@ -175,10 +194,11 @@ class Search:
             self._propose()
         return True
 
-    def _keep(self, candidates: Sequence[Trial], count: int) -> None:
-        best = sorted(candidates, key=lambda trial: (trial.slope, trial.number))[:count]
-        for trial in self.trials:
-            trial.live = trial in best
+    @staticmethod
+    def _best(trials: Sequence[Trial]) -> Trial | None:
+        """Return the trial with the steepest fall."""
+        falling = [trial for trial in trials if trial.slope < 0]
+        return min(falling, key=lambda trial: (trial.slope, trial.number), default=None)
 
     def _propose(self) -> None:
         number = len(self.trials)
@@ -194,3 +214,8 @@ class Search:
         whole = [trial for trial in self.trials if trial.slope < 0 and len(trial.losses) == self.trial_steps]
         slopes = sorted(trial.slope for trial in whole)[:SAME_SLOPES]
         return len(slopes) == SAME_SLOPES and slopes[-1] - slopes[0] <= SAME_FRACTION * -slopes[0]
+
+
+def _late(trial: Trial) -> float:
+    """Return the mean loss over the later half of a trial."""
+    return float(np.mean(trial.losses[len(trial.losses) // 2 :]))
