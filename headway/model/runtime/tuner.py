@@ -26,7 +26,6 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,11 +33,11 @@ import torch
 
 from headway.core.errors import FormatError, InputError
 from headway.core.tables import pick
+from headway.model.runtime.branches import Branch, Place, Progress, Searching, packed, unpack
 from headway.model.runtime.tunables import Setter, setters
 from headway.model.tuning.search import FIRST_STEPS, Search, Trial
 from headway.model.tuning.space import SEARCHERS, Range, Setting, Space
 from headway.runtime.state.rng_state import RngStates
-from headway.runtime.state.training_state import TrainingState
 
 PATIENCE = 10
 """Batches without a report after which the metric counts as never reported."""
@@ -55,55 +54,6 @@ LOWER = (0.3, 0.1)
 SIGNS = {"min": 1.0, "max": -1.0}
 STATE = "headway_tuner"
 _END = object()
-
-
-class Place(msgspec.Struct):
-    """Where a branch is in the loader."""
-
-    epoch: int = 0
-    """Passes of this call of `steps` that have ended."""
-    batches: int = 0
-    """Batches of the pass so far."""
-
-
-class Progress(msgspec.Struct):
-    """What is not a tensor, between two steps."""
-
-    place: Place = msgspec.field(default_factory=Place)
-    setting: dict[str, Any] | None = None
-    label: str = ""
-    num_steps: int = 0
-    num_trials: int = 0
-    num_searches: int = 0
-    fruitless: int = 0
-    """Searches in a row that found nothing better: each doubles the wait for the next."""
-    metric: float | None = None
-    window_steps: int = 0
-    """Steps of a window of the run: the length of the trials that chose its setting."""
-    window: list[float] = []
-    means: list[float] = []
-    """Mean loss of each window since the latest search."""
-
-
-class _Searching(msgspec.Struct):
-    """A search, as it is saved."""
-
-    most_steps: int
-    most_trials: int
-    start: float | None
-    start_count: int
-    first: list[dict[str, Any]]
-    trials: list[Trial]
-    trial_steps: int
-    converged: bool
-
-
-@dataclass(slots=True)
-class Branch:
-    """A training state that is not in force, and its place in the data."""
-
-    state: TrainingState
-    place: Place
 
 
 class Tuner:
@@ -301,9 +251,9 @@ class Tuner:
             saved["loader"] = self._objects["loader"].state_dict()
         if self._search is not None:
             found = self._search
-            fields = {name: getattr(found, name) for name in _Searching.__struct_fields__}
+            fields = {name: getattr(found, name) for name in Searching.__struct_fields__}
             fields["first"] = list(found.first)
-            saved["search"] = msgspec.json.encode(_Searching(**fields))
+            saved["search"] = msgspec.json.encode(Searching(**fields))
             saved["active"] = -1 if self._active is None else self._active.number
             saved["branches"] = self._written()
         saved["generators"] = RngStates().state_dict()
@@ -444,12 +394,11 @@ class Tuner:
             self._branches[self._active.number] = self._captured()
 
     def _captured(self) -> Branch:
-        return Branch(TrainingState(self._objects), msgspec.structs.replace(self._progress.place))
+        return Branch.of(self._objects, self._progress.place)
 
     def _put(self, branch: Branch | None) -> None:
         assert branch is not None
-        branch.state.put_back()
-        self._progress.place = msgspec.structs.replace(branch.place)
+        self._progress.place = branch.put_back()
 
     def _apply(self, setting: Setting, *, only_own: bool = False) -> None:
         """Set the tunables; those of optimizers are part of a branch's state."""
@@ -481,16 +430,12 @@ class Tuner:
         return not best < before - (1 - FALL) * abs(before)
 
     def _written(self) -> dict[int, bytes]:
-        """Return the state dicts of all branches that are not in force, by number; the parent is -1."""
+        """Return all branches that are not in force, by number; the parent is -1. They pass through the objects."""
         current = self._captured()
         found: dict[int, bytes] = {}
         for number, branch in [(-1, self._parent), *self._branches.items()]:
             self._put(branch)
-            buffer = io.BytesIO()
-            states = {name: thing.state_dict() for name, thing in self._objects.items()}
-            place = msgspec.json.encode(self._progress.place)
-            torch.save({"states": states, "generators": RngStates().state_dict(), "place": place}, buffer)
-            found[number] = buffer.getvalue()
+            found[number] = packed(self._objects, self._progress.place)
         self._put(current)
         return found
 
@@ -502,18 +447,14 @@ class Tuner:
         RngStates().load_state_dict(saved["generators"])
         if not saved["search"]:
             return
-        kept = msgspec.json.decode(saved["search"], type=_Searching)
-        fields = {name: getattr(kept, name) for name in _Searching.__struct_fields__}
+        kept = msgspec.json.decode(saved["search"], type=Searching)
+        fields = {name: getattr(kept, name) for name in Searching.__struct_fields__}
         seed = self._seed + self._progress.num_searches
         self._search = Search(self._space, seed=seed, searcher=self._searcher, **fields)
         self._active = next((trial for trial in kept.trials if trial.number == saved["active"]), None)
         current = self._captured()
         for number, written in saved["branches"].items():
-            branch = torch.load(io.BytesIO(written), weights_only=True)
-            for name, thing in self._objects.items():
-                thing.load_state_dict(branch["states"][name])
-            RngStates().load_state_dict(branch["generators"])
-            self._progress.place = msgspec.json.decode(branch["place"], type=Place)
+            self._progress.place = unpack(self._objects, written)
             if number < 0:
                 self._parent = self._captured()
             else:

@@ -13,7 +13,7 @@ same proposals. A score is the slope of a trial: lower is better, infinite where
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,12 +201,11 @@ def parsed(text: str) -> tuple[str, Range | Choice]:
     (('lr', Range(low=1e-05, high=1.0, log=True)), ('nesterov', Choice(values=[0, 1])))
     """
     name, _, spread = text.partition("=")
-    read: Callable[[str], Any] = lambda word: int(word) if word.lstrip("-").isdigit() else float(word)  # noqa: E731
     try:
         if not name or not spread:
             raise ValueError
         if ":" not in spread:
-            return name, Choice([read(word) for word in spread.split(",")])
+            return name, Choice([_number(word) for word in spread.split(",")])
         low, high, *rest = spread.split(":")
         if rest not in ([], ["log"]):
             raise ValueError
@@ -218,3 +217,7 @@ def parsed(text: str) -> tuple[str, Range | Choice]:
             f"--setting {text!r} is no tunable. Write NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=VALUE,VALUE, such as "
             "lr=1e-5:1:log."
         ) from cause
+
+
+def _number(word: str) -> int | float:
+    return int(word) if word.lstrip("-").isdigit() else float(word)
