@@ -270,7 +270,7 @@ def test_a_script_whose_loss_is_not_found_trains_as_it_would_have_and_says_why(t
     code, answer = script_tuned(tmp_path, capsys, backward=by_hand)
 
     assert code == 3
-    assert "no `backward` of a scalar" in answer["reason_not_tuned"]
+    assert "`backward` of a scalar" in answer["reason_not_tuned"]
 
 
 @pytest.mark.parametrize(

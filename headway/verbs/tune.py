@@ -91,7 +91,7 @@ def _entry(run: Path) -> dict[str, Any]:
 
 
 def _nothing(facts: Mapping[str, Any]) -> str | None:
-    return None if facts.get("trials") else "no loader was read for training"
+    return None if facts.get("trials") else facts.get("reason", "no DataLoader was read")
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

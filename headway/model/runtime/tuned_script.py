@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headway.core.errors import InputError
-from headway.model.runtime.tuner import PATIENCE, Tuner
+from headway.model.runtime.tuner import Tuner
 from headway.model.tuning.search import FIRST_STEPS
 from headway.model.tuning.space import parsed
 from headway.runtime.remedy import Applied, Context, Refused
@@ -60,9 +60,11 @@ class ReplayedPasses:
         self._position = 0
         self.forget: Callable[[], bool] = lambda: False
         """Whether nobody will read the next batch again."""
+        self.full: Callable[[], None] = lambda: None
+        """What is called while the batches take more than MOST_BYTES."""
 
     def __len__(self) -> int:
-        """Return the batches of a pass."""
+        """Return the batches of the pass that were not read before the tuner began."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -77,11 +79,15 @@ class ReplayedPasses:
                 self._batches.append(batch)
                 self._num_bytes += 0 if self.forget() else _num_bytes(batch)
                 if self._num_bytes > MOST_BYTES:
-                    raise InputError(f"the batches of a pass take more than {MOST_BYTES} bytes.")
+                    self.full()
             if self.forget():
                 self._batches[self._position] = None
             self._position += 1
             yield batch
+
+    def begin_here(self) -> None:
+        """Take what was read so far for no part of the pass."""
+        self._length -= self._position
 
     def state_dict(self) -> dict[str, int]:
         """Return the position in the pass."""
@@ -102,7 +108,6 @@ class _Script:
         self._loader: Callable[[], Any] = lambda: None
         self._optimizer: Any = None
         self._losses: list[torch.Tensor] = []
-        self._inside = False
         self._over = False
 
     def install(self) -> None:
@@ -120,15 +125,14 @@ class _Script:
         @functools.wraps(original)
         def __iter__(loader: Any) -> Iterator[Any]:  # noqa: N807 - the name it has in torch
             """Iterate; over the loader that trains, as the tuner says."""
-            mine = self._loader() in (None, loader) and torch.is_grad_enabled() and not self._over
-            if not mine or self._inside or not hasattr(loader, "__len__"):
+            if self._over or self._loader() not in (None, loader) or not torch.is_grad_enabled():
                 return original(loader)
             try:
                 length = len(loader)
-            except TypeError:
+            except TypeError:  # an iterable dataset
                 length = 0
             if length < FIRST_STEPS:
-                self._refuse(f"a pass has {length} batches; a trial needs {FIRST_STEPS}")
+                self._waits(f"a pass over a loader has {length} batches, and a trial needs {FIRST_STEPS}")
                 return original(loader)
             return self._batches(loader, ReplayedPasses(lambda: original(loader), length))
 
@@ -136,27 +140,32 @@ class _Script:
 
     def _batches(self, loader: Any, passes: ReplayedPasses) -> Iterator[Any]:
         """Yield the batches of one pass; the script's own where there is nothing to tune with."""
-        plain, early = iter(passes), []
+        plain = iter(passes)
+        passes.forget = lambda: True
         if self.tuner is None:
             # Which optimizer and loss there are shows in the first step: it is the script's own.
+            self._waits("no loader's batches led to `backward` of a scalar and a step of an optimizer")
             for batch in plain:
                 yield batch
-                early.append(batch)
-                if self._found() or self._over or len(early) > PATIENCE:
+                if self._over or self._found():
+                    self._loader = weakref.ref(loader)
+                    passes.begin_here()
                     break
-            if self.tuner is None and not self._over:
-                self._refuse(f"{len(early)} batches brought no `backward` of a scalar and no step of an optimizer")
-            self._loader = weakref.ref(loader)
-            passes = _Rest(passes, len(early))
-        if self.tuner is None or len(passes) < FIRST_STEPS:
-            passes.forget = lambda: True
+        if self.tuner is None or self._over or len(passes) < FIRST_STEPS:
             yield from plain
             return
+        tuner = self.tuner
         self._losses.clear()
-        passes.forget = lambda: self.tuner is not None and not self.tuner.searching
-        for batch in self.tuner.steps(passes):
+        passes.forget, passes.full = (lambda: not tuner.searching), tuner.shorten
+        for batch in tuner.steps(passes):
             yield batch
             self._tell()
+
+    def _waits(self, reason: str) -> None:
+        """Note why nothing is tuned so far; another loader may be the one that trains."""
+        if self.tuner is None and self.facts.get("reason") != reason:
+            self.facts["reason"] = reason
+            self.context.note(Applied(NAME, self.facts))
 
     def _found(self) -> bool:
         """Look for what is tuned, once a loss and a step were seen."""
@@ -169,13 +178,17 @@ class _Script:
         inner = {id(child) for module in modules for child in module.modules() if child is not module}
         roots = [m for m in modules if id(m) not in inner and any(id(p) in parameters for p in m.parameters())]
         schedulers = [s for s in alive if isinstance(s, LRScheduler) and s.optimizer is self._optimizer]
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            self._refuse("branches of several ranks would have to decide together, which is not there yet")
+            return False
         owned = {id(p) for module in roots for p in module.parameters()}
         if not parameters <= owned:
             self._refuse(f"{len(parameters - owned)} parameters of the optimizer belong to no module that is alive")
             return False
         try:
             self.tuner = Tuner(
-                self.space, state=[*roots, self._optimizer, *schedulers], trials=self.trials, seed=self.seed
+                self.space, state=[*roots, self._optimizer, *schedulers], trials=self.trials, seed=self.seed,
+                patience=None,
             )  # fmt: skip
         except InputError as error:
             self._refuse(str(error))
@@ -219,20 +232,13 @@ class _Script:
         tuner = self.tuner
         assert tuner is not None
         before = (self.facts["trials"], self.facts["label"])
+        self.facts.pop("reason", None)
         self.facts |= {
             "setting": tuner.setting, "metric": tuner.metric, "steps": tuner.num_steps, "trials": tuner.num_trials,
             "label": tuner.label,
         }  # fmt: skip
         if before != (tuner.num_trials, tuner.label) or tuner.num_steps & (tuner.num_steps - 1) == 0:
             self.context.note(Applied(NAME, self.facts))
-
-
-class _Rest(ReplayedPasses):
-    """What is left of a pass after its first batches."""
-
-    def __init__(self, passes: ReplayedPasses, skipped: int) -> None:
-        self.__dict__.update(passes.__dict__)
-        self._length -= skipped
 
 
 def _num_bytes(batch: Any) -> int:

@@ -70,6 +70,7 @@ class Tuner:
         searcher: str = "tpe",
         trials: int = 16,
         plateau: int = 10,
+        patience: int | None = PATIENCE,
         seed: int = 0,
     ) -> None:
         """Look for who sets what; nothing is changed yet.
@@ -93,6 +94,8 @@ class Tuner:
             Most trials of the first search; a later one has at most as many as the one before.
         plateau
             Trial lengths without a lower loss, after which the search begins again; 0: never.
+        patience
+            Batches without a report after which the metric counts as never reported; None: any number.
 
         Raises `InputError` on what cannot be.
         """
@@ -106,6 +109,7 @@ class Tuner:
         if not self._fixed and not state:
             raise InputError("state=[] leaves nothing to branch. Pass the model, the optimizer, and what changes too.")
         self._space, self._searcher, self._trials, self._plateau, self._seed = space, searcher, trials, plateau, seed
+        self._patience = patience
         self._own_set, self._start = dict(set or {}), start
         if start is not None and start.keys() != space.keys():
             raise InputError(f"start sets {sorted(start)}, the space has {sorted(space)}. Give each tunable a value.")
@@ -169,7 +173,7 @@ class Tuner:
 
         A loop that is broken off in a search goes on from the best trial so far, or from the parent.
         Raises `InputError` for a loader without `state_dict` and `load_state_dict`, one that ends before a trial could
-        be compared, and where PATIENCE batches brought no report.
+        be compared, and where `patience` batches brought no report.
         """
         if self._fixed:
             yield from self._plain(loader, epochs)
@@ -184,7 +188,7 @@ class Tuner:
 
     def _walk(self, loader: Any, epochs: int) -> Iterator[Any]:
         """Yield batches, and let the search decide behind each."""
-        length = len(loader) if hasattr(loader, "__len__") else math.inf
+        length = len(loader) if hasattr(loader, "__len__") else math.inf  # of a pass
         iterator: Iterator[Any] | None = None
         if self._search is None and not self._progress.num_searches:
             self._begin_search(None, 1)
@@ -223,6 +227,11 @@ class Tuner:
             self._active.losses.append(value)
         elif not self._fixed:
             self._note(value)
+
+    def shorten(self) -> None:
+        """Let no trial run longer than the one in force has by now: its batches are all that can be read again."""
+        if self._search is not None and self._active is not None:
+            self._search.stop_at(max(len(self._active.losses), FIRST_STEPS))
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -288,6 +297,8 @@ class Tuner:
                 f"{type(loader).__name__} has no {' and no '.join(missing)}, so a branch cannot see the batches of "
                 "another again. Use headway.data.DataLoader, or a loader that has both."
             )
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            raise InputError("branches of several ranks would have to decide together. Tune on one rank.")
         if epochs < 1:
             raise InputError(f"epochs is {epochs}; pass 1 or more.")
         self._objects["loader"], self._epochs = loader, epochs
@@ -408,9 +419,9 @@ class Tuner:
 
     def _ask_for_report(self) -> None:
         self._unreported += 1
-        if self._unreported > PATIENCE:
+        if self._patience is not None and self._unreported > self._patience:
             raise InputError(
-                f"{PATIENCE} batches brought no metric. Call tuner.report(loss) in the loop, at best in each step."
+                f"{self._patience} batches brought no metric. Call tuner.report(loss) in the loop, best in each step."
             )
 
     def _note(self, loss: float) -> None:
