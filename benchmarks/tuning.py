@@ -61,6 +61,10 @@ class Batches:
     def __init__(self, seed: int, batch: int = 16) -> None:
         self.seed, self.batch, self.epoch, self.position = seed, batch, 0, 0
 
+    def __len__(self) -> int:
+        """Return the batches of a pass."""
+        return math.ceil(8000 / self.batch)
+
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the rest of a pass."""
         order = torch.from_numpy(stream(self.seed, "order", self.epoch).permutation(8000))

@@ -42,7 +42,9 @@ class Progress(msgspec.Struct):
     """Searches in a row that found nothing better: each doubles the wait for the next."""
     metric: float | None = None
     window_steps: int = 0
-    """Steps of a window of the run: the length of the trials that chose its setting."""
+    """Steps of a window of the run."""
+    trial_steps: int = 0
+    """Length of the trials that chose the setting."""
     window: list[float] = []
     means: list[float] = []
     """Mean loss of each window since the latest search."""

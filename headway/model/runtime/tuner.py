@@ -23,7 +23,6 @@ Time is steps: of two settings whose steps take differently long, the one that l
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -48,8 +47,11 @@ FALL = 0.99
 LONGER = 4
 """Times the last trials' length that trials of a later search may take; where that shows nothing, the run goes on."""
 
-LOWER = (0.3, 0.1)
-"""Shares of the setting in force that a later search tries first."""
+LOWER = 0.3
+"""Share of the setting in force that a later search tries first."""
+
+PLATEAU_PASSES = 1
+"""Pass over the data, at least, without a lower loss before a later search."""
 
 SIGNS = {"min": 1.0, "max": -1.0}
 STATE = "headway_tuner"
@@ -93,7 +95,8 @@ class Tuner:
         trials
             Most trials of the first search; a later one has at most as many as the one before.
         plateau
-            Trial lengths without a lower loss, after which the search begins again; 0: never.
+            Trial lengths without a lower loss, after which the search begins again, but PLATEAU_PASSES over the data
+            at least; 0: never.
         patience
             Batches without a report after which the metric counts as never reported; None: any number.
 
@@ -188,14 +191,14 @@ class Tuner:
 
     def _walk(self, loader: Any, epochs: int) -> Iterator[Any]:
         """Yield batches, and let the search decide behind each."""
-        length = len(loader) if hasattr(loader, "__len__") else math.inf  # of a pass
+        sized = hasattr(loader, "__len__")
         iterator: Iterator[Any] | None = None
         if self._search is None and not self._progress.num_searches:
             self._begin_search(None, 1)
             self._decide()
         while True:
             place = self._progress.place
-            if iterator is None and place.batches >= length:
+            if iterator is None and sized and place.batches >= len(loader):  # the setting may change the length
                 place.epoch, place.batches = place.epoch + 1, 0
             if place.epoch >= epochs:
                 if self._search is None or not self._ended():
@@ -314,7 +317,7 @@ class Tuner:
         return int(min(len(loader), (self._epochs - place.epoch) * len(loader) - place.batches))
 
     def _begin_search(self, start: float | None, start_count: int) -> None:
-        most_steps = min(self._left(), LONGER * self._progress.window_steps or self._left())
+        most_steps = min(self._left(), LONGER * self._progress.trial_steps or self._left())
         if most_steps < FIRST_STEPS:
             raise InputError(
                 f"{most_steps} batches are left; a trial needs {FIRST_STEPS}. Pass more: steps(loader, epochs=N)."
@@ -322,19 +325,19 @@ class Tuner:
         seed = self._seed + self._progress.num_searches
         now = self._progress.setting
         # On a plateau the noise of the updates is often what is in the way: lower rates are the first to try.
-        first = [now, *(self._lower(now, share) for share in LOWER)] if now else [self._start] if self._start else []
+        first = [now, self._lower(now)] if now else [self._start] if self._start else []
         self._search = Search(
             self._space, most_steps, self._trials, seed, self._searcher, start, start_count, first=first
         )  # fmt: skip
         self._parent = self._captured()
         self._reported = True
 
-    def _lower(self, setting: Setting, share: float) -> Setting:
-        """Return a setting with `share` of each tunable whose range is logarithmic."""
+    def _lower(self, setting: Setting) -> Setting:
+        """Return a setting with LOWER of each tunable whose range is logarithmic."""
         lower = dict(setting)
         for name, each in self._space.items():
             if isinstance(each, Range) and each.log:
-                lower[name] = max(each.low, setting[name] * share)
+                lower[name] = max(each.low, setting[name] * LOWER)
         return lower
 
     def _ended(self) -> bool:
@@ -394,7 +397,10 @@ class Tuner:
         progress.num_searches += 1
         progress.fruitless = 0 if winner and winner.setting != before else progress.fruitless + 1
         progress.num_trials += len(search.trials)
-        progress.window_steps, progress.window, progress.means = max(search.trial_steps, FIRST_STEPS), [], []
+        loader, wait = self._objects["loader"], max(self._plateau, 1)
+        of_passes = PLATEAU_PASSES * len(loader) // wait if hasattr(loader, "__len__") else 0
+        progress.trial_steps = max(search.trial_steps, FIRST_STEPS)
+        progress.window_steps, progress.window, progress.means = max(progress.trial_steps, of_passes), [], []
         self._trials = min(self._trials, len(search.trials))
         self.history += search.trials
         self._search = self._parent = self._active = None
