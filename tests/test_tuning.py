@@ -283,3 +283,17 @@ def test_an_option_that_writes_no_tunable_is_refused_before_the_script_starts(se
 
     assert left.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_loop_that_is_broken_off_in_a_search_leaves_the_parent_and_the_next_one_searches_again():
+    job = Job()
+    before = {name: value.tolist() for name, value in job.model.state_dict().items()}
+    tuner = Tuner(LR, state=job.state, trials=8)
+    for batch in tuner.steps(job.loader):
+        tuner.report(job.train(batch))
+        if tuner.num_steps == 5:
+            break
+
+    assert not tuner.searching
+    assert {name: value.tolist() for name, value in job.model.state_dict().items()} == before
+    assert tuned(job, tuner, epochs=1).num_trials > 4

@@ -38,6 +38,8 @@ class Progress(msgspec.Struct):
     num_steps: int = 0
     num_trials: int = 0
     num_searches: int = 0
+    most_trials: int = 0
+    """Most trials of the next search: as many as the one before had; 0 before the first."""
     fruitless: int = 0
     """Searches in a row that found nothing better: each doubles the wait for the next."""
     metric: float | None = None

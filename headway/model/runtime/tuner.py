@@ -187,7 +187,10 @@ class Tuner:
         finally:
             if self._search is not None:  # the loop was broken off
                 self._search.settle()
+                again = self._search.winner is None
                 self._finish()
+                if again:  # with the next loop
+                    self._progress.num_searches, self._progress.most_trials = self._progress.num_searches - 1, 0
 
     def _walk(self, loader: Any, epochs: int) -> Iterator[Any]:
         """Yield batches, and let the search decide behind each."""
@@ -327,7 +330,7 @@ class Tuner:
         # On a plateau the noise of the updates is often what is in the way: lower rates are the first to try.
         first = [now, self._lower(now)] if now else [self._start] if self._start else []
         self._search = Search(
-            self._space, most_steps, self._trials, seed, self._searcher, start, start_count, first=first
+            self._space, most_steps, self._progress.most_trials or self._trials, seed, self._searcher, start, start_count, first=first
         )  # fmt: skip
         self._parent = self._captured()
         self._reported = True
@@ -401,7 +404,7 @@ class Tuner:
         of_passes = PLATEAU_PASSES * len(loader) // wait if hasattr(loader, "__len__") else 0
         progress.trial_steps = max(search.trial_steps, FIRST_STEPS)
         progress.window_steps, progress.window, progress.means = max(progress.trial_steps, of_passes), [], []
-        self._trials = min(self._trials, len(search.trials))
+        progress.most_trials = len(search.trials)
         self.history += search.trials
         self._search = self._parent = self._active = None
         self._branches.clear()
