@@ -330,7 +330,8 @@ class Tuner:
         # On a plateau the noise of the updates is often what is in the way: lower rates are the first to try.
         first = [now, self._lower(now)] if now else [self._start] if self._start else []
         self._search = Search(
-            self._space, most_steps, self._progress.most_trials or self._trials, seed, self._searcher, start, start_count, first=first
+            self._space, most_steps, self._progress.most_trials or self._trials, seed, self._searcher, start,
+            start_count, first=first,
         )  # fmt: skip
         self._parent = self._captured()
         self._reported = True
