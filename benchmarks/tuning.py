@@ -199,7 +199,7 @@ def optuna(seed: int) -> None:
 
     best = [0.0]
     study = peer.create_study(
-        direction="maximize", sampler=peer.samplers.TPESampler(seed=seed),
+        study_name=f"tuning {seed}", direction="maximize", sampler=peer.samplers.TPESampler(seed=seed),
         pruner=peer.pruners.HyperbandPruner(min_resource=LOOK, max_resource=MOST),
     )  # fmt: skip
     study.optimize(objective, n_trials=1000)
@@ -248,6 +248,9 @@ def main() -> None:
         for factor in (1.0, *(WRONG if arguments.full else WRONG[::3]))
     }
     spread = max(abs(scores[str(factor)] - scores["1.0"]) for factor in WRONG if str(factor) in scores)
+    for row in rows:  # JSON has no infinity
+        for side in ("ours", "optuna"):
+            row[side]["steps"] = row[side]["steps"] if math.isfinite(row[side]["steps"]) else None
     result = {
         "bench": "tuning", "baseline": "Optuna: TPE and Hyperband, each trial from scratch", "target": TARGET,
         "best_setting": BEST, "rows": rows, "steps": {"ours": ours, "optuna": theirs, "best": best},
