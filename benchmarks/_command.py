@@ -17,7 +17,7 @@ def headway(*arguments: object, expect: tuple[int, ...] = (0,)) -> dict[str, Any
     cut = texts.index("--") if "--" in texts else len(texts)
     command = [sys.executable, "-m", "headway.cli", *texts[:cut], "--json", *texts[cut:]]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    answer = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     if answer.returncode not in expect:
         raise RuntimeError(f"{' '.join(command)} exited with {answer.returncode}:\n{answer.stderr}")
     result: dict[str, Any] = json.loads(answer.stdout)

@@ -31,7 +31,7 @@ def record(model: str, out: Path, *, rate_mbit: float | None, steps: int) -> Run
 
 
 def time_settings(
-    model: str, settings: list[dict[str, Any]], folder: Path, *, rounds: int, steps: int, rate_mbit: float
+    model: str, settings: list[dict[str, Any]], folder: Path, *, rounds: int, steps: int, rate_mbit: float | None
 ) -> list[list[float]]:
     """Return, per setting and round, the median seconds of a step; settings take turns in one process."""
     given, answer = folder / "settings.json", folder / "answer.json"

@@ -4,9 +4,9 @@ Nothing is imported here: an entry is "module:function", resolved where it is
 used. Advisers run in the command, remedies run inside ranks.
 
 >>> sorted(REMEDIES)
-['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.gradient_view', 'comm.order', \
-'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'host.gc', 'host.logging', \
-'model.tune', 'parallel.schedule', 'power.filler']
+['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
+'comm.order', 'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', \
+'host.gc', 'host.logging', 'model.tune', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ REMEDIES: dict[str, str] = {
     "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
     "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
     "comm.order": "headway.comm.runtime.fsdp:order",
+    "comm.compress": "headway.comm.runtime.compress:compression",
     "parallel.schedule": "headway.parallel.runtime.schedule:schedule",
     "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
+    "fault.guard": "headway.fault.runtime.loss_guard:guard",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
     "power.filler": "headway.power.runtime.filler:fill_gaps",
@@ -62,8 +64,10 @@ PARAMETERS: dict[str, dict[str, str]] = {
     "comm.gradient_view": {},
     "comm.static_graph": {},
     "comm.order": {"ahead": "size"},
+    "comm.compress": {"codec": "codec", "feedback": "flag", "two_way": "flag", "min_bytes": "count"},
     "parallel.schedule": {"order": "names"},
     "checkpoint.async": {"every_steps": "size"},
+    "fault.guard": {"action": "name"},
     "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
     "host.logging": {"queue": "size"},
     "cluster.batch": {
@@ -83,6 +87,9 @@ MEASUREMENTS: dict[str, str] = {
 }
 """Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
 
+DRILL: dict[str, str] = {"fault.inject": "headway.fault.runtime.injectors:inject"}
+"""What a drill does inside a rank -> the function that does it; no plan of a user's names it."""
+
 CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.checks.resume_check:resume"}
 """Check -> the function that makes it inside a rank, for `headway data verify-resume`."""
 
@@ -95,6 +102,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "comm.gradient_view": ("comm.exposed",),
     "comm.static_graph": ("comm.exposed",),
     "comm.order": ("comm.exposed",),
+    "comm.compress": ("comm.exposed",),
     "comm.links": ("comm.exposed",),
     "parallel.schedule": ("bubble.p2p",),
     "host.gc": ("host.gc",),
@@ -102,6 +110,7 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "checkpoint.interval": ("checkpoint.stall",),
     "checkpoint.async": ("checkpoint.stall",),
     "straggler.remove": ("straggler.rank",),
+    "fault.guard": (),
     "power.filler": (),
     "cluster.batch": (),
     "cluster.noise": (),

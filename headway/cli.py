@@ -37,6 +37,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
     "tune": ("headway.verbs.tune:tune", "Tune a script's settings while it trains, by branches of its state."),
     "bench": ("headway.verbs.bench:bench", "Run a benchmark by name; each holds headway to a stated bar."),
+    "drill": ("headway.verbs.drill:drill", "Play real faults on a job, and score which of them were noticed."),
     "trace import": ("headway.verbs.trace:import_", "Convert any known trace format into headway's own."),
     "trace export": ("headway.verbs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
     "trace info": ("headway.verbs.trace:info", "Say what a trace file or a run holds."),
@@ -51,7 +52,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "Say what the rest of a job costs on each offer of instances, by recorded prices.",
     ),
     "cluster sim": ("headway.verbs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
+    "comm bench": ("headway.verbs.comm_bench:bench", "Measure what codecs of gradients cost on this host."),
+    "comm options": ("headway.verbs.comm_strategy:options", "List every way to compress and send a gradient."),
     "comm plan": ("headway.verbs.comm:plan", "Search the gradient buckets under which a run's step is shortest."),
+    "comm strategy": ("headway.verbs.comm_strategy:strategy", "Search how to compress each gradient (simulated)."),
     "cost calibrate": ("headway.verbs.cost:calibrate", "Measure this host's operators; an interrupted one goes on."),
     "cost predict": ("headway.verbs.cost:predict", "Predict the step of a model that was never run on this host."),
     "cost transfer": ("headway.verbs.cost:transfer", "Predict a new device from a few measurements and other devices."),
@@ -78,6 +82,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "data verify-resume": ("headway.verbs.verify_resume:verify_resume", "Prove that a script's loaders go on exactly."),
     "fault incidents": ("headway.verbs.fault:incidents", "List a run's failures: who, what was done, what it cost."),
     "fault plan": ("headway.verbs.fault:plan", "Say how often to save, how many hosts to keep in reserve."),
+    "fault probe": ("headway.verbs.fault_probe:probe", "Train a tiny model on each rank: do all get the same bits?"),
     "fault sim": (
         "headway.verbs.fault:sim",
         "Simulate a job on a fleet whose hosts fail: ETTR, and where the rest went.",
@@ -125,7 +130,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("run", "why", "plan", "report", "tune", "demo", "doctor"),
     "Analyse": ("compare", "hang", "watch", "whatif", "trace"),
     "Data and checkpoints": ("data", "ckpt", "storage"),
-    "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "cluster", "power", "cost"),
+    "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "drill", "cluster", "power", "cost"),
     "Develop": ("bench",),
 }
 """Section of `headway --help` -> the words of commands in it."""

@@ -52,6 +52,13 @@ def run(out: Path, argv: list[str], env: dict[str, str] | None = None, **options
     return subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
 
 
+def headway(*arguments: object) -> subprocess.CompletedProcess:
+    """Run a command of headway's, its output kept."""
+    command = [sys.executable, "-m", "headway.cli", *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+
+
 def wait_for(condition, timeout_s: float = 60.0):
     """Return the first true value of `condition()`."""
     deadline = time.monotonic() + timeout_s

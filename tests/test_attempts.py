@@ -52,6 +52,17 @@ def test_compute_after_the_last_save_is_rework_when_the_next_attempt_loads_it(st
     assert ledger.wall_ns == again.meta["end_ns"] - first.meta["start_ns"]
 
 
+def test_an_attempt_that_ends_in_its_set_up_does_not_take_the_steps_before_it_for_lost():
+    first, _, _ = failed_at(SAVING, 8)
+    at = first.meta["end_ns"]
+    middle = cut_short(replace(SAVING, start_ns=at, attempt=1).make(), at + MS)
+    last = replace(SAVING, start_ns=at + 2 * MS, attempt=2, load_ns=9 * MS, steps=15).make()
+    ledger = Ledger.of(joined(joined(first, middle), last))
+
+    assert ledger.steps == 20
+    assert ledger.sub_ns["rework.steps"] == 2 * 3 * (SAVING.compute_ns + SAVING.optimizer_ns)
+
+
 def test_everything_is_rework_when_the_next_attempt_starts_from_nothing():
     _, again, run = failed_at(SAVING, 15)
 

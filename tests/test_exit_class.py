@@ -74,6 +74,8 @@ def test_an_exit_status_is_what_a_shell_reports(code):
         (1, raised("torch.distributed.DistBackendError: NCCL error: remote process exited"), "infra"),
         (1, raised("RuntimeError: DataLoader worker (pid 7) is killed by signal: Bus error."), "infra"),
         (1, raised("OSError: [Errno 28] No space left on device"), "infra"),
+        (1, raised("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"), "infra"),
+        (1, raised("RuntimeError: basic_ios::clear: iostream error"), "infra"),  # torch.save of little, on a full disk
         (-signal.SIGABRT, TEARDOWN, "infra"),
         (-signal.SIGSEGV, "", "infra"),
         (-signal.SIGKILL, "", "infra"),

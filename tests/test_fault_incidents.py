@@ -7,12 +7,13 @@ import re
 
 import pytest
 
-from headway.core.errors import FormatError
+from headway.core.errors import FormatError, InputError
 from headway.fault.incident import FILE, Blamed, Incident, read_incidents, write_incidents
 from headway.ledger.ledger import Ledger
+from headway.runtime.launch import LaunchOptions, check
 from headway.trace.runs import Run
 from headway.verbs.fault import incidents
-from tests.launching import run, script
+from tests.launching import headway, run, script
 
 SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
 
@@ -103,3 +104,54 @@ def test_the_same_error_at_the_same_step_ends_a_job_before_its_restarts_are_used
     assert done.returncode == 1
     assert [row.action for row in found] == ["restart", "stop"]
     assert "no further attempt: the same error came again at step 4: ValueError: row 17 is empty" in done.stderr
+
+
+UPDATED = """
+import os, signal, sys
+import torch
+import headway
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+checkpoint = headway.Checkpointer(sys.argv[1], optimizer=optimizer)
+step = checkpoint.restore().step or 0
+while step < 12:
+    weight.sum().backward()
+    optimizer.step()
+    step += 1
+    if step < 7 or VERSION == 1:
+        checkpoint.save(step, block="durable")
+    if VERSION == 1 and step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if VERSION == 2 and step == 7:
+        raise KeyError("hidden_size")
+print("version", VERSION, "ends at step", step)
+checkpoint.close()
+"""
+
+
+@pytest.mark.slow
+def test_newer_code_is_taken_at_the_next_restart_and_undone_when_it_fails_twice_in_the_same_words(tmp_path):
+    newer = tmp_path / "newer"
+    newer.mkdir()
+    script(newer, "VERSION = 2" + UPDATED)
+    job, out = script(tmp_path, "VERSION = 1" + UPDATED), tmp_path / "run"
+    options = [*["run", "--max-restarts", "5", "--warm", "off", "--update-from"], newer, "--out", out]
+    done = headway(*options, "--", job, tmp_path / "ckpt")
+    found = read_incidents(out)
+
+    assert done.returncode == 0, done.stderr
+    assert [row.action for row in found] == ["restart", "restart", "rollback"]
+    assert "version 1 ends at step 12" in done.stdout
+    assert (out / "code" / "1" / "job.py").read_text() == (newer / "job.py").read_text()
+
+
+def test_a_source_of_newer_code_that_cannot_be_is_one_error(tmp_path):
+    job = script(tmp_path, "pass")
+
+    for source, restarts, error in (
+        (tmp_path / "no", 1, "is not a folder"),
+        (tmp_path, 1, "is the folder that the job runs from"),
+        (tmp_path, 0, "Pass --max-restarts"),
+    ):
+        with pytest.raises(InputError, match=error):
+            check(LaunchOptions(update_from=source, max_restarts=restarts), [job])

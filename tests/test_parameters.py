@@ -13,7 +13,7 @@ from headway.plan.parameters import KINDS, check_parameters
 
 GOOD = {
     "count": [0, 3], "size": [1, 10**9], "number": [0.5, 25], "flag": [True, False], "numbers": [[25], [1, 0.5]],
-    "names": [[], ["D"]],
+    "names": [[], ["D"]], "codec": ["topk:0.01", {"*.weight": "sign"}],
 }  # fmt: skip
 BAD = {
     "count": [-1, 1.5, 2.0, True, "2", None, [2]],
@@ -21,6 +21,7 @@ BAD = {
     "number": [0, -1.0, float("nan"), float("inf"), True, "25", None],
     "flag": [0, 1, "true", None],
     "names": ["D", [1], None],
+    "codec": [3, None, {}, {"*": 1}, ["sign"]],
     "numbers": [[], [0], [1, "2"], 25, "25", None],
 }
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks.world.page import page
-from headway.verbs.bench import results_page
+from headway.verbs.bench import results_page, tables_page
 from tests.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -92,6 +92,7 @@ def test_the_pages_of_results_are_current():
 
     assert (ROOT / "docs" / "compatibility.md").read_text() == page(world)
     assert (ROOT / "docs" / "results.md").read_text() == results_page()
+    assert (ROOT / "docs" / "results-tables.md").read_text() == tables_page()
 
 
 def test_finished_rows_are_the_caches_or_the_kept_ones_and_nothing_runs(tmp_path):

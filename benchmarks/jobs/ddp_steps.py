@@ -1,7 +1,7 @@
 """Two-rank gloo DDP training of a small network, in one configuration or in several that take turns.
 
-`--settings FILE` names configurations (bucket size, a layer done twice) that take turns, block by block,
-in one process: every one of them meets the same noise. Forward of layer i is
+`--settings FILE` names configurations (bucket size, a layer done twice, a codec or a hook for gradients) that take
+turns, block by block, in one process: every one of them meets the same noise. Forward of layer i is
 annotated 'layer.<i>'. The answer file holds the unprofiled seconds of every step.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
@@ -113,7 +114,21 @@ def build(name: str, setting: dict[str, Any]) -> tuple[Any, Any, torch.Tensor]:
         named[setting["slow_layer"]].times = 2
     size = setting.get("bucket_mb", "default")
     model = DistributedDataParallel(nn.Sequential(*named), bucket_cap_mb=None if size == "default" else float(size))
+    hook_up(model, setting)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), batch
+
+
+def hook_up(model: Any, setting: dict[str, Any]) -> None:
+    """Give the model the codec of the setting, or one of torch's hooks: 'fp16' or 'powersgd'."""
+    if "codec" in setting:
+        from headway.comm import compress
+
+        compress(model, setting["codec"])
+    elif setting.get("hook") == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif setting.get("hook") == "powersgd":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def train(model: Any, optimizer: Any, batch: torch.Tensor, steps: int) -> list[float]:
@@ -134,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, required=True)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--settings", default="", help="JSON file: a list of {bucket_mb, slow_layer}")
+    parser.add_argument("--settings", default="", help="JSON file: a list of {bucket_mb, slow_layer, codec, hook}")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--answer", default="")
     options = parser.parse_args()

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from headway.comm import EXACT_RANKS
+from headway.comm.advise_compress import propose_compression
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
 from headway.ledger.ledger import Ledger
@@ -78,11 +79,14 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         share = format_fraction(1 - 1 / bound)
         reason = f"exposed communication costs {share} of a step: no bucket size can win more"
         yield Refusal("comm.bucket", "comm", reason)
+        yield Refusal("comm.compress", "comm", reason.replace("bucket size", "codec"))
         return
     if gathers_s is not None:
         yield Refusal("comm.bucket", "comm", "the run shards its parameters module by module: it has no buckets")
+        yield Refusal("comm.compress", "comm", "the run shards its parameters module by module: only DDP's are sent so")
     else:
         yield _bucket(program, bound)
+        yield propose_compression(program, setup)
     yield _links(program, bound)
 
 

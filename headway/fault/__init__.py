@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from headway.fault.ladder import decide as decide
     from headway.fault.outliers import Suspicion as Suspicion
     from headway.fault.outliers import suspects as suspects
+    from headway.fault.runtime.injectors import FAULTS as FAULTS
     from headway.fault.standby import dual_phase as dual_phase
     from headway.fault.standby import standby_size as standby_size
 
 PUBLIC: dict[str, str] = {
     "ACTIONS": "headway.fault.ladder:ACTIONS",
+    "FAULTS": "headway.fault.runtime.injectors:FAULTS",
     "Incident": "headway.fault.incident:Incident",
     "Scenario": "headway.fault.fleet:Scenario",
     "Suspicion": "headway.fault.outliers:Suspicion",

@@ -82,11 +82,26 @@ def _warm(incidents: Sequence[Mapping[str, Any]], rates: Rates, now_s: float, sa
     cold = [row for row in back if not row.get("warm")]
     if not cold:
         return Refusal("fault.warm", "fault", "all later attempts were warm", known="is in force already")
-    warm = [downtime_s(row) for row in back if row.get("warm")]
-    warm_s = min(sum(warm) / len(warm) if warm else WARM_S, rates.restart_s)
+    warm_s = _warm_s(incidents, rates)
     reason = cold[0].get("cold_reason") or "no warm process"
     do = "headway run --warm auto" if reason == "--warm off" else f"undo what kept {len(cold)} attempts cold: {reason}"
     return _proposal("fault.warm", rates, now_s, save_s, (warm_s, now_s, save_s), do)
+
+
+def _warm_s(incidents: Sequence[Mapping[str, Any]], rates: Rates) -> float:
+    """Return how long a warm restart takes: as in this run, where it had one."""
+    warm = [downtime_s(row) for row in incidents if row.get("warm") and row.get("first_step_ns") is not None]
+    return min(sum(warm) / len(warm) if warm else WARM_S, rates.restart_s)
+
+
+def predicted_ettr(ledger: Ledger, incidents: Sequence[Mapping[str, Any]], *, step_s: float) -> float | None:
+    """Return the ETTR of a run as frequently failing that does all that is proposed; None without a failure."""
+    rates = rates_of(incidents, wall_s=ledger.wall_ns / 1e9, step_s=step_s)
+    if rates is None:
+        return None
+    save_s = _save_s(ledger, max(2 * rates.lost_s, step_s))
+    best_s = optimal_interval_s(rates.mtbf_s, save_s=save_s)
+    return ettr(rates.mtbf_s, restart_s=_warm_s(incidents, rates), interval_s=best_s, save_s=save_s)
 
 
 def _interval(rates: Rates, now_s: float, save_s: float) -> Proposal | Refusal:

@@ -16,7 +16,7 @@ Everything here is simulated, on `headway.sim.process.Process`.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,11 +169,28 @@ class FleetOutcome:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A failure that is given, s."""
+
+    at_s: float
+    """When it strikes, from the start of the training."""
+
+    detect_s: float
+    """Until it is seen."""
+
+    restart_s: float
+    """From then until training goes on; a failure before that begins anew."""
+
+
 class _Job:
     """A job that runs, fails and comes back. Between two failures nothing is random: that stretch is a closed form."""
 
-    def __init__(self, process: Process, scenario: Scenario) -> None:
+    def __init__(self, process: Process, scenario: Scenario, failures: Sequence[Failed] | None) -> None:
         self.process, self.times = process, scenario.times
+        self._failures = None if failures is None else iter(failures)
+        self._given = Failed(0.0, 0.0, 0.0)
+        """The failure that comes next, where they are given."""
         self.causes = list(scenario.causes.values())
         self.mtbf_s = scenario.job_mtbf_s
         total = sum(cause.weight for cause in self.causes)
@@ -194,7 +211,14 @@ class _Job:
         self._fail_later()
 
     def _fail_later(self) -> None:
-        self.process.after(float(self.process.rng("failures").exponential(self.mtbf_s)), self._fail)
+        if self._failures is None:
+            self.process.after(float(self.process.rng("failures").exponential(self.mtbf_s)), self._fail)
+        elif (given := next(self._failures, None)) is not None:
+            self.process.after(max(given.at_s - self.process.now_s, 0.0), self._fail_as, given)
+
+    def _fail_as(self, given: Failed) -> None:
+        self._given = given
+        self._fail()
 
     def book(self, *, lost: bool) -> None:
         """Account for what the job has done since the last change; what is not saved is `lost`, or counts.
@@ -224,7 +248,11 @@ class _Job:
         self.num_incidents += 1
         if self._bad_since_s < 0:
             self._bad_since_s = self.process.now_s
+        given = self._given
         self._fail_later()
+        if self._failures is not None:
+            self._recover([("detect", given.detect_s), ("restart", given.restart_s)])
+            return
         cause = self.causes[int(self.process.rng("causes").choice(len(self.causes), p=self.weights))]
         steps = [(part, _or(getattr(cause, f"{part}_s"), getattr(self.times, f"{part}_s"))) for part in PARTS[:3]]
         if cause.takes_host:
@@ -263,10 +291,13 @@ def _or(own: float | None, common: float) -> float:
     return common if own is None else own
 
 
-def simulate(scenario: Scenario, seed: int) -> FleetOutcome:
-    """Play a scenario once. The same seed gives the same failures, whatever the times are."""
+def simulate(scenario: Scenario, seed: int, *, failures: Sequence[Failed] | None = None) -> FleetOutcome:
+    """Play a scenario once. The same seed gives the same failures, whatever the times are.
+
+    With `failures`, in order of time, these come in place of random ones, whatever the times of the scenario.
+    """
     process = Process(seed)
-    job = _Job(process, scenario)
+    job = _Job(process, scenario, failures)
     wall_s = scenario.days * S_PER_DAY
     process.run(wall_s)
     job.end()

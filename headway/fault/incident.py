@@ -86,6 +86,12 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"
     restored: str = "none"
     """Where the next attempt had its state from: memory, folder or none."""
 
+    trained_from_ns: int | None = None
+    """When all ranks of the attempt that failed had made a step; None = they never had."""
+
+    trained_until_ns: int | None = None
+    """The end of the newest step of any of them."""
+
     evidence: str = ""
     """What was seen: exit code or signal, last line of the traceback."""
 

@@ -95,6 +95,9 @@ class _Outline:
     restored: int | None
     """Checkpoint of headway's own that it restored then; None = none."""
 
+    trained: bool
+    """Whether it made a step."""
+
 
 def book_run(
     traces: Sequence[Trace | Parts], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int] | None = None
@@ -126,7 +129,9 @@ def book_run(
             if index - 1 in failures:
                 _split_start(book.sheet, life, failures[index - 1])
             books.append(Booked.of(book))
-        following = None if final else outlines[index + 1]
+        # An attempt that was killed in its set-up says nothing of what was kept: the one after it does.
+        later = [one for one in outlines[index + 1 :] if any(rank.resumes or rank.trained for rank in one.values())]
+        following = None if final else (later or outlines[index + 1 :])[0]
         attempts.append(_book_attempt(books, ranks, (from_ns, until), following, spans))
         from_ns = until
     return RunBook((low, high), tuple(attempts), lambda rank: _rows(parts[-1], rank, clock_offset_ns))
@@ -205,6 +210,7 @@ def _outlines(parts: Parts, clock_offset_ns: Mapping[int, int]) -> dict[int, _Ou
             int((start + part.events["duration_ns"]).max()) + shift,
             len(restores) > 0 or bool((start[name == NAME_ID["checkpoint.load"]] <= first).any()),
             int(part.events["seq"][restores[start[restores].argmax()]]) if len(restores) else None,
+            len(steps) > 0,
         )
     return found
 

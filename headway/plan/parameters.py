@@ -56,6 +56,14 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: isinstance(value, list) and all(isinstance(name, str) for name in value),
         "a list of names",
     ),
+    "name": (lambda value: isinstance(value, str), "a name"),
+    "codec": (
+        lambda value: (
+            isinstance(value, str)
+            or (isinstance(value, dict) and bool(value) and all(isinstance(name, str) for name in value.values()))
+        ),
+        "a codec such as 'topk:0.01', or patterns over parameter names with a codec each",
+    ),
     "flag": (lambda value: isinstance(value, bool), "true or false"),
 }
 """Kind of a parameter -> whether a JSON value is of it, and the rule in words."""

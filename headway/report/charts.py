@@ -166,8 +166,17 @@ def _zigzag(cells: Array) -> Array:
     return np.take_along_axis(cells, places, axis=2).reshape(len(cells), -1)
 
 
-def step_chart(step_s: Array, ranks: Sequence[int], first_step: int = 0) -> dict[str, Any] | None:
-    """Return the page's object for step times [ranks, steps], None when not one was recorded."""
+MOST_MARKS = 400
+"""Marks of one kind that a chart of steps shows; more would be a grey area."""
+
+
+def step_chart(
+    step_s: Array, ranks: Sequence[int], first_step: int = 0, marks: Mapping[str, Sequence[int]] | None = None
+) -> dict[str, Any] | None:
+    """Return the page's object for step times [ranks, steps], None when not one was recorded.
+
+    `marks` are steps by what began in them: 'epoch', 'evaluation'.
+    """
     if not np.isfinite(step_s).any():
         return None
     whole = thinned(step_s)
@@ -184,6 +193,7 @@ def step_chart(step_s: Array, ranks: Sequence[int], first_step: int = 0) -> dict
         "ranks": [] if alone else [int(ranks[row]) for row in shown],
         "all_ranks": len(ranks),
         "lines": [] if alone else [encode(whole.lines[row]) for row in shown],
+        "marks": {kind: list(steps) for kind, steps in (marks or {}).items() if 0 < len(steps) <= MOST_MARKS},
     }
 
 

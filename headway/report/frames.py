@@ -39,7 +39,10 @@ def steps_lead(chart: Mapping[str, Any]) -> str:
     many = len(chart["ranks"]) > 1
     thinned = f" Each point stands for {width} steps; the band keeps their extremes." if width > 1 else ""
     what = "The line is the median over ranks, the band reaches from the fastest to the slowest." if many else ""
-    return f"{plural(chart['steps'], 'step')}. {what}{thinned}".strip()
+    marks = {"epoch": "grey rules: an epoch begins", "evaluation": "ticks at the foot: evaluation"}
+    shown = "; ".join(words for kind, words in marks.items() if chart.get("marks", {}).get(kind))
+    said = f" {shown[0].upper()}{shown[1:]}." if shown else ""
+    return f"{plural(chart['steps'], 'step')}. {what}{thinned}{said}".strip()
 
 
 def _rank_chooser(chart: Mapping[str, Any]) -> str:

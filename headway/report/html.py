@@ -66,6 +66,9 @@ class ReportData:
     first_step: int = 0
     """Number of the first column of `step_s` and of `bucket_s`."""
 
+    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Steps in which an 'epoch' began, or an 'evaluation' took place."""
+
     bucket_s: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
     """Bucket -> [steps] device-seconds of that bucket in each step, all ranks together."""
 
@@ -231,7 +234,7 @@ def _payload(data: ReportData) -> dict[str, Any]:
     panels = [("Recorded", data.timeline), ("Ideal: replayed without the losses", data.ideal)]
     return {
         "buckets": list(BUCKET_STYLES),
-        "steps": None if data.step_s is None else step_chart(data.step_s, _ranks(data), data.first_step),
+        "steps": None if data.step_s is None else step_chart(data.step_s, _ranks(data), data.first_step, data.marks),
         "shares": share_chart(data.bucket_s, data.first_step),
         "timelines": [{"title": title, **line.to_json()} for title, line in panels if line is not None and line.rows],
         "mild": sections.MILD_SLOWDOWN,

@@ -295,6 +295,7 @@ class Group:
         before = known or (len(signals.stop) if signals else 0)
         if self.running and grace_s > 0:
             self.tell(number)
+            self.tell(signal.SIGCONT)  # a stopped rank takes the signal only then
             self._wait_for(lambda: signals is not None and len(signals.stop) > before, grace_s)
         if self.running:
             self.tell(signal.SIGKILL, whole_group=True)

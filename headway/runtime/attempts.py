@@ -30,6 +30,7 @@ from headway.runtime.streams import Streams
 from headway.runtime.supervision import Failure, Supervisor, supervisor_of
 
 if TYPE_CHECKING:
+    from headway.runtime.code_updates import CodeUpdates
     from headway.runtime.drain import Drainer
     from headway.runtime.hang_watch import HangWatch
     from headway.runtime.launch import LaunchOptions
@@ -133,6 +134,7 @@ class Attempts:
                 world_size=self.recording.world_size,
                 say=lambda text: say(self.options, text),
                 timeout_s=self.options.hang_timeout_s,
+                acts_on_proof=bool(self.options.supervisor and self.options.max_restarts),
             )
         watch = self._hang_watch
         watch.begin()
@@ -161,14 +163,15 @@ class Attempts:
         self._owed = self.recording.close_attempt(rows)
         return ends
 
-    def again(self, group: Group, ends: Sequence[RankEnd], restarts_left: int) -> bool:
-        """Say whether another attempt follows this one, which failed."""
+    def again(self, group: Group, ends: Sequence[RankEnd], restarts_left: int, code: CodeUpdates | None = None) -> bool:
+        """Say whether another attempt follows this one, which failed. The supervisor may undo an update of `code`."""
         first = first_failure(ends)
         down_ns = max((rank.end_ns or 0 for rank in group.ranks), default=0)
         detected_ns = group.detected_ns or down_ns
         failure = Failure(
             self._attempt, classify(first), first, tuple(ends), detected_ns, group.located_ns or detected_ns, down_ns,
-            restarts_left,
+            restarts_left, self._hang_watch.report if group.hung and self._hang_watch is not None else None,
+            code,
         )  # fmt: skip
         return self._supervisor.failed(failure) and restarts_left > 0
 

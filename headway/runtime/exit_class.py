@@ -91,7 +91,8 @@ _PEER = re.compile(
     re.IGNORECASE,
 )
 _INFRA = re.compile(
-    r"Bus error|insufficient shared memory|No space left on device|Too many open files|Input/output error|"
+    r"Bus error|insufficient shared memory|No space left on device|inline_container\.cc:\d+\] \. unexpected pos|"
+    r"PytorchStreamWriter failed writing|basic_ios::clear: iostream error|Too many open files|Input/output error|"
     r"Stale file handle|CUDA error: (?:uncorrectable ECC|unspecified launch failure|device-side)|"
     r"CUDA driver|NCCL.*(?:unhandled|internal error)|DataLoader worker .* is killed by signal"
 )

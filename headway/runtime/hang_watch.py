@@ -39,6 +39,7 @@ from headway.core.units import format_seconds
 from headway.ledger.hang import Origin, localise
 from headway.ledger.hang_reports import of_dumps
 from headway.runtime import flight_answers, process_probe
+from headway.runtime.hang_proof import LOOK_S, LOOKS, proven
 from headway.runtime.recording import write_json
 from headway.trace.assemble import json_object
 from headway.trace.records import Page, RingHeader, RingReader
@@ -47,9 +48,9 @@ from headway.trace.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
 
 SCHEMA = "headway.hang-watch/1"
 
-FLOORS_S: dict[str, float] = {"setup": 600.0, "step": 30.0, "checkpoint": 300.0}
+FLOORS_S: dict[str, float] = {"setup": 600.0, "step": 30.0, "evaluation": 600.0, "checkpoint": 300.0}
 """Section -> seconds without progress below which nobody is suspected. Conservative: an evaluation that records
-nothing, or a large save over a slow network, is no hang."""
+nothing, or a large save over a slow network, is no hang, whatever timeout was given for steps."""
 
 FACTOR = 5.0
 """So many times the usual (p99) duration of a section is too long; nvidia-resiliency-ext uses the same number."""
@@ -66,13 +67,17 @@ PAUSE_NS = 5_000_000_000
 PROBE_S = 2.0
 """Deadline of everything that is asked of a suspect, all ranks at once."""
 
+QUICK_S = 0.1
+"""Deadline of what blames nobody, where a job is about to be ended."""
+
 STOPPED = frozenset("TtZX")
 """States of a process that runs no code: stopped, traced, zombie, gone."""
 
-PHASES = ("setup", "input", "forward", "backward", "update", "checkpoint")
+PHASES = ("setup", "evaluation", "input", "forward", "backward", "update", "checkpoint")
 """What a rank is doing, in the order of a step."""
 
 _STEP, _NEXT, _BACKWARD = (SPANS[name].code for name in ("optimizer.step", "input.next", "segment.backward"))
+_FORWARD, _MODE = SPANS["forward"].code, SPANS["mode"].code
 _SAVES = [SPANS[f"checkpoint.{name}"].code for name in ("save", "snapshot", "wait")]
 _BESIDE = ("host.gc", "host.logging", "host.cpu", "host.recording", "region", "eval.mark", "epoch", *IN_BACKGROUND)
 _MARKS = [SPANS[name].code for name in _BESIDE]
@@ -106,6 +111,8 @@ class Followed:
     """Whether it ever waited in `next(loader)`."""
     update_ns: int = 0
     """End of its last update, by the records."""
+    evaluates: bool = False
+    """Whether the newest thing known of its model is that it was set to evaluation, or computed without gradients."""
     durations_s: dict[str, deque[float]] = field(
         default_factory=lambda: {section: deque(maxlen=RECENT) for section in FLOORS_S}
     )
@@ -121,6 +128,10 @@ class Followed:
             self.durations_s["step"].extend((np.diff(moments) / 1e9).tolist())
             self.update_ns = int(moments[-1])
         own = records["lane"] == self.lane
+        modes = np.flatnonzero(own & np.isin(records["code"], (_STEP, _FORWARD, _MODE)))
+        if len(modes):
+            newest = records[modes[-1]]  # b: 1 = with gradients, of a forward; training, of a mode
+            self.evaluates = bool(newest["code"] != _STEP and not newest["b"] & 1)
         saves = own & np.isin(records["code"], _SAVES)
         self.durations_s["checkpoint"].extend((records["duration_ns"][saves] / 1e9).tolist())
         self.has_loader |= bool((own & (records["code"] == _NEXT)).any())
@@ -142,6 +153,8 @@ class Followed:
         if op.startswith("checkpoint."):
             return "checkpoint"
         settled = self.page is not None and self.page.step >= SETTLED and not self.header.end_ns
+        if settled and self.evaluates:
+            return "evaluation"
         return "step" if settled and op not in ("host.compile", "comm.init") else "setup"
 
     @property
@@ -181,10 +194,17 @@ class HangWatch:
         say: Callable[[str], None],
         timeout_s: float | None = None,
         floors_s: Mapping[str, float] = FLOORS_S,
+        acts_on_proof: bool = False,
     ) -> None:
-        """`say` prints one line. After `timeout_s` seconds without progress `expired` becomes true; None = never."""
+        """`say` prints one line. After `timeout_s` seconds without progress `expired` becomes true; None = never.
+
+        It does so without a timeout, too, where it `acts_on_proof` and `hang_proof` finds one.
+        """
         self.run, self.world_size, self._say, self.timeout_s = run, world_size, say, timeout_s
-        self._floors_s = dict(floors_s)
+        self._floors_s = {**FLOORS_S, **floors_s}
+        self._acts_on_proof = acts_on_proof
+        self.report: Path | None = None
+        """The report of the last suspicion."""
         if timeout_s is not None:
             self._floors_s["step"] = min(self._floors_s["step"], timeout_s)
         self.expired = False
@@ -202,7 +222,7 @@ class HangWatch:
         """Forget the ranks of an earlier attempt."""
         self.finish()
         self._ranks.clear()
-        self.expired, self._told = False, None
+        self.expired, self._told, self.report = False, None, None
         self._looked_ns = self._resumed_ns = self._patient_ns = 0
 
     def finish(self) -> None:
@@ -322,6 +342,28 @@ class HangWatch:
 
     def _collect(self, facts: Mapping[str, Any], rows: list[dict[str, Any]], ranks: Mapping[int, Followed]) -> None:
         """Ask every rank, write the report, print the line; what fails is said in place of an answer."""
+        self._ask(rows, ranks)
+        folder = self.run / "hang"
+        number = sum(1 for file in folder.glob("*.json") if file.stem.isdecimal())
+        path = folder / f"{number}.json"
+        sentence = ""
+        try:
+            folder.mkdir(exist_ok=True)
+            brief = self.timeout_s is not None and not facts["ahead"]
+            dumps = self._dumps(path.with_suffix(""), ranks, deadline_s=QUICK_S if brief else PROBE_S)
+            if facts["ahead"]:
+                sentence = self._blame(dumps, rows)
+            write_json(path, {**facts, "ranks": rows})
+            self.report = path
+            where = f"See: headway hang {shlex.quote(str(self.run))}"
+        except OSError as cause:
+            where = f"{path} could not be written: {cause}"
+        self._say(f"{summary(rows, facts['silent_s'])}{sentence}. {where}")
+        if self._acts_on_proof and self.timeout_s is None:
+            self._prove(rows, ranks, ahead=facts["ahead"])
+
+    def _ask(self, rows: list[dict[str, Any]], ranks: Mapping[int, Followed]) -> None:
+        """Add to each row what its process answers."""
         found = process_probe.ask(
             {rank: followed.header.pid for rank, followed in ranks.items()},
             {rank: followed.page.stack_signal if followed.page else 0 for rank, followed in ranks.items()},
@@ -330,26 +372,26 @@ class HangWatch:
         )
         for row in rows:
             row.update(found.get(row["rank"], {}))
-        folder = self.run / "hang"
-        number = sum(1 for file in folder.glob("*.json") if file.stem.isdecimal())
-        path = folder / f"{number}.json"
-        sentence = ""
-        try:
-            folder.mkdir(exist_ok=True)
-            dumps = self._dumps(path.with_suffix(""), ranks)
-            if facts["ahead"]:
-                sentence = self._blame(dumps, rows)
-            write_json(path, {**facts, "ranks": rows})
-            where = f"See: headway hang {shlex.quote(str(self.run))}"
-        except OSError as cause:
-            where = f"{path} could not be written: {cause}"
-        self._say(f"{summary(rows, facts['silent_s'])}{sentence}. {where}")
 
-    def _dumps(self, folder: Path, ranks: Mapping[int, Followed]) -> dict[int, Path]:
+    def _prove(self, rows: list[dict[str, Any]], ranks: Mapping[int, Followed], *, ahead: bool) -> None:
+        """Look again, and have the job ended where all looks agree on who is to blame."""
+        looks = [rows]
+        while len(looks) < LOOKS:
+            time.sleep(LOOK_S)
+            states = {rank: process_probe.state(followed.header.pid) for rank, followed in ranks.items()}
+            again = rows_of(ranks, states, ahead=ahead)
+            self._ask(again, ranks)
+            looks.append(again)
+        blamed = proven(looks)
+        if blamed:
+            self.blamed = blamed[0] if len(blamed) == 1 else None
+            self.expired = True
+
+    def _dumps(self, folder: Path, ranks: Mapping[int, Followed], *, deadline_s: float) -> dict[int, Path]:
         """Collect the Flight Recorder's entries of the ranks of this host into `folder`."""
         folder.mkdir(exist_ok=True)
         pipes = {rank: followed.pipe for rank, followed in ranks.items()}
-        found = flight_answers.collect(pipes, folder, deadline_s=PROBE_S)
+        found = flight_answers.collect(pipes, folder, deadline_s=deadline_s)
         if not found:
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -25,6 +25,7 @@ from headway.core.tables import pick
 from headway.runtime import rank_env
 from headway.runtime.agent import RankSpec, Signals
 from headway.runtime.attempts import Attempts, say
+from headway.runtime.code_updates import CodeUpdates, check_source
 from headway.runtime.exit_class import (
     BLAME,
     FLUSH_CODE,
@@ -73,6 +74,8 @@ class LaunchOptions:
     warm: str = "auto"
     """auto: later attempts are forked from a process that has imported what the ranks import, where that is the same;
     off: each one starts cold."""
+    update_from: Path | None = None
+    """Folder with newer code, of which later attempts on one host run a copy."""
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     """Port of rank 0's store; None = a free one per attempt."""
@@ -199,6 +202,13 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. {fix}")
     if options.no_python and shutil.which(script[0]) is None:
         raise InputError(f"the program {script[0]!r} cannot be run. Check the path, or drop --no-python for a script.")
+    if options.update_from is not None:
+        if options.module or options.no_python or str(options.nnodes) != "1" or not options.max_restarts:
+            raise InputError(
+                "--update-from changes the script of later attempts on one host. Pass --max-restarts, and a script, "
+                "without --module, --no-python and --nnodes."
+            )
+        check_source(options.update_from, script[0])
     if options.apply is not None and not options.apply.is_file():
         raise InputError(f"--apply {options.apply} is not a file. Write one with: headway plan RUN -o {options.apply}")
     if options.metrics_port is not None:
@@ -310,6 +320,7 @@ def _run_local(options: LaunchOptions, script: Sequence[str], start_ns: int) -> 
     streams = open_streams(options, recording)
     watch = OomWatch()
     ends: list[RankEnd] = []
+    code = CodeUpdates(options.update_from, recording.path, script, say=lambda text: say(options, text))
     with Signals() as signals, Attempts(options, recording, streams, signals) as attempts:
         for attempt in range(options.max_restarts + 1):
             with _port(options, attempt) as port:
@@ -320,14 +331,15 @@ def _run_local(options: LaunchOptions, script: Sequence[str], start_ns: int) -> 
                     )
                     for rank in range(nproc)
                 ]  # fmt: skip
-                group = attempts.start(specs_of(options, script, places, recording), attempt)
+                group = attempts.start(specs_of(options, code.script, places, recording), attempt)
                 group.wait(signals, grace_s=options.grace_s, is_secondary=attempts.is_secondary)
                 ends = attempts.finish(group, watch)
             if signals.stop or not group.failed:
                 break
             left = options.max_restarts - attempt
-            if not attempts.again(group, ends, left):
+            if not attempts.again(group, ends, left, code):
                 break
+            code.take()
             say(options, f"attempt {attempt} failed; starting attempt {attempt + 1} of {options.max_restarts}")
     return report(options, recording, ends, signals, output_lost=streams.output_lost)
 

@@ -28,6 +28,9 @@ CPU_S = 0.2
 
 POLL_S = 0.02
 
+HALTED = "not asked: the process runs no code"
+"""In place of the stack of a process that is stopped or gone."""
+
 
 def register_stacks(path: str) -> int:
     """Let `SIGNAL` write this process's Python stacks to `path`; returns the signal, 0 when it is taken already."""
@@ -75,7 +78,8 @@ def ask(
     began = time.monotonic()
     before = {rank: _stat(pid)[1] for rank, pid in pids.items()}
     sizes = {rank: _size(file) for rank, file in files.items()}
-    asked = [rank for rank, pid in pids.items() if signals.get(rank) and catches(pid, signals[rank])]
+    able = [rank for rank, pid in pids.items() if state(pid) not in "TtZX"]  # a stopped one answers once it goes on
+    asked = [rank for rank in able if signals.get(rank) and catches(pids[rank], signals[rank])]
     for rank in asked:
         with contextlib.suppress(OSError):
             os.kill(pids[rank], signals[rank])
@@ -94,7 +98,7 @@ def ask(
         rank: {
             "cpu_fraction": round(max(_stat(pid)[1] - before[rank], 0.0) / spent_s, 3),
             "wait_channel": _wait_channel(pid),
-            "stack": _stack(files[rank], sizes[rank], rank in asked, deadline_s),
+            "stack": _stack(files[rank], sizes[rank], rank in asked, deadline_s) if rank in able else HALTED,
         }
         for rank, pid in pids.items()
     }

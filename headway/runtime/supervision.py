@@ -16,10 +16,12 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headway.runtime.agent import Group, RankSpec
+    from headway.runtime.code_updates import CodeUpdates
     from headway.runtime.drain import Drainer
     from headway.runtime.exit_class import RankEnd
     from headway.runtime.launch import LaunchOptions
@@ -53,6 +55,12 @@ class Failure:
 
     restarts_left: int
     """Attempts that may follow."""
+
+    hang: Path | None = None
+    """What the hang watch found, for an attempt that was ended for making no progress."""
+
+    code: CodeUpdates | None = None
+    """The code of the job, where it may have been updated."""
 
 
 class Supervisor(ABC):

@@ -35,10 +35,10 @@ SHOWN = 12
 """How many operations of a cycle a message spells out; `CycleError.operations` has them all."""
 
 
-def kernels() -> ModuleType:
-    """Return the compiled kernels; numba is loaded on first use (150 ms), not on import of the library."""
+def kernels(name: str = "kernels") -> ModuleType:
+    """Return a module of compiled kernels; numba is loaded on first use (150 ms), not on import of the library."""
     try:
-        return importlib.import_module("headway.sim.kernels")
+        return importlib.import_module(f"headway.sim.{name}")
     except ModuleNotFoundError as cause:
         raise HeadwayError(
             f"{cause.name} is missing; replays need it. Install headway with its dependencies."

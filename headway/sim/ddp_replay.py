@@ -20,9 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.bounded_json import read_json
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction
+from headway.cost.codecs import CodecTimes
 from headway.sim.dag import Dag
+from headway.sim.ddp_compress import MIN_BYTES, Compression, with_codec
 from headway.sim.ddp_edits import accelerated, gradients_of, matched, paced, scaled, with_buckets
 from headway.sim.ddp_link import SMALL_BYTES, Carried, Link, fit
 from headway.sim.ddp_pace import paces_of
@@ -38,6 +41,12 @@ MAX_DISCREPANCY = 0.05
 
 MODEL_ERROR = 0.03
 """What a predicted change is off by in the middle (`headway bench ddp_change`): added to either end of an interval."""
+
+CODEC_ERROR = 0.15
+"""The same for codecs, beside that: cores that encode are shared with whatever else runs on the host."""
+
+CODECS_FILE = "codecs.json"
+"""File of a run folder: what the codecs of gradients took on the host (`headway comm bench`)."""
 
 MAX_SPREAD = 0.15
 """Collectives whose rate differs by more (half the range of the middle half, as a fraction of the median) are held up
@@ -66,6 +75,12 @@ class DdpReplay:
     busy: str
     """Why collectives share the cores with compute: then they keep the time they took; '' when a link decides it."""
 
+    cores: int = 0
+    """Usable cores of the host; 0 when not known."""
+
+    codecs: CodecTimes | None = None
+    """What the codecs of gradients take on the host; None when nobody measured that."""
+
     @classmethod
     def from_run(cls, run: Run) -> DdpReplay:
         """Cut the newest windows of `run`. Raises `InputError` when it has none that a replay can use, and says why."""
@@ -76,9 +91,13 @@ class DdpReplay:
                 "(headway run --windows 0.05)."
             )
         ranks = sorted({int(rank) for window in windows for rank in np.unique(window.trace.events["rank"])})
-        return cls.from_windows(
+        made = cls.from_windows(
             windows, models=models_of(run), cores=int(run.meta.get("cores") or 0), paces=paces_of(run, ranks)
         )
+        measured = run.path / CODECS_FILE
+        if not measured.exists():
+            return made
+        return replace(made, codecs=CodecTimes.from_json(read_json(measured, fix="Measure anew: headway comm bench.")))
 
     @classmethod
     def from_windows(
@@ -113,7 +132,7 @@ class DdpReplay:
             for step, window in zip(steps, kept, strict=True)
         ]
         busy = _busy(steps, links[0], cores)
-        return cls(tuple(kept), tuple(at_pace), tuple(steps), tuple(links), tuple(models), busy)
+        return cls(tuple(kept), tuple(at_pace), tuple(steps), tuple(links), tuple(models), busy, cores)
 
     @property
     def fidelity(self) -> float:
@@ -150,8 +169,8 @@ class DdpReplay:
     def answers(self, scenario: Scenario) -> bool:
         """Say whether the windows can tell what `scenario` asks for; the other edits are for `Program`."""
         known = Scenario(
-            factors=scenario.factors, bucket_mb=scenario.bucket_mb, bandwidth=scenario.bandwidth,
-            accelerator=scenario.accelerator,
+            factors=scenario.factors, bucket_mb=scenario.bucket_mb, compress=scenario.compress,
+            bandwidth=scenario.bandwidth, accelerator=scenario.accelerator,
         )  # fmt: skip
         return scenario == known and all(
             pattern == "comm.*" or self.matches(pattern) for pattern, _ in scenario.factors
@@ -195,14 +214,20 @@ class DdpReplay:
         whole = float(after.sum() / max(int(before.sum()), 1))
         if scenario == Scenario():
             return 1.0, (1.0, 1.0)
-        miss = MODEL_ERROR + abs(self.fidelity - 1) * min(1.0, abs(whole - 1))
+        miss = (
+            MODEL_ERROR
+            + (CODEC_ERROR if scenario.compress else 0.0)
+            + abs(self.fidelity - 1) * min(1.0, abs(whole - 1))
+        )
         return whole, (min(whole, float(each.min())) * (1 - miss), max(whole, float(each.max())) * (1 + miss))
 
     def check(self, scenario: Scenario) -> None:
         """Refuse what the windows cannot tell; raises as `ratio`."""
-        if scenario.bucket_mb is not None and self.busy:
+        live = f"bucket_mb={_plain(scenario.bucket_mb)}" if scenario.bucket_mb is not None else ""
+        live = live or (f"compress={scenario.compress}" if scenario.compress else "")
+        if live and self.busy:
             raise InputError(
-                f"bucket_mb={_plain(scenario.bucket_mb)} is not predictable here: {self.busy}. Try it live with "
+                f"{live} is not predictable here: {self.busy}. Try it live with "
                 "headway run --apply; headway compare says what it won."
             )
         gap = abs(self.fidelity - 1)
@@ -219,7 +244,20 @@ class DdpReplay:
             edited = accelerated(edited, scenario.accelerator)
         if scenario.bucket_mb is not None:
             edited = with_buckets(edited, gradients_of(self.models), scenario.bucket_mb)
+        if scenario.compress is not None:
+            edited = with_codec(edited, self._compression(scenario.compress, len(edited.threads)))
         return edited
+
+    def _compression(self, codec: str, ranks: int) -> Compression:
+        """Return how `codec` works on these ranks and this host."""
+        if self.codecs is None:
+            raise InputError(
+                f"what the codec {codec} takes on this host was not measured. Measure it into the run folder: "
+                f"headway comm bench -o RUN/{CODECS_FILE}."
+            )
+        sizes = [size for model in self.models for size in model["parameter_bytes"]]
+        small = sum(size for size in sizes if size < MIN_BYTES) / max(sum(sizes), 1)
+        return Compression(codec, self.codecs, small, shared_cores=0 < self.cores < 2 * ranks)
 
 
 def ddp_dag(trace: Trace) -> Dag:

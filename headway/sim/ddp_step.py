@@ -63,6 +63,13 @@ class Step:
     observed_ns: int
     """Start of the first rank to the end of the last one."""
 
+    pool: Ints | None = None
+    """[c] Whose threads of the backend run it, each process group has its own; -1 = nobody's: it hands something over
+    between two threads of a rank, and takes no time. None = all are of one group."""
+
+    cores: Ints | None = None
+    """[threads] Core of each thread, where some share one; None = each has its own."""
+
 
 def step_of(window: Trace, threads: Sequence[Thread]) -> tuple[Step, list[Carried]]:
     """Match the collectives of all ranks; returns the step and what the link carried.
@@ -137,11 +144,19 @@ def compiled(
     else:
         latency = np.full(step.size.size, round(comm * link.latency_ns))
         duration = np.array([comm * link.duration_ns(int(size)) / bandwidth for size in step.size])
-    waits = np.arange(step.size.size) - step.slots
+    pool = np.zeros(step.size.size, np.int64) if step.pool is None else step.pool
+    latency, duration = np.where(pool >= 0, latency, 0), np.where(pool >= 0, duration, 0)
+    pools = [np.flatnonzero(pool == number) for number in range(int(pool.max(initial=0)) + 1)]
+    waits = np.full(step.size.size, -1, np.int64)
+    for rows in pools:
+        waits[rows[step.slots :]] = rows[: -step.slots]
     for _ in range(MOST_PASSES):
         built = _build(step, latency.astype(np.int64), duration, waits)
         end = replayed_ns(built)[built.ends]
-        after = _freed(end, step.slots)
+        after = np.full(waits.size, -1, np.int64)
+        for rows in pools:
+            freed = _freed(end[rows], step.slots)
+            after[rows] = np.where(freed >= 0, rows[freed], -1) if rows.size else rows
         if (after == waits).all():
             break
         waits = after
@@ -200,6 +215,9 @@ def _build(step: Step, latency_ns: Ints, duration: NDArray[np.float64], waits: I
     n = int(firsts[-1] + (pieces + 1).sum())
     lane = np.full(n, -1, np.int64)
     lane[chain + 1] = 0
+    if step.cores is not None:  # lane 0 is the link
+        sizes = [thread.what.size for thread in step.threads]
+        lane[1 : firsts[-1]] = 1 + np.repeat(step.cores, sizes)
     total = np.zeros(n, np.int64)
     total[1 : firsts[-1]] = np.concatenate([thread.own_ns for thread in step.threads])
     total[head] = latency_ns

@@ -9,8 +9,8 @@ cause multiplies its durations, after a resource (`bandwidth`, `storage`,
 >>> parse_edit("worker=4")
 Traceback (most recent call last):
 headway.core.errors.UnknownNameError: unknown edit 'worker'. Did you mean 'workers'? Choose one of: accelerator, \
-bandwidth, bubble, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, cores, gc, host, host.gc, \
-host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, other, \
+bandwidth, bubble, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, compress, cores, gc, host, \
+host.gc, host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, other, \
 persistent, prefetch, schedule, script, stage:NUMBER, storage, straggler, threads, workers.
 """
 
@@ -25,6 +25,7 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
+from headway.cost.codecs import read_codec
 from headway.sim.pipeline.schedules import SCHEDULES
 
 
@@ -116,6 +117,9 @@ class Scenario:
 
     bucket_mb: float | str | None = None
     """DDP bucket size in MiB (`bucket_cap_mb`); 'default' = DDP's own [1, 25, ...]; None = as recorded."""
+
+    compress: str | None = None
+    """Codec in which gradients travel, a name that `headway.cost.codecs.read_codec` reads; None = as recorded."""
 
     bandwidth: float = 1.0
     """Speed of the links against the recorded one."""
@@ -330,6 +334,11 @@ def _schedule(text: str) -> str:
     return text
 
 
+def _codec(text: str) -> str:
+    read_codec(text)
+    return text
+
+
 def _no_bubble(text: str) -> float:
     if text != "none":
         raise InputError(f"{text!r} is not a size of a bubble. Write bubble=none.")
@@ -361,6 +370,7 @@ EDITS: dict[str, EditRule] = {
     "cache_cold": EditRule(_count(0), _sets("cache_cold"), "first epochs, which fill the cache and miss"),
     "cache_shards": EditRule(_count(1), _sets("cache_shards"), "parts in which ranks deal examples anew each epoch"),
     "bucket_mb": EditRule(_size_mb, _sets("bucket_mb"), "DDP bucket size in MiB (its bucket_cap_mb), or default"),
+    "compress": EditRule(_codec, _sets("compress"), "codec in which gradients travel, for example topk:0.01 or sign"),
     "bandwidth": EditRule(_speed, _sets("bandwidth"), "speed of the links"),
     "cores": EditRule(_cores(0.05), _sets("cores"), "usable cores of the host; 1.5 = a quota of one and a half"),
     "other": EditRule(_cores(0.0), _sets("other"), "cores that other processes want, for example 0.5"),

@@ -65,8 +65,9 @@ LARGE = 0.3
 """log(speedup) from which on the loss to others is as large as it gets."""
 
 MODEL_ERROR = ModelError(floor=0.012, slope=0.06, contended=0.02)
-"""From 211 pairs of `headway bench calibration`, 18 jobs beside five loads (docs/results.md): they hold 94 % of these.
-The narrowest that hold 90 % have no slope; fitted without the job that is asked about, those hold 90 % of its pairs."""
+"""From 211 pairs of `headway bench calibration`, 18 jobs beside five loads (docs/results-tables.md): they hold 94 %
+of these. The narrowest that hold 90 % have no slope; fitted without the job that is asked about, those hold 90 % of its
+pairs."""
 
 MAX_DISCREPANCY = 0.05
 """A replay that misses the measured step time by more refuses what-ifs (the cut of the straggler study)."""

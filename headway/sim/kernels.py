@@ -1,4 +1,4 @@
-"""Every compiled kernel of the library: arrays in, arrays out, nothing else.
+"""Compiled kernels of Dags: arrays in, arrays out, nothing else; `plan_kernels` has those that score plans.
 
 Use them through `dag`, `replay`, `greedy`, `path` and `attribution`, which
 check their input; a kernel checks nothing. Each has an obvious pure-Python

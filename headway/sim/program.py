@@ -240,19 +240,23 @@ class Program:
         by_device = self.talks_by_device and (
             scenario.bandwidth != 1.0 or any(pattern == COMM_GLOB for pattern, _ in unseen)
         )
-        inside = Scenario(factors=unseen, bucket_mb=scenario.bucket_mb, bandwidth=scenario.bandwidth)
+        inside = Scenario(
+            factors=unseen, bucket_mb=scenario.bucket_mb, compress=scenario.compress, bandwidth=scenario.bandwidth
+        )
         if inside == Scenario():
             return inside, scenario, ""
         # Why they cannot is kept beside the answer of the always-on records, or said with the refusal.
         try:
             deep = self.windows()
-            if scenario.bucket_mb is None:
+            if scenario.bucket_mb is None and scenario.compress is None:
                 deep.check(inside)
         except (InputError, BarMissedError) as cause:
             if by_device:
                 raise InputError(f"what devices communicate is seen in deep windows only: {cause}") from None
-            if scenario.bucket_mb is not None:
-                given = Edit("bucket_mb", scenario.bucket_mb)
+            for target, value in (("bucket_mb", scenario.bucket_mb), ("compress", scenario.compress)):
+                if value is None:
+                    continue
+                given = Edit(target, value)
                 raise InputError(
                     f"{given} is not predictable from this run: {cause} Try it live with headway run --apply."
                 ) from None
@@ -262,7 +266,7 @@ class Program:
         if deep.answers(scenario):
             return scenario, Scenario(), ""
         left = tuple(pair for pair in scenario.factors if pair not in unseen)
-        return inside, replace(scenario, factors=left, bucket_mb=None, bandwidth=1.0), ""
+        return inside, replace(scenario, factors=left, bucket_mb=None, compress=None, bandwidth=1.0), ""
 
     def _from_windows(self, inside: Scenario, rest: Prediction, given: tuple[Edit, ...]) -> Prediction:
         """Add what the windows say to `rest`: seconds of a step, because the two parts of it follow each other."""

@@ -58,7 +58,7 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False,
         result["command"] = f"headway bench {name}{' --full' if full else ''}"
         result["date"] = datetime.now(tz=UTC).date().isoformat()
         (FOLDER / "results" / f"{name}.json").write_text(jsonlib.dumps(result, indent=1) + "\n")
-        (FOLDER.parent / "docs" / "results.md").write_text(results_page())
+        write_pages()
         page = FOLDER / name / "page.py"
         if page.exists():
             subprocess.run([sys.executable, str(page)], check=True)
@@ -93,15 +93,36 @@ def claim(path: Path) -> str:
     return text.split("\n")[0]
 
 
+GENERATED = (
+    "Generated from `benchmarks/results/` by `headway bench NAME --keep`; do not edit. Two shared CPU cores,",
+    "no accelerator: trust ratios and CPU-seconds, not wall time. What is simulated says so in its row.",
+)
+
+
+def write_pages() -> None:
+    """Bring docs/results.md and docs/results-tables.md up to date."""
+    docs = FOLDER.parent / "docs"
+    (docs / "results.md").write_text(results_page())
+    (docs / "results-tables.md").write_text(tables_page())
+
+
 def results_page() -> str:
-    """Return docs/results.md, made from every kept result."""
-    lines = [
-        "# Results",
-        "",
-        "Generated from `benchmarks/results/` by `headway bench NAME --keep`; do not edit. Two shared CPU cores,",
-        "no accelerator: trust ratios and CPU-seconds, not wall time. What is simulated says so in its row.",
-        "",
-    ]
+    """Return docs/results.md, one line for every kept result: its question, whether the bar was met, when."""
+    rows, table = [], benchmarks()
+    for path in sorted((FOLDER / "results").glob("*.json")):
+        result: dict[str, Any] = jsonlib.loads(path.read_text())
+        met = {True: "yes", False: "**no**", None: ""}[result.get("met")]
+        question = claim(table[path.stem]).replace("|", "/") if path.stem in table else ""
+        rows.append(f"| [{path.stem}](results-tables.md#{path.stem}) | {question} | {met} | {result.get('date', '')} |")
+    return "\n".join([
+        "# Results", "", *GENERATED, "The figures behind each line: [results-tables.md](results-tables.md).", "",
+        "| `headway bench` | question | bar met | kept |", "|---|---|---|---|", *rows, "",
+    ])  # fmt: skip
+
+
+def tables_page() -> str:
+    """Return docs/results-tables.md, made from every kept result."""
+    lines = ["# Results in full", "", *GENERATED, ""]
     table = benchmarks()
     for path in sorted((FOLDER / "results").glob("*.json")):
         result: dict[str, Any] = jsonlib.loads(path.read_text())

@@ -19,6 +19,7 @@ from headway.ledger.ledger import Ledger
 from headway.report.figures import ending
 from headway.report.terminal import render_compare
 from headway.trace.runs import Run
+from headway.verbs.fault import ettr_beside, ettr_sentence
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 from headway.verbs.verified import withdrawn
@@ -72,10 +73,10 @@ def compare(
     comparison = compare_ledgers(Ledger.of(runs[0]), Ledger.of(runs[1]), threshold, whole=whole, loads=loads)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
     notes = (*unfinished(*runs), *taken_away(runs[1]), *comparison.notes, *([unlike] if unlike else []))
-    other = learned(*runs)
-    notes = (*notes, other) if other else notes
+    other, ettr = learned(*runs), ettr_beside(*runs)
+    notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
     comparison = replace(comparison, notes=notes)
-    answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads]}
+    answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads], "ettr": ettr}
     emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code
 

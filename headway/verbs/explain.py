@@ -164,9 +164,13 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
         causes = tuple(find_causes(ledger))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
-    found = find_causes(
-        ledger, predict=program.predict, fixes=fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
-    )
+    fixes = fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
+    keeps = any(row.name == "data.workers" and PERSISTENT in row.edits for row in plan.proposals)
+    workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
+    starts = ledger.sub_ns.get("input.start", 0) > ledger.sub_ns.get("input.transfer", 0)
+    if keeps and starts and workers is not None:
+        fixes["input.transfer"] = workers
+    found = find_causes(ledger, predict=program.predict, fixes=fixes)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
@@ -254,6 +258,9 @@ def fixes_of(
                 )
     return {**unsure, **fixes}
 
+
+PERSISTENT = "persistent=true"
+"""The edit that keeps a loader's workers: it wins back the starts of iterators, which `input.transfer` holds."""
 
 NOT_RESOLVED = "not resolved"
 """What a fix says whose gain this run is too short or too disturbed to tell."""

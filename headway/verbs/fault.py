@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,23 @@ from rich.text import Text
 
 from headway.core.errors import HeadwayError
 from headway.core.units import format_fraction, format_seconds
+from headway.fault.advise import predicted_ettr
+from headway.fault.expected import expected
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.incident import SCHEMA, Incident, read_incidents
 from headway.fault.plan import Preparation, prepare
+from headway.ledger.account import SpanFacts
 from headway.ledger.attempts import book_run
+from headway.ledger.ledger import Ledger
 from headway.ledger.metrics import ettr_of_steps
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.trace.runs import Run
 from headway.verbs.hang import mesh_of
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
+
+ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
+"""Measured; of a simulated job with the same failures; by the closed form."""
 
 
 def incidents(run: Path | None = None, /, *, json: bool = False) -> int:
@@ -44,18 +52,14 @@ def incidents(run: Path | None = None, /, *, json: bool = False) -> int:
 def incidents_of(run: Run) -> dict[str, Any]:
     """Return the object that `--json` prints; `ettr` is None where the run's steps are not known."""
     rows = read_incidents(run.path)
-    try:
-        ettr = measured_ettr(run)
-    except HeadwayError:
-        ettr = None
-    return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], "ettr": ettr}
+    return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], **ettr_of(run, rows)}
 
 
 def account_of(path: Path) -> dict[str, Any]:
     """Return what `headway run --json` says of the attempts of a run."""
     run = Run.open(path)
     answer = incidents_of(run)
-    return {"attempts": len(run.attempts()), "incidents": answer["incidents"], "ettr": answer["ettr"]}
+    return {"attempts": len(run.attempts()), **{key: answer[key] for key in ("incidents", *ETTRS)}}
 
 
 def row_of(incident: Incident) -> dict[str, Any]:
@@ -64,12 +68,54 @@ def row_of(incident: Incident) -> dict[str, Any]:
     return {**row, "phases_s": incident.phases_s(), "downtime_s": incident.downtime_s}
 
 
-def measured_ettr(run: Run) -> float | None:
-    """Return the wall time of the steps that were kept / the wall time of the run; None without a step."""
-    booked = book_run(run.attempts(), run.meta)
-    kept_ns = sum(int(one.step_wall_ns[: one.kept_steps].sum()) for one in booked.attempts)
-    wall_ns = booked.wall[1] - booked.wall[0]
-    return ettr_of_steps(kept_ns / 1e9, wall_s=wall_ns / 1e9) if wall_ns and kept_ns else None
+def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
+    """Return the values of `ETTRS`: measured, as a simulated job has it with the same failures, by the closed form.
+
+    Measured is the wall time of the steps that were kept / that of the run. None where nothing is known.
+    """
+    none: dict[str, float | None] = dict.fromkeys(ETTRS)
+    try:
+        booked = book_run(run.attempts(), run.meta)
+        steps_s = [one.step_wall_ns / 1e9 for one in booked.attempts]
+        kept_s = sum(float(walls[: one.kept_steps].sum()) for walls, one in zip(steps_s, booked.attempts, strict=True))
+        wall_s, stepped_s = (booked.wall[1] - booked.wall[0]) / 1e9, sum(float(walls.sum()) for walls in steps_s)
+        if not wall_s or not kept_s:
+            return none
+        saves = sum(_saves(one.spans) for one in booked.attempts) / len(booked.ranks)
+        found = expected(rows, wall_s=wall_s, stepped_s=stepped_s, interval_s=stepped_s / saves if saves else None)
+    except HeadwayError:
+        return none
+    measured = ettr_of_steps(kept_s, wall_s=wall_s)
+    if found is None:
+        return {**none, "ettr": measured}
+    return dict(zip(ETTRS, (measured, found.simulated, found.closed_form), strict=True))
+
+
+def ettr_beside(before: Run, after: Run) -> dict[str, float | None] | None:
+    """Return the measured ETTR of two runs, and what the failures of the first let predict; None where none failed."""
+    rows = read_incidents(before.path)
+    if not rows:
+        return None
+    ledger = Ledger.of(before)
+    steps_s = [wall for one in book_run(before.attempts(), before.meta).attempts for wall in one.step_wall_ns / 1e9]
+    step_s = float(sum(steps_s) / len(steps_s)) if steps_s else 0.0
+    answer = {"before": ettr_of(before, rows)["ettr"], "after": ettr_of(after, read_incidents(after.path))["ettr"]}
+    found = predicted_ettr(ledger, [row_of(row) for row in rows], step_s=step_s) if step_s else None
+    return {**answer, "predicted": found}
+
+
+def ettr_sentence(found: Mapping[str, float | None]) -> str:
+    """Return what `ettr_beside` found, in words."""
+    before, after, wanted = (
+        "not known" if found[key] is None else format_fraction(found[key] or 0.0)
+        for key in ("before", "after", "predicted")
+    )
+    return f"ETTR {before} before, {after} now; predicted with all that was proposed, as often failing: {wanted}"
+
+
+def _saves(spans: Mapping[str, SpanFacts]) -> int:
+    """Return how many saves all ranks began."""
+    return max((spans[name].count for name in ("checkpoint.snapshot", "checkpoint.save") if name in spans), default=0)
 
 
 def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
@@ -77,6 +123,9 @@ def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
     told = "nothing failed" if not rows else f"{len(rows)} failure{'s' if len(rows) > 1 else ''}"
     ettr = answer["ettr"]
     share = f" · ETTR {format_fraction(ettr)}" if ettr is not None else ""
+    if answer["ettr_simulated"] is not None:
+        share += f" (simulated with the same failures {format_fraction(answer['ettr_simulated'])}, "
+        share += f"closed form {format_fraction(answer['ettr_closed_form'])})"
     parts: list[Any] = [Text(f"headway fault incidents   {source}"), Text(f"{told}{share}\n")]
     for row in rows:
         blamed = row["suspects"]

@@ -90,6 +90,7 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
         run=run_object(explanation) if explanation.run else None,
         plan=explanation.plan.to_json() if explanation.plan else None,
         step_s=durations,
+        marks=marks_of(explanation.parts),
         ranks=ranks,
         bucket_s={bucket: ledger.step_ns[code] / NS_PER_S for code, bucket in enumerate(BUCKETS)},
         rank_ledger={
@@ -128,6 +129,24 @@ def step_durations(parts: Parts) -> tuple[list[int], Seconds | None, Seconds | N
         return [], None, None
     end = int(np.flatnonzero(~np.isnan(whole[: len(ranks)]).all(axis=0))[-1]) + 1
     return ranks, whole[: len(ranks), :end], own[: len(ranks), :end]
+
+
+def marks_of(parts: Parts) -> dict[str, list[int]]:
+    """Return the steps in which epochs began and evaluations took place on the first rank.
+
+    Without marks of the script's own, an epoch is a new iterator over a loader outside of evaluations.
+    """
+    if not len(parts.numbers):
+        return {}
+    first = parts.read({"rank": (parts.numbers[0], parts.numbers[0] + 1)}, ["step", "name"])
+
+    def steps(*names: str) -> list[int]:
+        found = first.where(first.named(*names)).events["step"]
+        return [int(step) for step in np.unique(found[found >= 0])]
+
+    evaluated = steps("eval", "eval.mark")
+    begun = steps("epoch") or sorted(set(steps("input.iter")) - set(evaluated))
+    return {"epoch": begun, "evaluation": evaluated}
 
 
 def timelines(explanation: Explanation, steps: str | None) -> tuple[Timeline | None, Timeline | None]:

@@ -90,8 +90,12 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         "attempts": 0,
         "incidents": [],
         "ettr": None,
+        "ettr_simulated": None,
+        "ettr_closed_form": None,
+        "ettr_predicted": None,
     }
     try:
+        from headway.verbs.fault import account_of, ettr_sentence
         from headway.verbs.verdict import summarise, verdict_line
 
         if report.run is None:
@@ -99,10 +103,11 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         facts, explanation = summarise(report.run, plan, baseline)
         answer.update(facts)
         if as_json:
-            from headway.verbs.fault import account_of
-
             answer.update(account_of(report.run))
-        line = verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
+        beside = _beside(baseline, report.run)
+        answer["ettr_predicted"] = beside and beside["predicted"]
+        line = f"{ettr_sentence(beside)}\n" if beside else ""
+        line += verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
     except HeadwayError as reason:
         line = f"nothing to account for: {reason if not report.problems else report.problems[0]}"
     except Exception as fault:  # our fault, and the job is done: its exit code stands
@@ -113,3 +118,11 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         emit(answer, lambda _: "", as_json=True)
         return
     emit_beside(lambda screen: f"{render_run(answer, **screen)}\n{line}")
+
+
+def _beside(baseline: Path | None, run: Path) -> dict[str, float | None] | None:
+    """Return the ETTR of a run and of the one before, where that one failed."""
+    from headway.trace.runs import Run
+    from headway.verbs.fault import ettr_beside
+
+    return ettr_beside(Run.open(baseline), Run.open(run)) if baseline is not None and is_run(baseline) else None

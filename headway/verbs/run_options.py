@@ -41,6 +41,9 @@ class RunOptions:
             "same; off: each one starts cold."
         ),
     ] = "auto"
+    update_from: Annotated[
+        Path | None, _help("Folder with newer code: later attempts run a copy of it, and go back if it fails twice.")
+    ] = None
     monitor_interval: Annotated[float, _help("Seconds between looks at the ranks of several hosts.")] = 0.1
     master_addr: Annotated[str, _help("Address of rank 0's store.")] = "127.0.0.1"
     master_port: Annotated[int | None, _help("Its port; a free one by default.")] = None
@@ -96,7 +99,7 @@ class RunOptions:
             "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone",
             "max_restarts", "role", "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module",
             "no_python", "out", "no_launch", "windows", "verify", "grace_s", "quiet", "json", "metrics_port",
-            "metrics_host", "warm",
+            "metrics_host", "warm", "update_from",
         )  # fmt: skip
         return LaunchOptions(
             rdzv_conf=rendezvous_settings(self.rdzv_conf),

@@ -30,6 +30,7 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "comm.gradient_view": lambda given: call(
         "DistributedDataParallel", {"gradient_as_bucket_view": True}, "gradient_as_bucket_view"
     ),
+    "comm.compress": lambda given: f"headway.comm.compress(model, {given.get('codec', 'half')!r})",
     "comm.static_graph": lambda given: call("DistributedDataParallel", {"static_graph": True}, "static_graph"),
     "host.gc": lambda given: f"gc.freeze() and gc.disable(), then gc.collect() every {given.get('every_steps')} steps",
     "host.logging": lambda given: (

@@ -12,18 +12,25 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headway.core.errors import InputError
 from headway.fault.incident import Blamed, Incident, write_incidents
-from headway.fault.ladder import Limits, Seen, decide
+from headway.fault.ladder import SURE, Decision, Limits, Seen, decide
+from headway.fault.outliers import Suspicion, suspects
 from headway.fault.runtime.incidents import Progress
+from headway.fault.runtime.loss_guard import BadLossStop
 from headway.fault.runtime.warm import Warm
+from headway.ledger.hang import localise
+from headway.ledger.hang_reports import frames, of_watch
 from headway.runtime import redact
 from headway.runtime.exit_class import RankEnd, is_secondary, traceback_of
+from headway.runtime.hang_proof import HALTED
 from headway.runtime.problems import Problems
 from headway.runtime.supervision import Failure, Supervisor
+from headway.trace.assemble import json_object
 
 if TYPE_CHECKING:
     from headway.runtime.agent import Group, RankSpec
@@ -93,24 +100,30 @@ class JobSupervisor(Supervisor):
         """Note a failed attempt; says whether another one is to follow."""
         self.look()
         progress, first = self._progress, failure.first
-        hung = [end.rank for end in failure.ends if end.hung]
-        ranks = hung or ([first.rank] if first is not None else [])
+        suspicion = _suspicion(failure)
+        ranks = suspicion.ranks
         seen = Seen(
             failure.cls,
             step=progress.base + progress.steps,
             checkpoint=max((one for one in (progress.commit, progress.restored) if one is not None), default=None),
             error=_error_of(first),
-            hosts=(socket.gethostname(),) if first is not None else (),
-            confidence=0.5 if first is None or is_secondary(first) or len(ranks) != 1 else 1.0,
+            hosts=(socket.gethostname(),) if ranks else (),
+            confidence=suspicion.confidence,
         )
-        decision = decide(seen, self._seen, Limits(failure.restarts_left))
+        code = failure.code
+        updated = code is not None and code.updated
+        decision = decide(seen, self._seen, Limits(failure.restarts_left, updated=updated))
+        if BadLossStop.__name__ in seen.error:
+            decision = Decision("stop", "the guard of losses was told to stop the job")
+        if decision.action == "rollback" and code is not None:
+            code.undo()
         self._seen.append(replace(seen, action=decision.action))
         self.incidents.append(
             Incident(
                 number=len(self.incidents),
                 attempt=failure.attempt,
                 cls=failure.cls,
-                suspects=Blamed(ranks, list(seen.hosts), None, seen.confidence),
+                suspects=Blamed(ranks, list(seen.hosts), suspicion.group, seen.confidence),
                 detected_ns=failure.detected_ns,
                 located_ns=failure.located_ns,
                 down_ns=failure.down_ns,
@@ -119,7 +132,9 @@ class JobSupervisor(Supervisor):
                 reason=decision.reason,
                 step=seen.step,
                 checkpoint=seen.checkpoint,
-                evidence=_evidence(first),
+                trained_from_ns=progress.first_step_ns,
+                trained_until_ns=progress.last_ns or None,
+                evidence="; ".join(part for part in (_evidence(first), suspicion.reason) if part),
             )
         )
         self._before = progress
@@ -140,6 +155,36 @@ class JobSupervisor(Supervisor):
             self.look()
         finally:
             self._warm.close()
+
+
+def _suspicion(failure: Failure) -> Suspicion:
+    """Return who is to blame: the rank that failed first; for a hang whoever the live stacks and the waits tell of."""
+    hung = [end.rank for end in failure.ends if end.hung]
+    if not hung:
+        first = failure.first
+        sure = first is not None and not is_secondary(first)
+        return Suspicion([first.rank] if first is not None else [], None, 1.0 if sure else 0.5, "")
+    found = Suspicion([], None, 0.0, "")
+    if failure.hang is not None:
+        found = of_hang(json_object(failure.hang))
+    if found.ranks:
+        return found
+    blamed = hung if len(hung) < len(failure.ends) or len(hung) == 1 else []
+    return Suspicion(blamed, None, SURE if blamed else 0.0, found.reason)
+
+
+def of_hang(report: Mapping[str, Any]) -> Suspicion:
+    """Return who is suspected by a report of the hang watch; ranks that are halted before anybody else."""
+    rows = report.get("ranks") or []
+    halted = [row["rank"] for row in rows if str(row.get("state"))[:1] in HALTED]
+    if halted and len(halted) < len(rows):
+        return Suspicion(halted, None, 1.0, "stopped, while others run")
+    stacks = {row["rank"]: found for row in rows if (found := frames(str(row.get("stack") or "")))}
+    try:
+        reports = of_watch(report)
+        return suspects(stacks, reports.mesh, localise(*reports[:2], groups=reports.groups))
+    except InputError as cause:
+        return Suspicion([], None, 0.0, str(cause))
 
 
 def _error_of(end: RankEnd | None) -> str:

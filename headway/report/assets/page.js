@@ -64,7 +64,7 @@
     const chart = new uPlot({
       width: Math.max(240, figure.clientWidth), height: HEIGHT, legend: { show: false }, padding: [10, 26, 0, 0],
       cursor: { y: false, points: { show: false }, drag: { x: true, y: false }, sync: { key: sync.key, scales: ["x", null] } },
-      hooks: { setCursor: [say] }, ...options,
+      hooks: { setCursor: [say], drawClear: options.marks ? [options.marks] : [] }, ...options,
     }, columns, byId(name + "-plot"));
     say(chart);
     return chart;
@@ -155,7 +155,20 @@
         if (chosen !== null) return `${where}: rank ${source.ranks[chosen]} ${seconds(lines[chosen][i])}, median ${seconds(middle[g])}`;
         return many ? `${where}: median ${seconds(middle[g])}, range ${seconds(low[g])} to ${seconds(high[g])}` : `${where}: ${seconds(middle[g])}`;
       };
+      // Behind the line: where epochs begin (a rule) and where the model is evaluated (a tick at the foot).
+      const marks = (u) => {
+        const c = u.ctx, { left, top, width, height } = u.bbox, kinds = source.marks ?? {};
+        c.save();
+        c.beginPath(); c.rect(left, top, width, height); c.clip();
+        const at = (step) => u.valToPos(step, "x", true);
+        c.fillStyle = paint("--quiet"); c.globalAlpha = 0.75;
+        for (const step of kinds.epoch ?? []) c.fillRect(at(step) - devicePixelRatio, top, 2 * devicePixelRatio, height);
+        c.fillStyle = paint("--b-eval"); c.globalAlpha = 1;
+        for (const step of kinds.evaluation ?? []) c.fillRect(at(step) - devicePixelRatio, top + height - 7 * devicePixelRatio, 2 * devicePixelRatio, 7 * devicePixelRatio);
+        c.restore();
+      };
       chart = makeChart("steps", figure, {
+        marks,
         scales: {
           x: { time: false, range: points === 1 ? [xs[0] - 1, xs[0] + 1] : undefined },
           y: logarithmic.checked ? { distr: 3, range: (u, a, b) => [roundDown(a * 0.85), b * 1.2] } : { range: (u, a, b) => [0, (b > 0 ? b : largest || 1) * 1.06] },

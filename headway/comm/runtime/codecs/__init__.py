@@ -1,0 +1,1 @@
+"""Codecs of gradients: functions from flat tensors to bytes and back."""

@@ -1,0 +1,153 @@
+"""The codecs by kind: `CODECS[kind](*arguments)` encodes a flat tensor into bytes and decodes it.
+
+>>> codec = CODECS["topk"](0.5)
+>>> codec.decode(codec.encode(torch.tensor([3.0, 0.5, -2.0, 1.0])), 4).tolist()
+[3.0, 0.0, -2.0, 0.0]
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from headway.comm.runtime.codecs import dense, sparse
+from headway.cost.codecs import CodecName, read_codec
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+"""Types of values, by the word in a codec's name."""
+
+
+class EncodeFn(Protocol):
+    """Turns [n] float32 into uint8; a seed gives the same random choices again."""
+
+    def __call__(self, x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
+        """Return the packet."""
+        ...
+
+
+class DecodeFn(Protocol):
+    """Turns a packet back into [n] float32."""
+
+    def __call__(self, packet: torch.Tensor, codec: CodecName, n: int, seed: int) -> torch.Tensor:
+        """Return the numbers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Codec:
+    """A codec with its arguments."""
+
+    name: CodecName
+    """What it is."""
+
+    encoding: EncodeFn
+    """How it encodes."""
+
+    decoding: DecodeFn
+    """How it decodes."""
+
+    biased: bool
+    """Whether the mean of what is decoded differs from what was encoded: then residuals are worth keeping."""
+
+    draws: Iterator[int] = field(default_factory=itertools.count)
+    """Seeds of calls that name none."""
+
+    def encode(self, x: torch.Tensor, seed: int | None = None) -> torch.Tensor:
+        """Return the packet of `x` (flat, finite): uint8 of `headway.cost.codecs.wire_bytes`.
+
+        Without `seed` each call draws anew, but for shared places, which then are those of seed 0.
+        """
+        given = (0 if self.name.kind == "shared-randomk" else next(self.draws)) if seed is None else seed
+        return self.encoding(x.detach().reshape(-1).to(torch.float32), self.name, given)
+
+    def decode(self, packet: torch.Tensor, n: int, seed: int | None = None) -> torch.Tensor:
+        """Return the [n] float32 of a packet; `seed` as given to `encode`, where places are shared."""
+        return self.decoding(packet, self.name, n, seed or 0)
+
+    def add(self, target: torch.Tensor, packet: torch.Tensor, alpha: float, seed: int | None = None) -> None:
+        """Add `alpha` times what a packet says to `target` [n] float32; a sparse kind touches its places alone."""
+        n = target.numel()
+        if self.name.kind in ("topk", "randomk"):
+            values, places = sparse.parts(packet, n, self.name.kept(n), DTYPES[self.name.type])
+            target.index_add_(0, places, values, alpha=alpha)
+        else:
+            target.add_(self.decode(packet, n, seed), alpha=alpha)
+
+
+def codec_of(name: str) -> Codec:
+    """Return the codec that a name says. Raises as `read_codec`."""
+    return CODECS[read_codec(name).kind](*name.split(":")[1:])
+
+
+def _made(kind: str, encoding: EncodeFn, decoding: DecodeFn, biased: bool) -> Callable[..., Codec]:
+    """Return the function that makes a codec of a kind from the arguments of its name."""
+
+    def make(*arguments: object) -> Codec:
+        """Return the codec; raises `InputError` where an argument is invalid."""
+        return Codec(read_codec(kind, *arguments), encoding, decoding, biased)
+
+    return make
+
+
+def _cast(dtype: torch.dtype) -> tuple[EncodeFn, DecodeFn]:
+    return (
+        lambda x, codec, seed: dense.cast_encode(x, dtype),
+        lambda packet, codec, n, seed: dense.cast_decode(packet, dtype),
+    )
+
+
+def _dither(natural: bool) -> tuple[EncodeFn, DecodeFn]:
+    return (
+        lambda x, codec, seed: dense.dither_encode(x, codec.levels, codec.bits(), natural, seed),
+        lambda packet, codec, n, seed: dense.dither_decode(packet, n, codec.levels, codec.bits(), natural),
+    )
+
+
+def _topk(x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
+    return sparse.topk_encode(x, codec.kept(x.numel()), DTYPES[codec.type], exact=codec.exact)
+
+
+def _randomk(x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
+    places = sparse.random_places(x.numel(), codec.kept(x.numel()), seed, x.device)
+    return sparse.packet_of(x, places, DTYPES[codec.type])
+
+
+def _placed(packet: torch.Tensor, codec: CodecName, n: int, seed: int) -> torch.Tensor:
+    return sparse.sparse_decode(packet, n, codec.kept(n), DTYPES[codec.type])
+
+
+def _shared(x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
+    return dense.as_bytes(x[sparse.random_places(x.numel(), codec.kept(x.numel()), seed, x.device)])
+
+
+def _unshared(packet: torch.Tensor, codec: CodecName, n: int, seed: int) -> torch.Tensor:
+    places = sparse.random_places(n, codec.kept(n), seed, packet.device)
+    return sparse.spread(dense.as_values(packet, torch.float32), places, n)
+
+
+CODECS: dict[str, Callable[..., Codec]] = {
+    "half": _made("half", *_cast(torch.float16), biased=False),
+    "bfloat16": _made("bfloat16", *_cast(torch.bfloat16), biased=False),
+    "sign": _made(
+        "sign",
+        lambda x, codec, seed: dense.sign_encode(x),
+        lambda packet, codec, n, seed: dense.sign_decode(packet, n),
+        biased=True,
+    ),
+    "topk": _made("topk", _topk, _placed, biased=True),
+    "randomk": _made("randomk", _randomk, _placed, biased=True),
+    "shared-randomk": _made("shared-randomk", _shared, _unshared, biased=True),
+    "dither": _made("dither", *_dither(natural=False), biased=False),
+    "natural": _made("natural", *_dither(natural=True), biased=False),
+    "int8": _made(
+        "int8",
+        lambda x, codec, seed: dense.int8_encode(x),
+        lambda packet, codec, n, seed: dense.int8_decode(packet, n),
+        biased=True,
+    ),
+}
+"""Kind -> the function that makes a codec of its arguments. Adding one is adding a line here and in `ARGUMENTS`."""

@@ -1,0 +1,308 @@
+"""Gradients of DistributedDataParallel travel compressed: a hook of its own, or the remedy 'comm.compress'.
+
+`compress(model, plan)` registers a communication hook, whose buckets a thread with a process group of its own reduces
+(`headway.runtime.lane`, `push_pull`). `plan` is the name of a codec, or a mapping from patterns over parameter names to
+names; a parameter that no pattern matches travels raw.
+
+    compression = compress(model, {"*.weight": "topk:0.01"})
+    checkpointer = Checkpointer(root, model=model, optimizer=optimizer, compression=compression)
+
+The remedy registers it at a model's first forward, only where the script has no hook; a script that registers one
+later gets the buckets from then on. A step in which any gradient of any rank is NaN or infinite is skipped on all:
+gradients become NaN, as with a plain sum, residuals stay, and the optimizer finds no gradients.
+
+>>> compression({"codec": "topk:2.5"}, context=None)
+Traceback (most recent call last):
+headway.core.errors.InputError: topk:2.5: k is '2.5'; write a fraction in (0, 1], or a count of numbers above 1, for \
+example 0.01.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from headway.comm.runtime.codecs.table import Codec, codec_of
+from headway.comm.runtime.ddp import DDP, HOOKS
+from headway.comm.runtime.push_pull import Layout, PushPull, cut
+from headway.core.closing import Closing
+from headway.core.errors import InputError
+from headway.cost.codecs import read_codec
+from headway.runtime.lane import CollectiveLane, separate_group
+from headway.runtime.remedy import Applied, Context, Refused
+from headway.sim.ddp_compress import MIN_BYTES
+
+NAME = "comm.compress"
+GRANT = "lossy"
+
+Plan = str | Mapping[str, str]
+"""Codec of all parameters, or pattern over names -> codec; the first pattern that matches decides."""
+
+
+def compress(
+    model: Any, plan: Plan, *, feedback: bool = True, two_way: bool = True, min_bytes: int = MIN_BYTES
+) -> GradientCompression:
+    """Compress the gradients of `model`, a DistributedDataParallel, from its next backward on; every rank calls it.
+
+    feedback
+        Keep what a biased codec leaves out and add it to the next gradient.
+    two_way
+        Compress the answer of owners too; otherwise every rank gets the packets of all, which suits few ranks.
+    min_bytes
+        Smaller gradients travel raw.
+
+    Raises `InputError` for an invalid plan, a model that is not a DistributedDataParallel or has a hook already, and
+    in backward where ranks were given different plans.
+    """
+    return GradientCompression(model, plan, feedback=feedback, two_way=two_way, min_bytes=min_bytes)
+
+
+class GradientCompression(Closing):
+    """What `compress` returns: its state is saved and restored with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, model: Any, plan: Plan, *, feedback: bool, two_way: bool, min_bytes: int) -> None:
+        check_plan(plan, min_bytes)
+        if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            raise InputError(
+                f"a {type(model).__name__} has no hook for gradients that compression could use. Wrap the model in "
+                "DistributedDataParallel; FSDP2 is not supported."
+            )
+        if getattr(model, "_comm_hooks", None):
+            raise InputError("the model has a communication hook already. DDP takes one; compress before, or instead.")
+        self.model, self.plan, self.min_bytes = model, plan, min_bytes
+        self._names = {id(p): name for name, p in model.module.named_parameters()}
+        self._sizes = {name: p.numel() for name, p in model.module.named_parameters() if p.requires_grad}
+        self._codecs = {name: self._codec(name) for name in self._sizes}
+        group = self._plain_group = model.process_group
+        self._pull = PushPull(group.size(), group.rank(), feedback=feedback, two_way=two_way)
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._checked = False
+        self.skipped = 0
+        self._skips = False
+        self.successor: Callable[[Any], Future[torch.Tensor]] | None = None
+        """Who reduces buckets from now on, once this does not."""
+        ranks = dist.get_process_group_ranks(group)
+        device = next(iter(model.module.parameters())).device
+        self._lane = CollectiveLane(
+            separate_group("headway-compression", ranks=None if len(ranks) == dist.get_world_size() else ranks),
+            device=None if device.type == "cpu" else device,
+        )
+        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        # torch looks at the annotations of a hook, which it wants unquoted: this one has none.
+        model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """Return steps, steps skipped, bytes sent by this rank per step, and bytes of its gradients."""
+        steps = max(self._pull.steps, 1)
+        return {
+            "steps": self._pull.steps,
+            "skipped": self.skipped,
+            "sent_bytes_per_step": self._pull.sent_bytes / steps,
+            "gradient_bytes": 4 * sum(self._sizes.values()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank has left out so far, as sender and as owner, and the number of steps."""
+        pull = self._pull
+        return {"steps": pull.steps, "sent": pull.sent.state_dict(), "answered": pull.answered.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the residuals of this rank. Raises `InputError` where they are of another model or number of ranks."""
+        pull, layout = self._pull, self._layout(self._sizes)
+        sent = {unit.name: self._sizes[unit.name] for units in layout.partitions for unit in units}
+        sent |= {name: self._sizes[name] for name in layout.shared}
+        owned = {unit.name: unit.own_length for units in layout.partitions for unit in units}
+        for residuals, side, sizes in ((pull.sent, "sent", sent), (pull.answered, "answered", owned)):
+            try:
+                residuals.load(state.get(side, {}), sizes)
+            except InputError as cause:
+                raise InputError(f"rank {pull.rank}: {cause}") from None
+        pull.steps = int(state["steps"])
+
+    def close(self) -> None:
+        """Send plain from now on, on every rank alike, and give the thread and its group up."""
+        if self.successor is None:
+            self.successor = lambda bucket: default_hooks.allreduce_hook(self._plain_group, bucket)
+        self._hook.remove()
+        self._lane.close()
+
+    def _codec(self, name: str) -> Codec | None:
+        """Return the codec of a parameter, None where it travels raw."""
+        if isinstance(self.plan, str):
+            return codec_of(self.plan)
+        return next((codec_of(codec) for glob, codec in self.plan.items() if fnmatch.fnmatchcase(name, glob)), None)
+
+    def _layout(self, names: Iterable[str]) -> Layout:
+        """Return how gradients that come together are cut."""
+        pull = self._pull
+        tensors = [(name, self._sizes[name], self._codecs[name]) for name in names]
+        return cut(tensors, pull.ranks, pull.rank, min_bytes=self.min_bytes, two_way=pull.two_way)
+
+    def _reduce(self, bucket: Any) -> Future[torch.Tensor]:
+        """Queue a bucket; called by DDP in the order of buckets, the same on all ranks."""
+        reduced: Future[torch.Tensor]
+        if self.successor is not None:
+            reduced = self.successor(bucket)
+            return reduced
+        if bucket.index() == 0:
+            self._skips = False
+        whole: torch.Tensor = bucket.buffer()
+        last, parameters = bucket.is_last(), bucket.parameters()
+        names = tuple(self._names[id(parameter)] for parameter in parameters)
+        # Slices of the buffer, not bucket.gradients(): those have the strides of their parameters.
+        gradients = dict(zip(names, whole.split_with_sizes([p.numel() for p in parameters]), strict=True))
+
+        def work(group: dist.ProcessGroup) -> torch.Tensor:
+            """Reduce the bucket; runs on the lane."""
+            self._check_plans(group, whole.device)
+            if names not in self._layouts:
+                self._layouts[names] = self._layout(names)
+            with torch.no_grad():
+                self._pull.reduce(self._layouts[names], gradients, group)
+            if last and not self._pull.end_step():
+                self.skipped += 1
+                self._skips = True
+            return whole
+
+        reduced = self._lane.submit(work)
+        return reduced
+
+    def _check_plans(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Compare the plans of all ranks, once: packets of unlike codecs would be taken for one another."""
+        if self._checked:
+            return
+        words = json.dumps([str(self.plan), self.min_bytes, self._pull.feedback, self._pull.two_way, self._sizes])
+        own = torch.tensor([zlib.crc32(words.encode()), len(words)], device=device)
+        found = [torch.empty_like(own) for _ in range(self._pull.ranks)]
+        dist.all_gather(found, own, group=group)
+        unlike = [rank for rank, row in enumerate(found) if not torch.equal(row, found[0])]
+        if unlike:
+            raise InputError(
+                f"ranks {unlike} compress otherwise than rank 0; rank {self._pull.rank} has {self.plan!r}, "
+                f"min_bytes {self.min_bytes}. Give all ranks the same plan and the same model."
+            )
+        self._checked = True
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Take away the gradients of a step that is skipped: optimizers pass parameters without one over."""
+        if not self._skips:
+            return
+        for parameter in self.model.module.parameters():
+            parameter.grad = None
+
+
+def check_plan(plan: object, min_bytes: object = MIN_BYTES) -> None:
+    """Raise `InputError` for what is not a plan."""
+    if not isinstance(plan, (str, Mapping)) or not plan:
+        raise InputError(f"the plan is {plan!r}; name a codec such as 'topk:0.01', or map patterns to codecs.")
+    for name in [plan] if isinstance(plan, str) else plan.values():
+        read_codec(name)
+    if not isinstance(min_bytes, int) or isinstance(min_bytes, bool) or min_bytes < 0:
+        raise InputError(f"min_bytes is {min_bytes!r}; give a whole number of bytes, 0 or more.")
+
+
+def compression(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
+    """Install the remedy. Parameters: codec (name, or pattern -> name), feedback, two_way (bool), min_bytes.
+
+    Raises `InputError` where one of them is invalid.
+    """
+    plan, min_bytes = parameters.get("codec"), parameters.get("min_bytes", MIN_BYTES)
+    check_plan(plan, min_bytes)
+    if context.allow != GRANT:
+        return Refused(NAME, "compressed gradients change results: grant --allow lossy")
+    watch = _Models(plan, parameters, context)  # type: ignore[arg-type]  # check_plan has looked at it
+    context.patch(f"{DDP}.forward", watch.forward)
+    for name in HOOKS:
+        context.patch(f"{DDP}.{name}", watch.registering)
+    context.undos.append(watch.end)
+    return Applied(NAME, watch.facts)
+
+
+class _Models:
+    """The models of a script: each is compressed from its first forward on."""
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, Any], context: Context) -> None:
+        self.plan, self.context = plan, context
+        self.options = {
+            "feedback": bool(parameters.get("feedback", True)),
+            "two_way": bool(parameters.get("two_way", True)),
+            "min_bytes": parameters.get("min_bytes", MIN_BYTES),
+        }
+        self.facts: dict[str, Any] = {"codec": plan, "models": 0, **self.options}
+        self._known: WeakKeyDictionary[Any, GradientCompression | None] = WeakKeyDictionary()
+        self._own = False
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap DDP's forward: before the first one, the script has registered its hook if it has one."""
+
+        @functools.wraps(original)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            """Compress the model first, once."""
+            if model not in self._known:
+                self._known[model] = None
+                self._begin(model)
+            return original(model, *args, **kwargs)
+
+        return forward
+
+    def registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the registration of a hook: the script's own one gets the buckets."""
+
+        @functools.wraps(original)
+        def register(model: Any, *args: Any, **kwargs: Any) -> Any:
+            """Register, or hand over: DDP takes one hook and gives none back."""
+            ours = self._known.get(model)
+            if self._own or ours is None:
+                return original(model, *args, **kwargs)
+            ours.successor = successor_of(model, original.__name__, *args, **kwargs)
+            ours.close()
+            self._known[model] = None
+            self.facts["models"] -= 1
+            self.context.note(Refused(NAME, "the script has registered a communication hook of its own"))
+            return None
+
+        return register
+
+    def _begin(self, model: Any) -> None:
+        if getattr(model, "_comm_hooks", None):
+            self.context.note(Refused(NAME, "the script has a communication hook of its own"))
+            return
+        if model.process_group.size() < 2:
+            self.context.note(Refused(NAME, "one rank sends nothing"))
+            return
+        self._own = True
+        try:
+            self._known[model] = GradientCompression(model, self.plan, **self.options)
+        finally:
+            self._own = False
+        self.facts["models"] += 1
+        self.facts["residuals"] = "in memory only: a restart begins without them"
+        self.context.note(Applied(NAME, self.facts))
+
+    def end(self) -> None:
+        """Send plain from now on."""
+        for ours in [one for one in self._known.values() if one is not None]:
+            ours.close()
+
+
+def successor_of(model: Any, method: str, *args: Any, **kwargs: Any) -> Callable[[Any], Future[torch.Tensor]]:
+    """Return what reduces a bucket as the hook would that a script registers by `method` of DDP."""
+    if method == "register_comm_hook":
+        given = dict(zip(("state", "hook"), args, strict=False)) | kwargs
+        return lambda bucket: given["hook"](given["state"], bucket)
+    kind = args[0] if args else kwargs["comm_hook_type"]
+    halves = str(kind).endswith("FP16_COMPRESS")
+    hook = default_hooks.fp16_compress_hook if halves else default_hooks.allreduce_hook
+    return lambda bucket: hook(model.process_group, bucket)

@@ -1,0 +1,181 @@
+"""'fault.guard': looks at the losses of all ranks before each update, and acts when one is NaN, infinite or a spike.
+
+All ranks hand each other their losses in one small all-reduce before the first optimizer's update, so all of them see
+the same numbers in the same step and do the same. What is done changes the results of the job: the plan must be
+granted it (`allow = "lossy"`). Actions:
+
+    skip       this update is left out, on all ranks; after `MOST_SKIPS` in a row it is a rollback
+    rollback   the attempt ends; the next one goes on from the newest checkpoint, which was saved before
+    stop       the job ends
+
+The rank whose batch it was raises first, and so is the one that is named. On a device the numbers are waited for:
+that is one synchronisation per step.
+
+>>> judge([1.0, 1.1], [1.0] * 20), judge([1.0, float("nan")], []), judge([7.0, 1.0], [1.0] * 20)
+(None, Bad(ranks=(1,), what='nan'), Bad(ranks=(0,), what='7, 7 times the usual 1'))
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headway.core.errors import HeadwayError
+from headway.core.tables import pick
+from headway.runtime.remedy import Applied, Context, Refused
+
+NAME = "fault.guard"
+
+ACTIONS: dict[str, str] = {
+    "skip": "leave the update out",
+    "rollback": "go back to the newest checkpoint",
+    "stop": "end the job",
+}
+"""What a guard may do -> in words."""
+
+SPIKE = 5.0
+"""A loss so many times the usual one is a spike."""
+
+USUAL, FEWEST = 64, 20
+"""Losses of so many steps make the usual one, their median; before there are the fewest, nothing is a spike."""
+
+MOST_SKIPS = 3
+"""Updates in a row that are left out before going back: parameters that are NaN already do not mend."""
+
+YIELD_S = 1.0
+"""How long the other ranks wait before they end: the one with the batch is to end first."""
+
+
+class BadLossError(HeadwayError):
+    """A loss that the guard does not let pass; the attempt ends."""
+
+
+class BadLossStop(BadLossError):  # noqa: N818  # what is raised where the job is to end
+    """The same, and there is to be no further attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """What is wrong with the losses of a step."""
+
+    ranks: tuple[int, ...]
+    """Those whose loss it is."""
+
+    what: str
+    """nan, inf, or how large."""
+
+    def __str__(self) -> str:
+        """Return it in words; the same for the same batches, whenever they come."""
+        who = ", ".join(map(str, self.ranks))
+        return f"the loss of rank{'s' if len(self.ranks) > 1 else ''} {who} is {self.what}"
+
+
+def judge(losses: Sequence[float], usual: Sequence[float]) -> Bad | None:
+    """Return what is wrong with the losses of all ranks in one step, given the mean losses of the steps before."""
+    broken = tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
+    if broken:
+        return Bad(broken, str(losses[broken[0]]))
+    if len(usual) < FEWEST or not losses:
+        return None
+    middle, mean = statistics.median(usual), statistics.fmean(losses)
+    high = tuple(rank for rank, loss in enumerate(losses) if loss > SPIKE * middle)
+    if middle <= 0 or not (high or mean > SPIKE * middle):
+        return None
+    return Bad(high, f"{max(losses):.4g}, {max(losses) / middle:.3g} times the usual {middle:.4g}")
+
+
+class Guard:
+    """The guard of one rank."""
+
+    def __init__(self, action: str, rank: int, facts: dict[str, Any], write: Callable[[], None]) -> None:
+        """`facts` go into RUN/applied, which `write` writes."""
+        self._action, self._rank, self._facts, self._write = action, rank, facts, write
+        self._losses: list[Any] = []
+        self._usual: deque[float] = deque(maxlen=USUAL)
+        self._optimizer: int | None = None
+        self._steps = self._skipped = 0
+
+    def saw(self, root: Any) -> None:
+        """Keep the number that a backward begins from."""
+        if getattr(root, "numel", int)() == 1:
+            self._losses.append(root.detach())
+
+    def before_update(self, optimizer: Any, *_: Any) -> None:
+        """Look at the losses of all ranks; raises `BadLossError`, or takes the gradients away, where one is bad."""
+        if self._optimizer is None:
+            self._optimizer = id(optimizer)
+        if id(optimizer) != self._optimizer:
+            return
+        self._steps += 1
+        losses = self._together()
+        bad = judge(losses, self._usual)
+        if bad is None:
+            self._skipped = 0
+            self._usual.append(statistics.fmean(losses) if losses else 0.0)
+            return
+        self._note(bad)
+        if self._action == "skip" and self._skipped < MOST_SKIPS:
+            self._skipped += 1
+            optimizer.zero_grad(set_to_none=True)  # what has no gradient is not updated
+            return
+        if self._rank not in bad.ranks:
+            time.sleep(YIELD_S)
+        raise (BadLossStop if self._action == "stop" else BadLossError)(str(bad))
+
+    def _together(self) -> list[float]:
+        """Return the losses of all ranks that have one; the same list on all of them."""
+        torch = sys.modules["torch"]
+        own = torch.stack([loss.reshape(()).float() for loss in self._losses]).mean() if self._losses else None
+        self._losses.clear()
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if not together:
+            return [] if own is None else [float(own)]
+        world = torch.distributed.get_world_size()
+        device = own.device if own is not None else _device(torch)
+        table = torch.zeros(2, world, device=device)  # [loss, has one] of each rank
+        if own is not None:
+            table[0, self._rank], table[1, self._rank] = own, 1.0
+        torch.distributed.all_reduce(table)
+        return [loss for loss, has in table.T.tolist() if has]
+
+    def _note(self, bad: Bad) -> None:
+        rows = self._facts["bad"]
+        if len(rows) < USUAL:
+            rows.append({"step": self._steps, "ranks": list(bad.ranks), "what": bad.what})
+            self._write()
+
+
+def _device(torch: Any) -> Any:
+    return torch.device("cuda") if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
+
+
+def guard(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
+    """Install the remedy. Parameter: action, one of `ACTIONS`. Raises `InputError` on another one."""
+    action = str(parameters.get("action", "rollback"))
+    pick(ACTIONS, action, "action of fault.guard")
+    if context.allow != "lossy":
+        return Refused(NAME, "it changes the results of a job whose loss breaks; grant it in the plan: allow = lossy")
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    facts: dict[str, Any] = {"action": action, "bad": []}
+    guarding = Guard(action, context.rank, facts, context.write)
+
+    def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            guarding.saw(args[0] if args else kwargs.get("tensors"))
+            return original(*args, **kwargs)
+
+        return backward
+
+    context.patch("torch.autograd:backward", seeing)
+    handle = register_optimizer_step_pre_hook(guarding.before_update)
+    context.undos.append(handle.remove)
+    return Applied(NAME, facts)

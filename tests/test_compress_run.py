@@ -1,0 +1,113 @@
+"""Compressed gradients from the command line: predicted from a recorded run, applied to an unmodified script."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headway.comm.runtime.measure import measured
+from headway.core.errors import InputError
+from headway.core.planfile import read_plan
+from headway.sim.ddp_compress import RAW
+from headway.verbs.comm_bench import bench
+from headway.verbs.plan import plan
+from headway.verbs.whatif import whatif
+from tests.launching import script
+from tests.paths import ROOT
+from tests.test_ddp_run import GOLDEN
+
+JOB = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)]), bucket_cap_mb=0.3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(30):
+    loss = model(torch.ones(4, 256) * (dist.get_rank() + 1)).square().mean()
+    if step == 20 and dist.get_rank() == 1 and "die" in sys.argv:
+        # The first bucket's packets travel when a later gradient is ready.
+        next(iter(model.parameters())).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
+def applied(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Run the job with compressed gradients; returns the exit code, and what headway said."""
+    remedy = {"name": "comm.compress", "parameters": {"codec": "topk:0.01", "min_bytes": 1000}, "allow": "lossy"}
+    (folder / "plan.json").write_text(json.dumps({"schema": "headway.plan-file/1", "remedies": [remedy]}))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "headway", "run", "--nproc-per-node", "2", "--windows", "0", "--apply",
+            str(folder / "plan.json"), "--out", str(folder / "run"), "--", script(folder, JOB), *arguments,
+        ],
+        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow  # starts two ranks that import torch
+def test_an_unmodified_script_sends_compressed_gradients(tmp_path: Path) -> None:
+    code, said = applied(tmp_path)
+
+    assert code == 0, said
+    for rank in range(2):
+        (remedy,) = json.loads((tmp_path / "run" / "applied" / f"r{rank}.json").read_text())["remedies"]
+        assert (remedy["name"], remedy["applied"], remedy["facts"]["models"]) == ("comm.compress", True, 1)
+
+
+@pytest.mark.slow  # the same
+def test_a_rank_that_is_killed_while_packets_travel_ends_the_job_with_its_class(tmp_path: Path) -> None:
+    code, said = applied(tmp_path, "die")
+
+    assert code == 137
+    assert "rank 1 failed first (killed by signal 9)" in said
+
+
+def test_the_plan_holds_the_codec_that_the_recorded_window_and_the_measured_codecs_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(GOLDEN, run)
+    with pytest.raises(InputError, match=r"was not measured"):
+        whatif(run, set_=["compress=half"], json=True)
+    assert plan(run, json=True) == 0
+    refused = {row["name"]: row["reason"] for row in json.loads(capsys.readouterr().out)["refused"]}
+    assert "grant --allow lossy" in refused["comm.compress"]
+    assert not (run / "codecs.json").exists()
+
+    assert plan(run, allow="lossy", json=True) == 0
+    answer = json.loads(capsys.readouterr().out)
+    rows = json.loads((run / "codecs.json").read_text())["rows"]
+    assert {row["codec"] for row in rows} >= {RAW, "half", "sign"}
+    chosen = {remedy.name: remedy for remedy in read_plan(answer["path"]).remedies}
+    (row,) = [row for key in ("proposals", "refused") for row in answer[key] if row["name"] == "comm.compress"]
+    assert "half " in row["reason"]
+    assert ("comm.compress" in chosen) == ("comm.compress" in answer["chosen"])
+    assert whatif(run, set_=["compress=half"], json=True) == 0
+    assert json.loads(capsys.readouterr().out)["interval"][0] > 0
+
+
+def test_measured_rows_are_positive_and_hold_the_bytes_of_a_packet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = measured(["sign", RAW], rounds=2)
+    assert all(row["encode_s"] > 0 and row["decode_s"] > 0 for row in rows)
+    assert {row["wire_bytes"] for row in rows if row["numel"] == 4_096} == {4_096 // 8 + 4, 4 * 4_096}
+
+    assert bench(codecs="half", out=tmp_path / "codecs.json", json=True) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["schema"], {row["codec"] for row in answer["rows"]}) == ("headway.comm-bench/1", {"half"})
+    with pytest.raises(InputError, match="write a fraction"):
+        bench(codecs="topk:7.5")
