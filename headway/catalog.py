@@ -6,7 +6,7 @@ used. Advisers run in the command, remedies run inside ranks.
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
 'comm.order', 'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', \
-'host.gc', 'host.logging', 'parallel.schedule', 'power.filler']
+'host.gc', 'host.logging', 'model.tune', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ ADVISERS: dict[str, str] = {
     "fault": "headway.fault.advise:propose",
     "power": "headway.power.advise:propose",
     "cluster": "headway.cluster.advise:propose",
+    "model": "headway.model.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 
@@ -41,6 +42,7 @@ REMEDIES: dict[str, str] = {
     "power.filler": "headway.power.runtime.filler:fill_gaps",
     "cluster.batch": "headway.cluster.runtime.batch:batch",
     "cluster.noise": "headway.cluster.runtime.noise:noise",
+    "model.tune": "headway.model.runtime.tuned_script:tune",
 }
 """Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
 
@@ -73,6 +75,7 @@ PARAMETERS: dict[str, dict[str, str]] = {
         "noise_scale": "number", "predicted_useful": "number",
     },
     "cluster.noise": {"every_steps": "size"},
+    "model.tune": {"settings": "names", "trials": "size", "seed": "count"},
     "power.filler": {"on_after_s": "number", "off_within_s": "number", "level": "number"},
 }  # fmt: skip
 """Remedy -> its parameters and their kinds (`headway.plan.parameters.KINDS`): a plan file is checked before a run."""
@@ -111,5 +114,6 @@ CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
     "power.filler": (),
     "cluster.batch": (),
     "cluster.noise": (),
+    "model.tune": (),
 }
 """Remedy -> the causes that it acts against."""

@@ -35,6 +35,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "watch": ("headway.verbs.watch:watch", "Serve the page of a run live, while it goes on."),
     "doctor": ("headway.verbs.doctor:doctor", "Check this host before a run: memory, limits, threads, versions."),
     "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
+    "tune": ("headway.verbs.tune:tune", "Tune a script's settings while it trains, by branches of its state."),
     "bench": ("headway.verbs.bench:bench", "Run a benchmark by name; each holds headway to a stated bar."),
     "drill": ("headway.verbs.drill:drill", "Play real faults on a job, and score which of them were noticed."),
     "trace import": ("headway.verbs.trace:import_", "Convert any known trace format into headway's own."),
@@ -126,7 +127,7 @@ GROUPS: dict[str, str] = {
 """What comes before a verb's last word -> its line in `--help`; longer ones after what they begin with."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("run", "why", "plan", "report", "demo", "doctor"),
+    "Start": ("run", "why", "plan", "report", "tune", "demo", "doctor"),
     "Analyse": ("compare", "hang", "watch", "whatif", "trace"),
     "Data and checkpoints": ("data", "ckpt", "storage"),
     "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "drill", "cluster", "power", "cost"),
@@ -270,8 +271,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
         raise InputError(
-            "only `headway run`, `data stalls` and `data verify-resume` take a script behind `--`. Drop the `--` and "
-            "what follows it."
+            "only `headway run`, `tune`, `data stalls`, `data verify-resume` take a script behind `--`. Drop the `--` "
+            "and what follows it."
         )
     return int(command(*bound.args, **bound.kwargs) or 0)
 

@@ -1,6 +1,6 @@
-"""The model itself: a trained one grows without loss.
+"""The model itself: a trained one grows without loss, a run tunes its settings while it trains.
 
-Public names are resolved on first use, through one literal table; only `grow` needs torch.
+Public names are resolved on first use, through one literal table; only `grow` and `Tuner` need torch.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ if TYPE_CHECKING:
     from headway.model.growth.families import FAMILIES as FAMILIES
     from headway.model.growth.schedule import growth_schedule as growth_schedule
     from headway.model.runtime.grow import grow as grow
+    from headway.model.runtime.tuner import Tuner as Tuner
+    from headway.model.tuning.space import Choice as Choice
+    from headway.model.tuning.space import Range as Range
+    from headway.model.tuning.summary import summarise as summarise
 
 PUBLIC: dict[str, str] = {
+    "Choice": "headway.model.tuning.space:Choice",
     "FAMILIES": "headway.model.growth.families:FAMILIES",
+    "Range": "headway.model.tuning.space:Range",
+    "Tuner": "headway.model.runtime.tuner:Tuner",
     "grow": "headway.model.runtime.grow:grow",
     "growth_schedule": "headway.model.growth.schedule:growth_schedule",
+    "summarise": "headway.model.tuning.summary:summarise",
 }
 """Public name -> "module:attribute"."""
 

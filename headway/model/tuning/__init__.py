@@ -1,0 +1,1 @@
+"""MLtuner: settings searched inside a run, by branches of its training state."""

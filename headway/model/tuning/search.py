@@ -1,0 +1,221 @@
+"""MLtuner's search: which trial runs next, for how long, and which setting wins.
+
+All trials begin at the same parent state and see the same batches. Nothing is
+trained here: the caller runs the trial that `next_run` names, reports its
+losses, and asks again; what it decides is a pure function of the losses.
+
+    no trial converges yet:  a new proposal, all live trials run to the same length; then twice that length
+    one has converged:       its length is the trial length; each further proposal runs so long, the better one stays
+    the end:                 most_trials, or the five best slopes differ by less than 10 %
+
+Some rules are ours, and save most of the steps. While no trial converges, LIVE of
+them stay. One that converges, but is behind another, does not end that. And a
+proposal is dropped after a quarter or half of its length when it is behind the
+best trial: the batches are the same, so that the noise of differences is small.
+
+>>> from headway.model.tuning.space import Range
+>>> search = Search({"lr": Range(0.0, 1.0)}, most_steps=80, most_trials=3, seed=0)
+>>> while (run := search.next_run()) is not None:  # a task whose loss falls as fast as its learning rate
+...     run.losses.append((1 - 0.01 * run.setting["lr"]) ** len(run.losses))
+>>> search.winner.setting["lr"] == max(trial.setting["lr"] for trial in search.trials), search.winner.summary.label
+(True, 'converging')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headway.model.tuning.space import SEARCHERS, Space
+from headway.model.tuning.summary import CONVERGING, DIVERGED, WINDOWS, Summary, summarise
+
+FIRST_STEPS = WINDOWS + 1
+"""Steps of the first trial: its start, and a value for each window."""
+
+SAME_SLOPES = 5
+SAME_FRACTION = 0.1
+"""So many best slopes that differ by less than this end a search."""
+
+LIVE = 3
+"""Trials that go on while none converges."""
+
+BEHIND = 2.0
+"""Standard errors of the difference of losses by which a proposal is behind."""
+
+ENOUGH = 6
+"""Trials of the greatest length, none of which converges, after which the best unstable one is taken."""
+
+
+class Trial(msgspec.Struct):
+    """A setting, and the losses of its branch."""
+
+    number: int
+    setting: dict[str, Any]
+    losses: list[float] = []
+    live: bool = True
+    summary: Summary | None = None
+    """Of all losses so far, when the trial reached a length at which trials are compared."""
+
+    reason: str = ""
+    """Why it counts as diverged, where it raised."""
+
+    @property
+    def slope(self) -> float:
+        """The slope, or infinity where there is none to trust."""
+        return math.inf if self.summary is None or self.summary.label == DIVERGED else self.summary.slope
+
+
+@dataclass(slots=True)
+class Search:
+    """One search: its trials so far, and what follows from them."""
+
+    space: Space
+    most_steps: int
+    """Longest trial: an epoch, or what is left of the run."""
+
+    most_trials: int
+    seed: int
+    searcher: str = "tpe"
+    start: float | None = None
+    """Loss at the parent state; None: the first loss of each trial, which comes before its first update."""
+
+    start_count: int = 1
+    """Losses that `start` is a mean of."""
+
+    first: Sequence[dict[str, Any]] = ()
+    """Settings to try before the searcher's: the one in force."""
+
+    trials: list[Trial] = field(default_factory=list)
+    trial_steps: int = 0
+    """Steps after which trials are compared."""
+
+    converged: bool = False
+    """Whether a trial converged, which fixed `trial_steps`."""
+
+    winner: Trial | None = None
+    """The trial to go on from when the search has ended; None: none made progress, the parent goes on."""
+
+    def next_run(self) -> Trial | None:
+        """Return the trial that takes the next step; None when the search has ended."""
+        while True:
+            for trial in self.trials:
+                if trial.live:
+                    if not all(map(math.isfinite, trial.losses[-1:])):
+                        self.fail(trial, "its loss is not finite")
+                    elif len(trial.losses) < min(self.trial_steps, self.most_steps) and not self._drop_if_behind(trial):
+                        return trial
+            for trial in self._live():
+                self._summarise(trial)
+            if not self._advance():
+                return None
+
+    def fail(self, trial: Trial, reason: str) -> None:
+        """Count a trial as diverged."""
+        trial.live, trial.reason, trial.summary = False, reason, Summary(DIVERGED, math.inf, math.inf)
+
+    def stop_at(self, steps: int) -> None:
+        """Compare trials at this length at most: the data has ended there."""
+        self.most_steps = min(self.most_steps, steps)
+
+    def settle(self) -> None:
+        """End the search with what is known.
+
+        The best live trial that makes progress wins, an unstable one where none converges. Where the first trial is the
+        setting in force, that goes on unless another one is ahead of it.
+        """
+        control = self.trials[0] if self.first and self.trials and self.trials[0].live else None
+        found = [trial for trial in self._live() if trial.slope < 0 and trial is not control]
+        if not self.converged and self.first:
+            found = [trial for trial in self._live() if self._is_behind(self.trials[0], trial)]
+        self.winner = min(found, key=_late, default=control) if not self.converged else self._best(self._live())
+        for trial in self.trials:
+            trial.live = trial is self.winner
+
+    def _live(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.live]
+
+    def _drop_if_behind(self, trial: Trial) -> bool:
+        """Drop a proposal that is behind the best trial after a quarter or half of its length; True if so."""
+        count = len(trial.losses)
+        if not self.converged or count < FIRST_STEPS or count not in (self.trial_steps // 4, self.trial_steps // 2):
+            return False
+        best = next(each for each in self.trials if each.live)  # the other live one: it came first
+        if best is trial or not self._is_behind(trial, best):
+            return False
+        self._summarise(trial)
+        trial.live = False
+        return True
+
+    @staticmethod
+    def _is_behind(trial: Trial, other: Trial) -> bool:
+        """Whether the losses of a trial are higher than another's, over the later half of the steps of both."""
+        count = min(len(trial.losses), len(other.losses))
+        behind = np.subtract(trial.losses[count // 2 : count], other.losses[count // 2 : count])
+        return trial is not other and count > 1 and behind.mean() > BEHIND * behind.std() / math.sqrt(len(behind))
+
+    def _summarise(self, trial: Trial) -> None:
+        """Summarise the losses of a trial, up to the length of comparison."""
+        losses = trial.losses[: min(self.trial_steps, self.most_steps)]
+        if len(losses) < FIRST_STEPS:
+            self.fail(trial, f"it has {len(losses)} losses; a trial needs {FIRST_STEPS}")
+            return
+        values = losses if self.start is None else [self.start, *losses]
+        trial.summary = summarise(values, range(len(values)), start_count=self.start_count)
+        if trial.summary.label == DIVERGED:
+            trial.live = False
+
+    def _advance(self) -> bool:
+        """Decide what follows when all live trials have the same length; False when the search has ended."""
+        converging = [trial for trial in self._live() if trial.summary and trial.summary.label == CONVERGING]
+        at_end = self.trial_steps >= self.most_steps
+        # A trial that converges, but more slowly than one that is too noisy to say, is no measure yet.
+        ahead = [
+            trial for trial in converging if at_end or not any(self._is_behind(trial, each) for each in self._live())
+        ]
+        self.converged = self.converged or bool(ahead)
+        best = self._best(converging)
+        kept = [best] if self.converged else sorted(self._live(), key=_late)[:LIVE]
+        for index, trial in enumerate(self.trials):
+            is_control = bool(self.first) and index == 0 and not self.converged
+            trial.live = trial in kept or (is_control and trial.live)
+        full = len(self.trials) >= self.most_trials
+        enough = full if self.converged else at_end and (full or len(self.trials) >= ENOUGH)
+        if enough or (self.converged and self._slopes_agree()):
+            self.settle()
+            return False
+        if not self.converged:
+            self.trial_steps = min(self.most_steps, 2 * self.trial_steps) if self.trial_steps else FIRST_STEPS
+        if not full:
+            self._propose()
+        return True
+
+    @staticmethod
+    def _best(trials: Sequence[Trial]) -> Trial | None:
+        """Return the trial with the steepest fall."""
+        falling = [trial for trial in trials if trial.slope < 0]
+        return min(falling, key=lambda trial: (trial.slope, trial.number), default=None)
+
+    def _propose(self) -> None:
+        number = len(self.trials)
+        if number < len(self.first):
+            setting = dict(self.first[number])
+        else:
+            # Losses fall most at first, so a trial that was dropped early counts as if it had not fallen any further.
+            scores = [(trial.setting, trial.slope * len(trial.losses) / self.trial_steps) for trial in self.trials]
+            setting = SEARCHERS[self.searcher](self.space, scores, self.seed)
+        self.trials.append(Trial(number, setting))
+
+    def _slopes_agree(self) -> bool:
+        whole = [trial for trial in self.trials if trial.slope < 0 and len(trial.losses) == self.trial_steps]
+        slopes = sorted(trial.slope for trial in whole)[:SAME_SLOPES]
+        return len(slopes) == SAME_SLOPES and slopes[-1] - slopes[0] <= SAME_FRACTION * -slopes[0]
+
+
+def _late(trial: Trial) -> float:
+    """Return the mean loss over the later half of a trial."""
+    return float(np.mean(trial.losses[len(trial.losses) // 2 :]))
