@@ -444,7 +444,14 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     facts = {"devices": 1, "steps": 40, "wall_s": 10.0, "goodput": 0.1, "ledger": {"useful": 1.0, "eval": 5.0}}
     rows = [("eval", 5.0, None, False), ("host.script", 2.0, 1.4, True), ("host.logging", 1.0, 1.1, False)]
     eval_, script, logging = (
-        {"cause": name, "lost_device_s": lost, "predicted_speedup": gain, "at_most": most, "fix": "x"}
+        {
+            "cause": name,
+            "lost_device_s": lost,
+            "predicted_speedup": gain,
+            "at_most": most,
+            "fix": "x",
+            "remedy": name if gain and not most else "",
+        }
         for name, lost, gain, most in rows
     )
 
@@ -452,6 +459,7 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     assert "evaluation took 50 %" in verdict({**facts, "causes": [eval_, script, logging]}).sentence
     assert verdict({**facts, "causes": [eval_, script]}).cause == "eval"
     assert verdict({**facts, "causes": [eval_, logging | {"predicted_speedup": 1.03}]}).cause == "eval"
+    assert verdict({**facts, "causes": [eval_, logging | {"remedy": ""}]}).cause == "eval", "links are not headway's"
     assert verdict({**facts, "causes": [script | {"cause": "host.recording"}]}).cause == ""
     assert verdict({**facts, "causes": [script | {"lost_device_s": 0.1, "predicted_speedup": None}]}).cause == ""
 

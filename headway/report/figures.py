@@ -258,7 +258,7 @@ def verdict(why: Json) -> Verdict:
         sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
         return Verdict(f"{sentence} {goodput} of {devices} x {wall} was useful work.", HUNG, "")
     named = [c for c in why.get("causes") or () if worth_naming(c, why)]
-    gains = [0.0 if c.get("at_most") else finite(c.get("predicted_speedup")) or 0.0 for c in named]
+    gains = [finite(c.get("predicted_speedup")) or 0.0 if c.get("remedy") else 0.0 for c in named]
     first = next((c for c, gain in zip(named, gains, strict=True) if gain >= GAIN_THAT_LEADS), None)
     first = first or next((c for c in named if headline(c, why)), None)
     if first is None:
