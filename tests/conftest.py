@@ -13,7 +13,8 @@ settings.load_profile("headway")
 
 LONGEST = [
     "jobs", "world", "breakers", "engine_ranks", "checkpoint_life", "full_disk", "save_and_leave", "bootstrap",
-    "fault_drill", "fault_incidents", "windows", "served_kills", "probes_comm", "left_behind", "elastic", "ring_folders",
+    "fault_drill", "fault_incidents",
+    "windows", "served_kills", "probes_comm", "left_behind", "elastic", "ring_folders",
     "remedy", "resume_places", "draws_planned", "launch_attempts", "launch_ends", "fleet", "pretend",
     "hang_watch", "resume_check", "snapshot_races", "failing_remedies", "cli", "switch", "prometheus",
 ]  # fmt: skip
