@@ -17,13 +17,18 @@ from _command import ROOT
 SCRIPTS = ROOT.parent / "shared" / "cases" / "scripts"
 
 
-def main() -> int:
-    """Run the cases; one that fails is recorded and never stops the rest. Print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def asked(description: str | None) -> argparse.Namespace:
+    """Return which `cases` were asked for on the command line, and the folder of their `scripts`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="numbers of cases; all by default")
     parser.add_argument("--scripts", type=Path, default=Path(os.environ.get("HEADWAY_CASES", SCRIPTS)))
     parser.add_argument("--full", action="store_true", help="accepted; every case is always run")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the cases; one that fails is recorded and never stops the rest. Print one JSON line."""
+    options = asked(__doc__)
     from world.cases import measure, table
 
     from headway.core.tables import pick

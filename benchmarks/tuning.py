@@ -10,7 +10,6 @@ rates. Steps are counted, not timed. Held-out digits are looked at after each 25
 """
 
 import argparse
-import gzip
 import json
 import math
 import statistics
@@ -22,9 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import selective_backprop
 import torch
-from _command import ROOT
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -42,17 +40,10 @@ WRONG = (1e-4, 1e-2, 1e1, 1e2)
 
 @cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return pixels [10000, 784] and labels."""
-    folder = ROOT.parent / "shared" / "data" / "mnist"
-    if not folder.is_dir():
-        raise SystemExit(f"{folder} is not there: the MNIST test digits lie beside a checkout.")
-    images, labels = (
-        np.frombuffer(gzip.decompress((folder / f"t10k-{name}-ubyte.gz").read_bytes()), np.uint8, offset=skip)
-        for name, skip in (("images-idx3", 16), ("labels-idx1", 8))
-    )
+    """Return pixels [10000, 784] and labels, in an order of their own."""
+    images, labels = selective_backprop.digits()
     order = torch.from_numpy(stream(0, "digits").permutation(len(labels)))
-    pixels = torch.from_numpy(images.reshape(-1, 784).astype(np.float32) / 255 - 0.5)
-    return pixels[order], torch.from_numpy(labels.astype(np.int64))[order]
+    return images.reshape(len(images), -1)[order], labels[order]
 
 
 class Batches:

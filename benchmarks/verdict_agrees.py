@@ -6,7 +6,6 @@ four are each other's.
 Usage: `python benchmarks/verdict_agrees.py [NUMBER ...] [--scripts DIR]`; DIR or $HEADWAY_CASES holds the scripts.
 """
 
-import argparse
 import html
 import json
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _command import ROOT, headway
-from cases import SCRIPTS
+from cases import asked
 
 
 def last_object(text: str) -> dict[str, Any]:
@@ -65,11 +64,7 @@ def disagreements(script: Path, ranks: int, folder: Path) -> tuple[dict[str, Any
 
 def main() -> int:
     """Run the cases; one that fails is recorded and never stops the rest. Print one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="numbers of cases; all by default")
-    parser.add_argument("--scripts", type=Path, default=Path(os.environ.get("HEADWAY_CASES", SCRIPTS)))
-    parser.add_argument("--full", action="store_true", help="accepted; every case is always run")
-    options = parser.parse_args()
+    options = asked(__doc__)
     from world.cases import table
 
     rows: dict[str, Any] = {}

@@ -432,7 +432,7 @@ def test_what_to_type_next_names_every_part_of_a_run_by_several_hosts():
 
     def command(plan, *paths, **why):
         facts = {"devices": 1, "steps": 9, "wall_s": 10.0, **why}
-        return replace(known, plan=plan, paths=tuple(map(Path, paths))).next_command(facts)
+        return replace(known, plan=plan, paths=tuple(map(Path, paths))).next_command(verdict(facts))
 
     assert command(chosen, "my runs/a") == "headway plan 'my runs/a'"
     assert command(chosen, "a", "b") == "headway report a b -o report.html"

@@ -20,7 +20,7 @@ from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root
 from headway.parallel.recorded import reasons_of
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, verdict
+from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, Verdict, verdict
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
 from headway.trace.assemble import json_object
@@ -80,18 +80,18 @@ class Explanation:
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
         answer["notes"] = [*answer["notes"], *self.notes, *memory_notes(memory)]
-        answer["verdict"] = {**verdict(answer).to_json(), "command": self.next_command(answer)}
+        found = verdict(answer)
+        answer["verdict"] = {**found.to_json(), "command": self.next_command(found)}
         return answer
 
-    def next_command(self, why: Mapping[str, Any]) -> str:
-        """Return what to type next: the plan where it wins something (it takes one run), else what shows more.
+    def next_command(self, found: Verdict) -> str:
+        """Return what to type next after a verdict: the plan where it wins something (of one run), else the report.
 
         The consent that the fix needs stands in the command. For a save that stalls, where no remedy applies, it is
         the advice on checkpoints.
         """
         paths = [str(path) for path in self.paths]
         if self.plan is not None and len(paths) == 1:
-            found = verdict(why)
             consent = ["--allow", found.allow] if found.allow else []
             if self.plan.chosen or found.remedy:
                 return shlex.join(["headway", "plan", *paths, *consent])
@@ -226,13 +226,13 @@ def fixes_of(
     kept = {row.name for row in free if not row.applies or row.name in (*plan.chosen, *refused)}
     free = [row for row in free if row.name in kept]
     won = {cause for row in free if row.clear for cause in CAUSES_OF_REMEDY.get(row.name, ())}
-    maybe = [row for row in plan.proposals if row.applies and not row.clear and row.allow is None]
-    for row in maybe:
-        if row.predicted_speedup >= GAIN_THAT_LEADS:
-            low, high = row.interval
-            text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
-            found = Fix(f"{text}record for longer, or on a quieter host", row.predicted_speedup, row.interval)
-            unsure |= {cause: found for cause in CAUSES_OF_REMEDY.get(row.name, ()) if cause not in won}
+    for row in plan.proposals:
+        if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
+            continue
+        low, high = row.interval
+        text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
+        found = Fix(f"{text}record for longer, or on a quieter host", row.predicted_speedup, row.interval)
+        unsure |= {cause: found for cause in CAUSES_OF_REMEDY.get(row.name, ()) if cause not in won}
     for row in [*free, *rest]:
         for cause in CAUSES_OF_REMEDY.get(row.name, ()):
             best = fixes.get(cause)

@@ -24,7 +24,7 @@ from headway.core.errors import InputError
 
 
 class RankTensor(torch.Tensor):
-    """A tensor that differs between ranks: whoever saves plain tensors once for all ranks stores it rank by rank."""
+    """A tensor that differs between ranks: code that saves plain tensors once for all ranks stores it for each."""
 
 
 class Residuals:

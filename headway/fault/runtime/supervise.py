@@ -158,7 +158,7 @@ class JobSupervisor(Supervisor):
 
 
 def _suspicion(failure: Failure) -> Suspicion:
-    """Return who is to blame: the rank that failed first; for a hang whoever the live stacks and the waits tell of."""
+    """Return who is to blame: the rank that failed first; for a hang the ranks that live stacks and waits name."""
     hung = [end.rank for end in failure.ends if end.hung]
     if not hung:
         first = failure.first

@@ -8,7 +8,7 @@
         checkpointer.maybe_save()           # with tuner=tuner: a run that is killed in a trial goes on with it
 
 A trial begins at the parent's state, with the parent's next batches and random
-numbers. The state is written in place, so that whoever refers to a parameter
+numbers. The state is written in place, so that code that refers to a parameter
 or a moment goes on referring to it. The winner's state is what training goes
 on from: its trial is no lost work. When the loss has not fallen for `plateau`
 trial lengths, the search begins again from there.
