@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import threading
 import time
+from multiprocessing import resource_sharer
 
 import numpy as np
 import pytest
@@ -97,6 +99,7 @@ def test_what_nobody_knows_is_not_kept_and_proves_nothing():
 
 def test_another_threads_draws_are_not_laid_on_a_reading_nor_hide_its_own():
     watch, ended = Watch([]), threading.Event()
+    os.close(resource_sharer.DupFd(0).detach())  # as torch shares tensors: this thread stays, and draws nothing
 
     def train():
         while not ended.is_set():
@@ -105,15 +108,16 @@ def test_another_threads_draws_are_not_laid_on_a_reading_nor_hide_its_own():
     answers = {}
 
     def read():
+        until = time.monotonic() + 60
+
         def until_moved():
             before = torch.get_rng_state()
-            while torch.equal(torch.get_rng_state(), before):
+            while torch.equal(torch.get_rng_state(), before) and time.monotonic() < until:
                 pass
 
         def known(example):
             # None, nobody knows, is right too: where the other thread is in a draw at that very moment, or where a
             # thread of an earlier test has not quite ended.
-            until = time.monotonic() + 60
             while (drew := watch.around(example).drew) is None and time.monotonic() < until:
                 pass
             return drew

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from multiprocessing import resource_sharer
 from typing import Any
 
 import torch
@@ -79,7 +80,11 @@ class Watch:
     def _was_it(self, moved: list[str], observer: _Operators | None) -> bool | None:
         """Tell whether this thread moved those generators."""
         here = threading.get_ident()
-        others = [one for one in threading.enumerate() if one.ident != here and one.ident not in running]
+        # The thread that hands descriptors of shared tensors to other processes runs no code of the script's.
+        sharer = getattr(getattr(resource_sharer, "_resource_sharer", None), "_thread", None)
+        others = [
+            one for one in threading.enumerate() if one.ident != here and one.ident not in running and one is not sharer
+        ]
         # Most of our own threads draw nothing; one that reads examples may, and one that calls the script's handlers.
         readers = [name for ident, name in running.copy().items() if ident != here and name not in QUIET]
         if not readers and all(thread.name.startswith(FEEDER) for thread in others):
