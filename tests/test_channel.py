@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from headway.core import wires
 from headway.core.channel import ChannelClosed, Listener, TcpListener, connect, connect_tcp, pair
 from headway.core.errors import InputError
-from headway.core.handshake import MOST_STRANGERS
+from headway.core.handshake import MOST_STRANGERS, Strangers
 from headway.core.private import runtime_directory
 
 
@@ -391,6 +392,38 @@ def test_a_listener_without_the_token_learns_nothing_and_is_refused():
     fake.close()
 
     assert b"secret" not in heard[0]
+
+
+def test_a_fork_lets_go_of_a_listener_while_a_thread_of_its_parent_is_in_accept(monkeypatch):
+    inside, go = threading.Event(), threading.Event()
+    advance = Strangers._advance
+    monkeypatch.setattr(Strangers, "_advance", lambda self: (inside.set(), go.wait(60), advance(self))[-1])
+    listener = TcpListener("127.0.0.1", 0, "secret", types=TYPES)
+
+    def accept():
+        with contextlib.suppress(TimeoutError):
+            listener.accept(0.0)
+
+    accepting = threading.Thread(target=accept)
+    accepting.start()
+    inside.wait(60)
+    child = os.fork()
+    if child == 0:
+        try:
+            listener.abandon()
+            os._exit(7)
+        finally:
+            os._exit(1)
+    until = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    if ended[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    go.set()
+    accepting.join()
+    listener.close()
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
 def test_an_empty_token_is_refused():

@@ -210,6 +210,10 @@ class TcpListener:
         """Stop listening; channels that were accepted stay."""
         self._strangers.close()
 
+    def abandon(self) -> None:
+        """Close a forked child's copy: the process that listens goes on."""
+        self._strangers.abandon()
+
 
 def connect(path: str | Path, timeout_s: float = 5.0, *, types: Any) -> Channel:
     """Return a channel to the process that listens at `path`, trying for `timeout_s` until one does.

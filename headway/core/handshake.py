@@ -91,16 +91,20 @@ class Strangers:
         return -1 if epoll is None else epoll.fileno()
 
     def close(self) -> None:
-        """Stop listening; callers that have proved nothing are let go. A forked child may close its copy."""
+        """Stop listening; callers that have proved nothing are let go."""
         with self._lock:
-            if self._epoll is None:
-                return
-            epoll, self._epoll = self._epoll, None
-            epoll.close()
-            self.listening.close()
-            for stranger in self._strangers.values():
-                stranger.wire.socket.close()  # not shut down: in a forked child the parent goes on with it
-            self._strangers.clear()
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Close a forked child's copy, without the lock: a thread of the parent may have held it at the fork."""
+        if self._epoll is None:
+            return
+        epoll, self._epoll = self._epoll, None
+        epoll.close()
+        self.listening.close()
+        for stranger in self._strangers.values():
+            stranger.wire.socket.close()  # not shut down: in a forked child the parent goes on with it
+        self._strangers.clear()
 
     def _advance(self) -> Frames | None:
         """Read what has come, let callers in, drop those who are late; return one that proved, if there is one."""

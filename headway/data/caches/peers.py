@@ -124,7 +124,7 @@ class PeerServer:
 
     def abandon(self) -> None:
         """In a forked child: let go of the parent's connections, which must end when the parent does."""
-        self._listener.close()
+        self._listener.abandon()
         for channel in self._channels:
             channel.abandon()
         self._channels = set()
