@@ -18,6 +18,7 @@ from headway.cli import main
 from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.model import Choice, Range, Tuner, summarise
+from headway.model.runtime.tuned_script import ReplayedPasses
 from headway.model.tuning.space import SEARCHERS
 from headway.runtime.pool import RankFailedError
 from tests.spawn import on_ranks
@@ -297,3 +298,10 @@ def test_a_loop_that_is_broken_off_in_a_search_leaves_the_parent_and_the_next_on
     assert not tuner.searching
     assert {name: value.tolist() for name, value in job.model.state_dict().items()} == before
     assert tuned(job, tuner, epochs=1).num_trials > 4
+
+
+def test_a_batch_that_is_none_does_not_end_the_pass():
+    passes = ReplayedPasses(lambda: iter([1, None, 3]), 3)
+    assert list(passes) == [1, None, 3]
+    passes.load_state_dict({"position": 1})
+    assert list(passes) == [None, 3]

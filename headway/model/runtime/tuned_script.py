@@ -73,8 +73,9 @@ class ReplayedPasses:
             if self._position < len(self._batches):
                 batch = self._batches[self._position]
             else:
-                batch = next(self._iterator, None)
-                if batch is None:
+                try:
+                    batch = next(self._iterator)
+                except StopIteration:
                     return
                 self._batches.append(batch)
                 self._num_bytes += 0 if self.forget() else _num_bytes(batch)
@@ -212,6 +213,8 @@ class _Script:
         def backward(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             """Run backward, and note the loss."""
             if not self._over and tensor.numel() == 1:
+                if self.tuner is None:  # only whether there is one counts, and a tuner may never come
+                    self._losses.clear()
                 self._losses.append(tensor.detach().reshape(()))
             return original(tensor, *args, **kwargs)
 

@@ -396,7 +396,6 @@ class Tuner:
             progress.setting = dict(winner.setting)
         if progress.setting is not None:
             self._apply(progress.setting, only_own=True)
-        progress = self._progress
         progress.label = winner.summary.label if winner and winner.summary else "unstable"
         progress.num_searches += 1
         progress.fruitless = 0 if winner and winner.setting != before else progress.fruitless + 1
