@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -62,6 +63,24 @@ def test_a_rank_that_will_never_be_done_ends_the_save_for_all(tmp_path):
         saving.outcome(second, draft)
     saving.sweep({draft})
     with pytest.raises(HeadwayError, match=r"its draft .* is gone. Save again"):
+        saving.outcome(second, draft)
+
+
+def test_who_looks_while_the_reason_is_written_waits_for_all_of_it(tmp_path, monkeypatch):
+    second = hello(tmp_path, 1, 2)
+    draft, seen = part(second), []
+    write = Path.write_text
+
+    def written(path, text):
+        path.touch()
+        seen.append(saving.outcome(second, draft))
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", written)
+    saving.give_up(draft, "InputError: ranks differ")
+
+    assert seen == [None]
+    with pytest.raises(HeadwayError, match="rank 0 gave it up: InputError: ranks differ"):
         saving.outcome(second, draft)
 
 

@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 from headway.checkpoint.keep import Keep
 from headway.checkpoint.messages import Hello, Layout, Persist, Phase, Slot
 from headway.checkpoint.persist import Payload, Written, persist
-from headway.core.errors import DamageError, FormatError, HeadwayError
+from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.pace import Pace
+from headway.core.whole_file import whole_file
 from headway.storage.commit import Committed, commit, committed, newest, remove
 from headway.storage.commit import recover as recover_drafts
 from headway.storage.digests import crc32
@@ -159,8 +160,9 @@ def outcome(hello: Hello, draft: Draft) -> CommitRecord | None:
 
 def give_up(draft: Draft, why: str) -> None:
     """Tell the other ranks' agents that a save will never be committed."""
-    with suppress(OSError):  # no room even for that, or no folder: they find out by waiting
-        (draft.path / ABANDONED).write_text(why)
+    # No room even for that, or no folder: they find out by waiting. Who looks finds the whole reason or no file.
+    with suppress(OSError, InputError), whole_file(draft.path / ABANDONED) as written:
+        written.write_text(why)
 
 
 def mark_gone(hello: Hello, draft: Draft) -> None:
