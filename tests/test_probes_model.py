@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad_and_value, vmap
 
+from headway.runtime import probe_model
 from headway.runtime.gradients import CYCLES, FORWARDS
 from tests.recorded import recording, rows
 
@@ -77,14 +78,21 @@ def test_other_threads_do_not_hide_the_forwards_of_the_one_that_trains(tmp_path)
     assert numbers(tmp_path, "forward") == [(0, ENABLED + TRAINING)] * 2
 
 
-def test_cpu_time_between_forwards_is_read_once_long_times_were_seen_there(tmp_path):
+def test_cpu_time_between_forwards_is_read_once_long_times_were_seen_there(tmp_path, monkeypatch):
+    clock_ns = [time.perf_counter_ns()]  # the host's own would add a long time wherever another process ran
+
+    def now():
+        clock_ns[0] += 1000
+        return clock_ns[0]
+
+    monkeypatch.setattr(probe_model, "now", now)
     with recording(tmp_path):
         model = model_of()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for wait_s in (0, 0.002, 0.002):
+        for wait_ns in (0, 2_000_000, 2_000_000):
             for _ in range(3):
                 loss = model(torch.ones(2, 4)).sum()
-                time.sleep(wait_s)
+                clock_ns[0] += wait_ns
             loss.backward()
             optimizer.step()
 
