@@ -31,6 +31,9 @@ class TestContext:
     def guarded(self, wrapper):
         return wrapper
 
+    def hook(self, function):
+        return function
+
     def fail(self, name, reason):
         self.outcomes.append(Refused(name, reason))
 

@@ -20,6 +20,7 @@ from headway.runtime.remedy import Applied, Context, Refused, apply_one
 from tests.recorded import recording, rows, run_script
 
 TABLE = {
+    "cluster.noise": "headway.cluster.runtime.noise:noise",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",
     "comm.bucket": "headway.comm.runtime.ddp:bucket",
@@ -426,3 +427,26 @@ def test_an_unpicklable_outcome_is_refused(context):
 
 def returns_nothing(parameters, context):
     """Forget to return an outcome."""
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_hook_that_fails_is_undone_and_the_script_goes_on(sparse, tmp_path):
+    source = f"""
+        import torch
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse={sparse}), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = model(torch.arange(5)).square().sum()
+            loss.backward()
+            optimizer.step()
+            print(loss.item().hex())
+    """
+    measured = run_script(source, tmp_path, **planned(tmp_path, Remedy("cluster.noise", {})))
+    plain = run_script(source, tmp_path, recorded=False)
+    found = outcomes(tmp_path)["cluster.noise"]
+
+    assert measured == plain
+    assert found["applied"] != sparse
+    assert not sparse or "a gradient is sparse" in found["reason_not_applied"]

@@ -12,6 +12,7 @@ is undone (`guard`): a plan can leave a job slower than promised, never broken.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Mapping
@@ -127,6 +128,11 @@ class Context:
 
         return guarded(wrapper, failed, lambda: name in self.failed, restoring, passing)
 
+    def hook(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return `function` as a hook of torch's: should it fail, the remedy that is being applied now is undone."""
+        hooked: Callable[..., None] = self.guarded(lambda _: function)(_nothing)
+        return hooked
+
     def fail(self, name: str, reason: str) -> None:
         """Undo a remedy that has failed while the script runs, and say why; only the first time. Raises nothing."""
         if name in self.failed:
@@ -167,6 +173,26 @@ class Context:
             write_json(f"{self.run}/applied/r{self.rank}.json", content)
         except (OSError, TypeError, ValueError) as cause:
             self.probes.failed("applied file", cause)
+
+
+def _nothing(*_: Any) -> None:
+    """What is called in the place of a hook that has failed."""
+
+
+def on_scaled_loss(context: Context, act: Callable[[], None]) -> None:
+    """Call `act` before a loss is scaled (GradScaler): what `backward` begins from then is not the loss."""
+
+    def scaling(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(scaler: Any, outputs: Any) -> Any:
+            """Scale, and say so."""
+            if scaler.is_enabled():
+                act()
+            return original(scaler, outputs)
+
+        return scale
+
+    context.patch("torch.amp.grad_scaler:GradScaler.scale", scaling)
 
 
 def apply_plan(probes: Probes, environ: Mapping[str, str]) -> list[Undo]:

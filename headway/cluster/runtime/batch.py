@@ -81,8 +81,8 @@ class _Change:
         if self.accumulation:
             context.patch("torch.optim.optimizer:Optimizer.__init__", self._accumulate)
         handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
+            register_optimizer_step_pre_hook(context.hook(self._before)),
+            register_optimizer_step_post_hook(context.hook(self._after)),
         ]
         context.undos += [handle.remove for handle in handles]
         context.undos.append(self._put_back)

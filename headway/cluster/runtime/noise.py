@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.core.errors import InputError
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.remedy import Applied, Context, Refused, on_scaled_loss
 
 NAME = "cluster.noise"
 
@@ -62,45 +62,32 @@ class Watch:
         self._pending: list[tuple[int, int, bool, torch.Tensor]] = []
         self._before: list[torch.Tensor] | None = None
         self._handles: list[Any] = []
+        self._backward_hook = context.hook(self._at_backward)
 
     def install(self) -> None:
         """Put the hooks in; they go with the remedy."""
-        handle = register_optimizer_step_pre_hook(self._at_step)
-        self._handles.append(handle)
-        self.context.patch("torch.amp.grad_scaler:GradScaler.scale", self._refused_scaling)
+        self._handles.append(register_optimizer_step_pre_hook(self.context.hook(self._at_step)))
+        on_scaled_loss(self.context, self._refuse_scaling)
         self.context.undos.append(self.remove)
 
     def remove(self) -> None:
-        """Take the hooks out, and write what is left."""
+        """Take the hooks out."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _refused_scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            """Scale; norms of scaled gradients would be wrong."""
-            if scaler.is_enabled():
-                self.context.fail(NAME, "the loss is scaled (GradScaler): the norms of its gradients are not measured")
-            return original(scaler, outputs)
-
-        return scale
+    def _refuse_scaling(self) -> None:
+        self.context.fail(NAME, "the loss is scaled (GradScaler): the norms of its gradients are not measured")
 
     def _at_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Take a sample, if this is the optimizer that is measured and the step is due. Changes nothing."""
-        try:
-            self._sample(optimizer)
-        except Exception as cause:
-            self.context.fail(NAME, f"failed in use, and was undone: {type(cause).__name__}: {cause}")
-
-    def _sample(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not parameters or (self._optimizer is not None and optimizer is not self._optimizer):
             return
         if self._optimizer is None:
             self._optimizer = optimizer
             for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-                self._handles.append(parameter.register_hook(functools.partial(self._at_backward, parameter)))
+                self._handles.append(parameter.register_hook(functools.partial(self._backward_hook, parameter)))
             return
         count, local = max(self._fires.values(), default=0), self._local
         self._fires, self._local = {}, []
@@ -138,7 +125,9 @@ class Watch:
             self.context.note(Applied(NAME, self.facts))
 
     def _at_backward(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a parameter's gradient of one backward, before it is reduced."""
+        """Add a parameter's gradient of one backward, before it is reduced. Raises `InputError` for a sparse one."""
+        if gradient.layout != torch.strided:
+            raise InputError("a gradient is sparse, and the norms of such ones are not measured.")
         if (self._step + 1) % self.every == 0:
             self._local.append(_square([self._scaled(parameter, gradient.detach())]))
         self._fires[id(parameter)] = self._fires.get(id(parameter), 0) + 1

@@ -32,7 +32,7 @@ from headway.core.errors import InputError
 from headway.model.runtime.tuner import Tuner
 from headway.model.tuning.search import FIRST_STEPS
 from headway.model.tuning.space import parsed
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.remedy import Applied, Context, Refused, on_scaled_loss
 
 NAME = "model.tune"
 DEFAULT = ("lr=1e-5:1:log",)
@@ -115,8 +115,8 @@ class _Script:
         """Patch loaders, `backward` and the optimizers' steps."""
         self.context.patch("torch.utils.data.dataloader:DataLoader.__iter__", self._iterate)
         self.context.patch("torch._tensor:Tensor.backward", self._backward)
-        self.context.patch("torch.amp.grad_scaler:GradScaler.scale", self._scale)
-        self.context.undos.append(register_optimizer_step_post_hook(self._stepped).remove)
+        on_scaled_loss(self.context, self._refuse_scaling)
+        self.context.undos.append(register_optimizer_step_post_hook(self.context.hook(self._stepped)).remove)
 
     def _refuse(self, reason: str) -> None:
         self._over = True
@@ -220,15 +220,9 @@ class _Script:
 
         return backward
 
-    def _scale(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def scale(scaler: Any, outputs: Any) -> Any:
-            """Scale; a scaled loss is not the loss."""
-            if scaler.is_enabled() and not self._over:
-                self._refuse("the loss is scaled (GradScaler), so what `backward` sees is not the loss")
-            return original(scaler, outputs)
-
-        return scale
+    def _refuse_scaling(self) -> None:
+        if not self._over:
+            self._refuse("the loss is scaled (GradScaler), so what `backward` sees is not the loss")
 
     def _tell(self) -> None:
         """Write what is known, when a search has ended and now and then."""
