@@ -33,7 +33,7 @@ def main() -> int:
             for codec, predicted in row["predicted_s"].items():
                 taken = row["step_s"][codec]
                 errors[f"{model}, {rate or 'no limit'}, {codec}"] = predicted / taken - 1
-                share = (wire_bytes(codec, NUMBERS) or 0) / (4 * NUMBERS)
+                share = wire_bytes(codec, NUMBERS) / (4 * NUMBERS)
                 naive.append(abs(row["step_s"]["plain"] * share / taken - 1))
     sizes = [abs(error) for error in errors.values()]
     within = sum(size <= 0.10 for size in sizes) / max(len(sizes), 1)

@@ -65,16 +65,21 @@ def test_text_of_a_run_is_shown_and_never_interpreted():
     assert "&lt;script&gt;" in fragment(why)
 
 
-def test_a_finished_recording_shows_every_bucket_that_it_has(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run = headway.run()
-    assert run._repr_html_() is None
+def train(run):
+    """Take five steps while `run` records."""
     with run:
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(5):
             model(torch.ones(2, 4)).mean().backward()
             optimizer.step()
+
+
+def test_a_finished_recording_shows_every_bucket_that_it_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = headway.run()
+    assert run._repr_html_() is None
+    train(run)
     markup = run._repr_html_()
 
     assert re.search(r"Steps</dt><dd>5<", markup)
@@ -83,12 +88,7 @@ def test_a_finished_recording_shows_every_bucket_that_it_has(tmp_path, monkeypat
 
 def test_a_recording_answers_in_python_when_it_has_ended(tmp_path):
     run = headway.run(tmp_path / "run")
-    with run:
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(5):
-            model(torch.ones(2, 4)).mean().backward()
-            optimizer.step()
+    train(run)
     again = headway.open_run(tmp_path / "run")
 
     assert run.ledger.steps == run.why()["steps"] == again.ledger.steps == 5

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headway.core.bounded_json import read_json
-from headway.core.errors import BarMissedError, HeadwayError, InputError
+from headway.core.errors import HeadwayError, InputError
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
@@ -83,7 +83,7 @@ def propose_compression(program: Program, setup: Setup) -> Proposal | Refusal:
             times = measure(MEASURED, path)
         program.deep[:] = [replace(deep, codecs=times)]
         found = {codec: program.predict([f"compress={codec}"]) for codec in CANDIDATES}
-    except (BarMissedError, HeadwayError) as cause:
+    except HeadwayError as cause:
         return Refusal(NAME, "comm", f"what compressed gradients would win is not known: {cause}")
     fastest = min(prediction.step_s for prediction in found.values())
     codec = next(name for name in CANDIDATES if found[name].step_s <= fastest * (1 + EQUAL))

@@ -29,7 +29,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from headway.core.errors import InputError, UnknownNameError
 
@@ -137,13 +136,10 @@ class _Tree:
                 yield (*head, second, *tail)
 
 
-@cache
-def _all() -> tuple[str, ...]:
-    return tuple(options())
-
-
-OPTIONS: tuple[str, ...] = _all()
+OPTIONS: tuple[str, ...] = tuple(options())
 """All options on both devices."""
+
+_KNOWN = frozenset(OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +170,7 @@ class Step:
 
 def checked_option(option: str) -> str:
     """Return an option of the tree; raises `UnknownNameError` with the nearest one."""
-    if option not in _known():
+    if option not in _KNOWN:
         close = difflib.get_close_matches(option, OPTIONS, n=1, cutoff=0.3)
         hint = f"Did you mean {close[0]!r}? " if close else ""
         raise UnknownNameError(f"unknown option {option!r}. {hint}All are listed by: headway comm options.")
@@ -208,8 +204,3 @@ def steps(option: str, ranks_per_host: int, hosts: int) -> list[Step]:
                 blocks = blocks // sizes[place] if PAIRS[verb] == "all_gather" else blocks
             packets *= sizes[place] if packed else 1
     return found
-
-
-@cache
-def _known() -> frozenset[str]:
-    return frozenset(OPTIONS)

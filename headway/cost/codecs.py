@@ -153,8 +153,8 @@ def place_bytes(n: int, k: int) -> tuple[int, int]:
     return -(-k * low // 8), -(-(k + ((n - 1) >> low)) // 8)
 
 
-def wire_bytes(name: str | CodecName, n: int) -> int | None:
-    """Return the bytes of a packet of `n` numbers; None would mean that they vary, which they do for none of today's.
+def wire_bytes(name: str | CodecName, n: int) -> int:
+    """Return the bytes of a packet of `n` numbers, a function of `n` alone.
 
     Raises as `read_codec`, `InputError` for n < 0 and for a count above n.
     """

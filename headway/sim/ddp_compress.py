@@ -83,7 +83,7 @@ class Compression:
 def packet_bytes(codec: CodecName, n: int, ranks: int) -> int:
     """Return the bytes of a rank's packets of `n` numbers, one for each owner."""
     own = -(-n // ranks)
-    return sum(wire_bytes(codec, min(own, n - first)) or 0 for first in range(0, n, own))
+    return sum(wire_bytes(codec, min(own, n - first)) for first in range(0, n, own))
 
 
 Items = list[tuple[int, int, int]]

@@ -190,6 +190,6 @@ class _Run:
         self.data = own
 
     def _packet_bytes(self) -> int:
-        """Return the bytes of a block's packet: a function of its numbers alone."""
+        """Return the bytes of a block's packet, of any codec: `headway.cost.codecs` knows those with a name only."""
         assert self.codec is not None
         return self.codec.encode(torch.zeros(self.length, device=self.data.device), 0).numel()

@@ -67,8 +67,7 @@ class Unit:
     def sizes(self) -> list[int]:
         """Return [owners] the bytes of each share's packet."""
         return [
-            wire_bytes(self.codec.name, stop - start) or 0
-            for start, stop in zip(self.cuts, self.cuts[1:], strict=False)
+            wire_bytes(self.codec.name, stop - start) for start, stop in zip(self.cuts, self.cuts[1:], strict=False)
         ]
 
 
@@ -225,7 +224,7 @@ class PushPull:
         at = FLAG
         for unit in units:
             low, high = unit.cuts[self.rank : self.rank + 2]
-            size = wire_bytes(unit.codec.name, high - low) or 0
+            size = wire_bytes(unit.codec.name, high - low)
             if not size:
                 continue
             mean = self._summed(unit, arrived[:, at : at + size], high - low)

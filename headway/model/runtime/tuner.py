@@ -204,8 +204,9 @@ class Tuner:
             if iterator is None and sized and place.batches >= len(loader):  # the setting may change the length
                 place.epoch, place.batches = place.epoch + 1, 0
             if place.epoch >= epochs:
-                if self._search is None or not self._ended():
+                if self._search is None:
                     break
+                self._compare_here()
                 iterator = None
                 continue
             # The state of a pass that has ended begins the next one, or brings nothing once: both are the next pass.
@@ -344,13 +345,12 @@ class Tuner:
                 lower[name] = max(each.low, setting[name] * LOWER)
         return lower
 
-    def _ended(self) -> bool:
-        """Compare at the length of the trial whose data has ended; False when there is nothing left to run."""
+    def _compare_here(self) -> None:
+        """Compare at the length of the trial whose data has ended."""
         if self._search is not None and self._active is not None:
             self._search.stop_at(len(self._active.losses))
         self._reported = True
         self._decide()
-        return True
 
     def _decide(self) -> bool:
         """Say whether another branch came into force."""
