@@ -414,3 +414,14 @@ def test_advice_for_a_job_on_cpus_names_no_pinned_memory():
 
     assert "pin_memory" not in of_cpu.fix
     assert "pin_memory" in find_causes(Ledger.of(made))[0].fix
+
+
+def test_a_loader_without_workers_hands_nothing_over_it_collates():
+    made = FAULTS["input.transfer"].make()
+    for facts in made.meta["loaders"].values():
+        facts["num_workers"] = 0
+    cause = find_causes(Ledger.of(made))[0]
+
+    assert cause.cause == "input.transfer"
+    assert cause.fix.startswith("collate in worker processes")
+    assert "num_workers=" in cause.script

@@ -37,6 +37,13 @@ def test_a_copy_is_equal_and_an_example_equals_itself(example):
     assert equal(decode(encode(example)), example)
 
 
+def test_a_copy_keeps_the_strides_of_an_image_of_one_channel():
+    image = torch.arange(784.0).reshape(28, 28, 1).permute(2, 0, 1).contiguous()  # as torchvision's ToTensor makes it
+    assert image.stride() == (1, 28, 1)
+    assert equal(decode(encode((image, 7))), (image, 7))
+    assert equal(decode(encode(image[:, :0])), image[:, :0])
+
+
 @given(tensors)
 def test_a_copied_tensor_has_memory_of_its_own(tensor):
     copy = decode(encode(tensor))

@@ -185,6 +185,7 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
         evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
     if start > 0:
         evidence += f"; starting and ending its iterators took {format_seconds(start)} in all"
+    on_host, script = str(ledger.meta.get("device_type", "cpu")) == "cpu", ""
     if start > hand and loader.workers == 0:
         fix = "keep one iterator instead of making a loader for every few batches"
     elif start > hand and loader.facts.persistent:
@@ -192,13 +193,18 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     elif start > hand:
         fix = "keep the workers between epochs: one loader for all of them, and persistent_workers=True"
         fix += f"{TRY}persistent=true"
-    elif str(ledger.meta.get("device_type", "cpu")) == "cpu":
+    elif loader.workers == 0 and on_host and not loader.refusal:
+        # Without workers nothing is handed over: what is left behind the examples is the collate function.
+        fix = f"collate in worker processes{TRY}workers=2"
+        script = _more_workers(ledger, loader)
+    elif loader.workers == 0 and on_host:
+        fix = f"make the collate function faster: workers are refused ({loader.refusal})"
+    elif on_host:
         fix = "hand over less: smaller dtypes, fewer and larger tensors per batch"
     else:
         fix = "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device"
-    script = ""
     if start > hand and loader.workers and not loader.facts.persistent:
         script = "DataLoader(..., persistent_workers=True)"
-    elif start <= hand and str(ledger.meta.get("device_type", "cpu")) != "cpu" and not loader.facts.pin_memory:
+    elif start <= hand and not on_host and not loader.facts.pin_memory:
         script = "DataLoader(..., pin_memory=True)  # and batch.to(device, non_blocking=True)"
     return _cause("input.transfer", loader, hand + start + waited, evidence + also_waited(waited), fix, script)

@@ -25,6 +25,7 @@ from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
 from headway.trace.assemble import json_object
 from headway.trace.formats import open_parts
+from headway.trace.loader_facts import loaders_in
 from headway.trace.parts import Parts
 from headway.trace.runs import Run, is_run, merge
 from headway.trace.trace import Trace
@@ -168,7 +169,8 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     keeps = any(row.name == "data.workers" and PERSISTENT in row.edits for row in plan.proposals)
     workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
     starts = ledger.sub_ns.get("input.start", 0) > ledger.sub_ns.get("input.transfer", 0)
-    if keeps and starts and workers is not None:
+    collates = not any(facts.num_workers for facts in loaders_in(run.meta).values())  # workers would do that too
+    if workers is not None and ((keeps and starts) or collates):
         fixes["input.transfer"] = workers
     found = find_causes(ledger, predict=program.predict, fixes=fixes)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
@@ -275,15 +277,14 @@ GRANTED = {
 
 def refuted(cause: Cause, plan: Plan) -> Cause:
     """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
-    tried = [row for row in plan.proposals if cause.cause in CAUSES_OF_REMEDY.get(row.name, ())]
+    about = "input.prep" if cause.cause == "input.transfer" and f"{TRY}workers=" in cause.fix else cause.cause
+    tried = [row for row in plan.proposals if about in CAUSES_OF_REMEDY.get(row.name, ())]
     given = [
-        f"{row.name} {row.known}"
-        for row in plan.refused
-        if row.known and cause.cause in CAUSES_OF_REMEDY.get(row.name, ())
+        f"{row.name} {row.known}" for row in plan.refused if row.known and about in CAUSES_OF_REMEDY.get(row.name, ())
     ]
     if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
     known = [*([f"predicted: {predicted}"] if tried else []), *given]
     fix = f"{NOTHING_PAYS} ({'; '.join(known)})"
-    return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False)
+    return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")

@@ -53,7 +53,10 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and _is_plain(obj):
             raw = obj.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() if obj.numel() else b""
-            return _tensor, (raw, obj.dtype, tuple(obj.shape))
+            shape, stride = tuple(obj.shape), obj.stride()
+            # Dimensions of size 1 have any stride: torchvision's ToTensor leaves (1, 28, 1) on an image of one channel.
+            odd = () if stride == _canonical_stride(shape) else (stride,)
+            return _tensor, (raw, obj.dtype, shape, *odd)
         return NotImplemented
 
 
@@ -68,8 +71,7 @@ class _PlainPickler(_Pickler):
         if isinstance(obj, torch.Tensor):
             memory = obj.untyped_storage().data_ptr()
             self._left -= obj.nbytes
-            canonical = torch.empty(obj.shape, device="meta").stride()
-            plain = type(obj) is torch.Tensor and _is_plain(obj) and obj.stride() == canonical
+            plain = type(obj) is torch.Tensor and _is_plain(obj) and obj.stride() == _canonical_stride(obj.shape)
             if self._left < 0 or memory in self._memory or not plain:
                 raise ValueError("not plain")
             self._memory.add(memory)
@@ -94,11 +96,28 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Rebuild a tensor on memory of its own."""
+def _canonical_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides that torch gives a new tensor of this shape.
+
+    >>> _canonical_stride((1, 28, 28)), _canonical_stride((2, 0, 3))
+    ((784, 28, 1), (3, 3, 1))
+    """
+    stride, step = list[int](), 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _tensor(
+    raw: bytes, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Rebuild a tensor on memory of its own; `stride` in elements, where it is not the one of a new tensor."""
     if not raw:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).view(shape)
+        empty = torch.empty(shape, dtype=dtype)
+        return empty if stride is None else empty.as_strided(shape, stride)
+    tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype)
+    return tensor.view(shape) if stride is None else tensor.as_strided(shape, stride)
 
 
 def equal(left: object, right: object) -> bool:
