@@ -4,7 +4,8 @@ Claim: over mixes of jobs that are bound by the host, by the device (with a host
 or a copy in each step and by the loader, on one device or two, every bucket of the ledger is within 2 points (of the
 steps' time) of the devices' own account, what bounds the job is named right in all of them, and predictions of
 `input.fetch=none`, `workers=N`, `accelerator=2x` and of the remedy `data.workers`, which is applied, are within 5 % in
-90 % of cases and within 10 % in all, where a device-bound job is promised at most 1.03x by what is done for its input.
+90 % of cases and within 10 % in all, where a device-bound job is promised at most 1.03x by what is done for its input,
+unless it reads in each step: then its loader is waited for with an idle device, and a faster one wins something.
 The device is emulated (tests/accelerator.py): nothing here was seen on a GPU.
 
 The account of a device: at work when it computed; else waiting for input while its host waited for the loader, or for
@@ -19,7 +20,7 @@ import random
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +52,12 @@ class Mix:
     """What the copy of a batch from pageable memory takes, for which the host waits; 0 = it is not copied."""
     ranks: int = 1
     """Each has a device of its own."""
+    side: int = 0
+    """1: the loader is asked under another stream; 2: its batches are copied there, from pageable memory."""
+    loss_ms: float = 0.0
+    """What the kernels of the loss take, which the script launches behind its work between forward and backward."""
+    late_ms: float = 0.0
+    """The device passes events late, by up to so much."""
 
     @property
     def bound(self) -> str:
@@ -82,6 +89,41 @@ def mixes(count: int) -> list[Mix]:
     return found
 
 
+def account_mixes() -> list[Mix]:
+    """Return jobs of four kinds, on several streams, with losses behind the host's work and events that pass late."""
+    kinds = {
+        "host": Mix("host", 0.2, 12, 5, 1200), "device": Mix("device", 2, 1, 12, 36),
+        "read": Mix("read", 1, 1, 12, 1200, read_every=1), "loader": Mix("loader", 14, 0.5, 4, 1200),
+    }  # fmt: skip
+    axes = ({}, {"side": 1}, {"side": 2, "copy_ms": 1.0}, {"loss_ms": 1.0}, {"loss_ms": 10.0}, {"late_ms": 0.5},
+            {"late_ms": 2.0})  # fmt: skip
+    return [replace(mix, **axis) for mix in kinds.values() for axis in axes]
+
+
+def account() -> list[dict[str, object]]:
+    """Record each job of `account_mixes` once, and hold its ledger and its predictions against the truth."""
+    rows = []
+    for mix in account_mixes():
+        with tempfile.TemporaryDirectory(prefix="headway-device-") as name:
+            before, truth = run(mix, Path(name) / "before")
+            recorded = Run.open(before)
+            points, bound = ledger_errors(recorded, truth)
+            true_bound = "device" if mix.loss_ms + mix.device_ms > mix.host_ms + mix.load_ms else mix.bound
+            unknown = max(points.pop("unknown"), 0.0)
+            promised = 1.0
+            if true_bound == "device" and not mix.read_every:
+                program = Program.from_run(recorded)
+                edits = ("input.fetch=none", "workers=2")
+                promised = max(program.predict([edit], interval=False, max_discrepancy=0.2).speedup for edit in edits)
+        rows.append({
+            **asdict(mix), "by_bucket": rounded(points), "unknown": round(unknown, 2), "bound": bound,
+            "right": bound in (true_bound, "unknown"), "promised": round(promised, 3),
+            "met": all(-3 - unknown <= error <= 3 for error in points.values()) and promised <= 1.03,
+        })  # fmt: skip
+        print(f"[{len(rows)}] {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
+    return rows
+
+
 def run(
     mix: Mix, folder: Path, *, load: float = 1.0, device: float = 1.0, workers: int = 0, plan: Path | None = None
 ) -> tuple[Path, list[Truth]]:
@@ -91,9 +133,9 @@ def run(
     truth = recorded_loop(
         folder,
         {"forward_ms": each * 0.3, "backward_ms": each * 0.6, "update_ms": each * 0.1, "depth": mix.depth,
-         "copy_ms": mix.copy_ms},
+         "copy_ms": mix.copy_ms, "loss_ms": mix.loss_ms, "late_ms": mix.late_ms},
         {"steps": STEPS, "load_ms": mix.load_ms * load, "host_ms": mix.host_ms, "read_every": mix.read_every,
-         "workers": workers},
+         "workers": workers, "side": mix.side},
         ranks=mix.ranks,
         plan=plan,
     )  # fmt: skip
@@ -167,7 +209,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="30 mixes")
     parser.add_argument("--count", type=int, default=0, help="so many mixes")
+    parser.add_argument("--account", action="store_true", help="the ledger alone: streams, losses, late events")
     options = parser.parse_args()
+    if options.account:
+        found = account()
+        met = all(row["right"] and row["met"] for row in found)
+        print(json.dumps({
+            "bench": "device_truth --account", "jobs": len(found), "bound_right": sum(row["right"] for row in found),
+            "within_3_points_or_unknown": sum(row["met"] for row in found), "rows": found, "met": met,
+        }))  # fmt: skip
+        return 0 if met else 3
     rows = []
     for index, mix in enumerate(mixes(options.count or (30 if options.full else 6))):
         with tempfile.TemporaryDirectory(prefix="headway-device-") as name:
@@ -182,7 +233,8 @@ def main() -> int:
         print(f"[{index}] {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
     errors = [one["error"] for row in rows for one in row["predictions"] if "error" in one]
     promised = [
-        one["predicted"] for row in rows if row["bound"] == "device" for one in row["predictions"]
+        one["predicted"] for row in rows if row["bound"] == "device" and not row["read_every"]
+        for one in row["predictions"]
         if "predicted" in one and one["edit"] != "accelerator=2x"
     ]  # fmt: skip
     within_5 = sum(error <= 0.05 for error in errors) / len(errors)

@@ -6,6 +6,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import sys
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("headway", derandomize=True, deadline=None, print_blob=False)
@@ -25,3 +28,11 @@ def pytest_collection_modifyitems(items):
     """Put the tests of the longest files first."""
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was():
+    """Take an emulated accelerator out from under torch."""
+    yield
+    if (emulation := sys.modules.get("tests.accelerator")) is not None:
+        emulation.leave_torch()

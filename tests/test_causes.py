@@ -416,7 +416,7 @@ def test_advice_for_a_job_on_cpus_names_no_pinned_memory():
     assert "pin_memory" in find_causes(Ledger.of(made))[0].fix
 
 
-def test_a_loader_without_workers_hands_nothing_over_it_collates():
+def test_a_loader_without_workers_collates_and_one_with_too_many_is_told_to_have_fewer():
     made = FAULTS["input.transfer"].make()
     for facts in made.meta["loaders"].values():
         facts["num_workers"] = 0
@@ -425,3 +425,10 @@ def test_a_loader_without_workers_hands_nothing_over_it_collates():
     assert cause.cause == "input.transfer"
     assert cause.fix.startswith("collate in worker processes")
     assert "num_workers=" in cause.script
+    for facts in made.meta["loaders"].values():
+        facts["num_workers"] = 10
+    made.meta["cores"] = 2
+    cause = find_causes(Ledger.of(made))[0]
+
+    assert cause.fix == "fewer workers: 10 of them take turns on 1 core"
+    assert "num_workers=1," in cause.script

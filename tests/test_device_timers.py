@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import torch
 
 from headway.runtime import device
 from headway.runtime.device import emulate
-from headway.runtime.device_timers import QUERIES, WORK, AllTimers, DeviceTimers
-from tests.accelerator import Accelerator, now
+from headway.runtime.device_timers import QUERIES, UNKNOWN, WORK, AllTimers, DeviceTimers
+from tests.accelerator import Accelerator, CudaEvent, Stream, now
 
 
 def overlap_ns(found: list[tuple[int, int]], truth: list[tuple[int, int]]) -> int:
@@ -41,7 +40,7 @@ def step(timing: DeviceTimers, accelerator: Accelerator, *, load_s: float, work_
 )
 def test_a_device_is_at_work_when_its_timeline_says_so(load_s, work_ns, host_s, depth):
     accelerator, written = Accelerator(depth=depth), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator)
+    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
     start = now()
     for _ in range(40):
         step(timing, accelerator, load_s=load_s, work_ns=work_ns, host_s=host_s)
@@ -54,12 +53,13 @@ def test_a_device_is_at_work_when_its_timeline_says_so(load_s, work_ns, host_s, 
     assert overlap_ns(found, accelerator.work) >= 0.98 * truth
     assert abs(sum(end - begin for begin, end in found) - truth) <= 0.03 * wall
     assert accelerator.made_events <= 64
-    assert accelerator.queries <= QUERIES * 40 + 40
+    # An answer of `elapsed_time` asks both of its events.
+    assert accelerator.queries <= 2 * accelerator.recorded_events + QUERIES * 40 + 40
 
 
 def test_the_clock_of_a_device_that_is_idle_now_and_then_is_known_to_a_millisecond():
     accelerator, written = Accelerator(), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator)
+    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
     for _ in range(10):
         step(timing, accelerator, load_s=0.004, work_ns=2_000_000, host_s=0.0)
     accelerator.synchronize()
@@ -86,7 +86,7 @@ class Probes:
 
 def test_the_device_of_the_loss_is_timed_and_not_the_current_one_and_each_one_by_itself():
     devices = [Accelerator(index=0), Accelerator(index=3)]
-    undo = emulate(lambda tensor: devices[int(tensor)], {})
+    undo = emulate(lambda tensor: devices[int(tensor)].device, {})
     try:
         every = AllTimers(Probes())
         assert not every
@@ -102,7 +102,7 @@ def test_the_device_of_the_loss_is_timed_and_not_the_current_one_and_each_one_by
 
 def test_nothing_is_recorded_while_a_graph_is_captured_and_all_goes_on_after_it():
     accelerator, probes = Accelerator(), Probes()
-    undo = emulate(lambda tensor: accelerator, {})
+    undo = emulate(lambda tensor: accelerator.device, {})
     try:
         every = AllTimers(probes)
         timing = every.of(torch.ones(1))
@@ -127,16 +127,129 @@ def test_nothing_is_recorded_while_a_graph_is_captured_and_all_goes_on_after_it(
 
 def test_generators_are_those_of_the_devices_in_use_and_none_is_asked_while_a_graph_is_captured(monkeypatch):
     used = Accelerator(index=2)
-    backend = SimpleNamespace(
-        is_initialized=lambda: True, default_generators=tuple("abcd"), current_device=lambda: 1,
-        is_current_stream_capturing=lambda: False,
-    )  # fmt: skip
-    monkeypatch.setattr(device, "_MODULES", {"cuda": "made_backend"})
-    monkeypatch.setitem(sys.modules, "made_backend", backend)
-    undo = device.emulate(lambda _: used, {("cuda", 2): used})
+    for name, value in {
+        "is_initialized": lambda: True, "default_generators": tuple("abcd"), "current_device": lambda: 1,
+        "is_current_stream_capturing": lambda: False,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    undo = device.emulate(lambda _: used.device, {("cuda", 2): used.device})
     try:
         assert device.generators() == ["b", "c"]
         used.capturing = True
         assert device.generators() == []
     finally:
         undo()
+
+
+def test_a_loader_that_is_asked_under_a_stream_of_its_own_changes_nothing():
+    accelerator, written = Accelerator(depth=24), []
+    timing, side = DeviceTimers(lambda *r: written.append(r), accelerator.device), Stream(accelerator)
+    for _ in range(40):
+        with accelerator.within(side):
+            side.launch(15_000_000)  # copies that take longer than the step: the stream falls behind
+            time.sleep(0.001)
+            timing.ready()
+        step_on(timing, accelerator, work_ns=9_000_000)
+    accelerator.synchronize()
+    timing.finish()
+    found = sum(r[2] for r in written if r[0] == WORK)
+    truth = sum(end - begin for begin, end in accelerator.work)
+
+    assert timing.dropped == 0
+    assert abs(found / truth - 1) <= 0.05
+
+
+def step_on(timing: DeviceTimers, accelerator: Accelerator, *, work_ns: int) -> None:
+    """Launch forward, backward and update in the default stream."""
+    accelerator.launch(work_ns // 3)
+    timing.computed()
+    timing.turned()
+    accelerator.launch(work_ns // 2)
+    timing.ended()
+    accelerator.launch(work_ns // 6)
+    timing.updated()
+
+
+def test_what_the_host_does_before_it_launches_a_loss_is_no_work_for_certain():
+    accelerator, written = Accelerator(), []
+    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    for _ in range(20):
+        timing.ready()
+        accelerator.launch(1_000_000)
+        timing.computed()
+        time.sleep(0.008)
+        accelerator.launch(1_000_000)  # the loss: the event behind it passes late
+        timing.turned()
+        accelerator.launch(1_000_000)
+        timing.ended()
+        timing.updated()
+        accelerator.synchronize()
+    timing.finish()
+    work, unknown = (sum(r[2] for r in written if r[0] == code) for code in (WORK, UNKNOWN))
+
+    assert work <= 1.2 * sum(end - begin for begin, end in accelerator.work)
+    assert unknown >= 19 * 6_000_000
+
+
+def test_two_of_the_events_are_left_out_while_the_host_is_far_ahead():
+    accelerator = Accelerator(depth=1000)
+    timing = DeviceTimers(lambda *r: None, accelerator.device)
+    for _ in range(30):
+        timing.ready()
+        step_on(timing, accelerator, work_ns=30_000_000)
+        time.sleep(0.02)
+    before = accelerator.recorded_events
+    for _ in range(10):
+        timing.ready()
+        step_on(timing, accelerator, work_ns=30_000_000)
+
+    assert accelerator.recorded_events - before == 30
+
+
+def test_a_stretch_that_cannot_be_read_is_given_up_alone(monkeypatch):
+    accelerator, written = Accelerator(), []
+    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    fails = [3]
+
+    def refuse(event, other):
+        if fails[0]:
+            fails[0] -= 1
+            raise RuntimeError("an unexpected event status")
+        return elapsed(event, other)
+
+    for k in range(12):
+        if k == 4:
+            elapsed = CudaEvent.elapsed_time
+            monkeypatch.setattr(CudaEvent, "elapsed_time", refuse)
+        timing.ready()
+        step_on(timing, accelerator, work_ns=1_000_000)
+        accelerator.synchronize()
+    timing.finish()
+
+    assert timing.dropped == 3
+    assert sum(r[0] == WORK for r in written) >= 8
+
+
+@pytest.mark.parametrize("holds_lock", [False, True], ids=["torch.cuda.Event", "torch.Event"])
+def test_other_threads_go_on_while_an_event_waits_for_its_place_in_the_queue(holds_lock):
+    accelerator, counted, over = Accelerator(depth=1), [0], threading.Event()
+    if holds_lock:
+        accelerator.device._own = None  # as on other kinds of device: the test sees the difference
+
+    def count():
+        while not over.is_set():
+            counted[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        accelerator.launch(100_000_000)
+        before = counted[0]
+        accelerator.device.record()
+        during = counted[0] - before
+    finally:
+        over.set()
+        thread.join()
+
+    assert during <= 2 if holds_lock else during >= 10

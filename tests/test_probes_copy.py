@@ -14,7 +14,7 @@ from tests.recorded import recording, rows
 
 
 def test_a_copy_to_a_device_is_recorded_with_its_bytes_and_nothing_else_is(tmp_path):
-    on_meta = device.emulate(lambda x: Accelerator() if x.device.type == "meta" else None, {})
+    on_meta = device.emulate(lambda x: Accelerator().device if x.device.type == "meta" else None, {})
     with recording(tmp_path) as session:
         undos = [
             on_meta,
@@ -41,7 +41,7 @@ def test_a_copy_to_a_device_is_recorded_with_its_bytes_and_nothing_else_is(tmp_p
 
 def test_a_copy_back_is_a_wait_for_the_device(tmp_path):
     away = torch.ones(1)
-    undo = device.emulate(lambda x: Accelerator() if x is away else None, {})
+    undo = device.emulate(lambda x: Accelerator().device if x is away else None, {})
     try:
         with recording(tmp_path) as session:
             to_device(lambda _: time.sleep(1e-3) or torch.zeros(1), session.probes)(away)

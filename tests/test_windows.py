@@ -394,7 +394,7 @@ def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monke
     accelerator, stopped = Accelerator(), []
     monkeypatch.setattr("headway.runtime.windows.low_level_start", lambda **_: None)
     monkeypatch.setattr("headway.runtime.windows.low_level_stop", lambda: stopped.append(now()) or SimpleNamespace())
-    undo = device.emulate(lambda _: accelerator, {("cuda", 0): accelerator})
+    undo = device.emulate(lambda _: accelerator.device, {("cuda", 0): accelerator.device})
     try:
         with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
             windows = session.windows

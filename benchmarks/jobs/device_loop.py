@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -36,6 +37,9 @@ def main():
     parser.add_argument("--read-every", type=int, default=0, help="read the loss every so many steps; 0 = never")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument(
+        "--side", type=int, default=0, help="1: ask the loader under a stream of its own; 2: copy there"
+    )
+    parser.add_argument(
         "--timeline", help="write when the loader was asked, ns, to this path, rank and .json behind it"
     )
     options = parser.parse_args()
@@ -49,7 +53,8 @@ def main():
     model = torch.nn.Linear(8, 8).to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loads = []
-    for step, x in enumerate(timed(loader, loads)):
+    side = torch.cuda.Stream() if options.side else None
+    for step, x in enumerate(timed(loader, loads, side, options.side > 1)):
         loss = model(x.to("cuda")).square().mean()
         if options.host_ms:
             time.sleep(options.host_ms / 1e3)
@@ -64,15 +69,19 @@ def main():
     print(f"loss {loss.item():.6f}")
 
 
-def timed(loader, loads):
-    """Yield the batches, and note when each was waited for."""
+def timed(loader, loads, side, copies):
+    """Yield the batches, and note when each was waited for: in the stream `side` if there is one, copied there."""
     batches = iter(loader)
     while True:
         start = time.perf_counter_ns()
-        batch = next(batches, None)
-        loads.append((start, time.perf_counter_ns()))
-        if batch is None:
-            return
+        with torch.cuda.stream(side) if side is not None else nullcontext():
+            batch = next(batches, None)
+            loads.append((start, time.perf_counter_ns()))
+            if batch is None:
+                return
+            batch = batch.to("cuda") if copies else batch
+        if side is not None:
+            torch.cuda.current_stream(0).wait_stream(side)
         yield batch
 
 

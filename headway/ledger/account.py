@@ -43,8 +43,8 @@ BUSY = 0.75
 def bound_of(step_ns: Ints) -> tuple[str, float]:
     """Return what bounds the steps [len(BUCKETS), n], and the share of their time in which the device is at work.
 
-    That is 'device' where it is at work for most of the time, else the bucket that takes most of the rest, '' without
-    steps.
+    That is 'device' where it is at work for most of the time, else the bucket that takes most of the rest; 'unknown'
+    where time in which it may have been at work would decide, '' without steps.
 
     >>> step_ns = blank_steps()
     >>> bound_of(step_ns)
@@ -55,6 +55,8 @@ def bound_of(step_ns: Ints) -> tuple[str, float]:
     if not steps_ns:
         return "", 0.0
     share = total.pop("useful") / steps_ns
+    if share < BUSY <= share + total["unknown"] / steps_ns:
+        return "unknown", share
     return "device" if share >= BUSY else max(total, key=lambda bucket: total[bucket]), share
 
 

@@ -101,6 +101,7 @@ SUB_LINES: dict[str, str] = {
     "unknown.dropped": "records were overwritten before they were drained",
     "unknown.cut_short": "after the last record of a process that failed, or whose end nobody saw",
     "unknown.missing": "a rank that left no records",
+    "unknown.device": "a device that passed an event late: it was at work for a part of the time before it, at most",
     "unknown.model": "time inside a trace that none of its rows explains",
 }
 """Every sub-line -> what it means."""
@@ -158,7 +159,8 @@ BUCKET_OF: dict[str, Booking] = {
     "host.import": Booking("startup.import", 40),
     "host.recording": Booking("host.recording", 30),
     "dropped": Booking("unknown.dropped", 20),
-    "host.sync": Booking("useful.compute", 11),
+    "host.sync": Booking("useful.compute", 12),
+    "device.unknown": Booking("unknown.device", 11),
     # These nest in every way: forward and backward in a closure in an update, an update in a hook of backward.
     "segment.backward": Booking("useful.backward", 10),
     "segment.grad": Booking("useful.backward", 10),
@@ -194,6 +196,7 @@ IN_EVALUATION: dict[str, str] = {
     "input.iter": "eval.input",
     "forward": "eval.forward",
     "device.work": "eval.forward",
+    "device.unknown": "eval.other",
 }
 """Recorded name -> its sub-line inside a row named 'eval'. Useful and unowned time there is `eval.other`; other names
 keep their sub-lines."""

@@ -131,11 +131,16 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     )
 
 
+def _cores_each(ledger: Ledger) -> int:
+    """Return the cores of a rank, 0 = not known."""
+    return max(1, int(ledger.meta["cores"]) // _ranks_per_host(ledger)) if ledger.meta.get("cores") else 0
+
+
 def _more_workers(ledger: Ledger, loader: LoaderWaits) -> str:
     """Return the loader with twice its workers, or with as many as a rank has cores, up to four, where it has none."""
     if _is_served(ledger) or loader.refusal or loader.workers is None:
         return ""
-    each = int(ledger.meta.get("cores") or 4) // _ranks_per_host(ledger)
+    each = _cores_each(ledger) or 4
     return f"DataLoader(..., num_workers={2 * loader.workers or max(1, min(4, each))}, persistent_workers=True)"
 
 
@@ -199,6 +204,9 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
         script = _more_workers(ledger, loader)
     elif loader.workers == 0 and on_host:
         fix = f"make the collate function faster: workers are refused ({loader.refusal})"
+    elif on_host and (most := _cores_each(ledger)) and (loader.workers or 0) > most:
+        fix = f"fewer workers: {loader.workers} of them take turns on {plural(most, 'core')}"
+        script = f"DataLoader(..., num_workers={most}, persistent_workers=True)"
     elif on_host:
         fix = "hand over less: smaller dtypes, fewer and larger tensors per batch"
     else:

@@ -204,6 +204,9 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
     if "device.work" in last.spans:
         bound, share = bound_of(step_ns)
         by, at_work = BOUND.get(bound, bound), format_fraction(share, 0)
+        if bound == "unknown":
+            by = "the device or its host, which its events do not tell"
+            at_work = f"at least {at_work}"
         notes.append(f"steps are bound by {by}: the device is at work {at_work} of their time")
     return Account(
         wall_ns=book.wall[1] - book.wall[0],

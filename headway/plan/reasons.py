@@ -49,7 +49,8 @@ def reason_of(row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, all
     if not row.applies:
         return LeftOut(row.name, "hand", "headway cannot apply it")
     if not row.clear:
-        return LeftOut(row.name, "noise", f"{gain}: inside the noise of two runs")
+        slower = row.interval[1] <= 1
+        return LeftOut(row.name, "noise", f"{gain}: {'it costs time' if slower else 'inside the noise of two runs'}")
     if row.memory_bytes > room_bytes:
         needs = f"needs {format_bytes(row.memory_bytes)} per rank, {format_bytes(room_bytes)} are free"
         return LeftOut(row.name, "memory", needs)

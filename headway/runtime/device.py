@@ -67,15 +67,24 @@ class Device:
         torch = sys.modules["torch"]
         self._place = torch.device(kind, index)
         self._accelerator = getattr(torch, "accelerator", None)
+        self._own = _own_events(kind)
         self._free: list[Any] = []
 
     def __repr__(self) -> str:
         return f"{self.kind}:{self.index}"
 
-    def record(self) -> Any:
-        """Record an event now and return it. Raises what torch raises where the device has none that can be timed."""
-        event = self._free.pop() if self._free else sys.modules["torch"].Event(self._place, enable_timing=True)
-        event.record(self._stream())
+    def record(self, stream: Any = None) -> Any:
+        """Record an event now and return it, in `stream` (`stream()` by default).
+
+        Raises what torch raises where the device has no events that can be timed.
+        """
+        if self._free:
+            event = self._free.pop()
+        elif self._own is not None:
+            event = self._own(enable_timing=True)
+        else:
+            event = sys.modules["torch"].Event(self._place, enable_timing=True)
+        event.record(self.stream() if stream is None else stream)
         return event
 
     def release(self, event: Any) -> None:
@@ -85,7 +94,7 @@ class Device:
     @property
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph: what is recorded now would become part of it."""
-        capturing = getattr(self._stream(), "is_capturing", None)  # torch 2.13
+        capturing = getattr(self.stream(), "is_capturing", None)  # torch 2.13
         if capturing is None:
             capturing = getattr(module_of(self.kind), "is_current_stream_capturing", None)
         return bool(capturing()) if capturing is not None else False
@@ -104,14 +113,14 @@ class Device:
                 "device_peak_bytes": int(module.max_memory_reserved(self.index)),
                 "device_total_bytes": int(module.get_device_properties(self.index).total_memory),
             }
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, AssertionError):  # the last one: a build or a host without a driver
             return {}
 
     def free_memory(self) -> tuple[int, int] | None:
         """Return (free, all) bytes as the driver counts them: of all processes, caches of torch as taken; or None."""
         try:
             free, total = module_of(self.kind).mem_get_info(self.index)
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, AssertionError):
             return None
         return int(free), int(total)
 
@@ -131,10 +140,28 @@ class Device:
         with use(pool, self._place):
             yield pool
 
-    def _stream(self) -> Any:
-        if self._accelerator is None:
+    def stream(self) -> Any:
+        """Return the stream of the device that is current in this thread."""
+        if self._own is not None or self._accelerator is None:
             return module_of(self.kind).current_stream(self.index)
         return self._accelerator.current_stream(self._place)
+
+
+def _own_events(kind: str) -> Any:
+    """Return CUDA's own class of events, None for other kinds and where torch was built without it.
+
+    A launch waits while the queue of launches is full, and so does the record of an event. `torch.cuda.Event.record`
+    lets go of the interpreter's lock meanwhile, `torch.Event.record` keeps it (torch/csrc/cuda/Event.cpp and
+    torch/csrc/Event.cpp): with the latter all threads of the process would stand still, those that pin batches and
+    those that answer for NCCL among them.
+    """
+    event = getattr(module_of(kind), "Event", None) if kind == "cuda" else None
+    try:
+        if event is not None:
+            event(enable_timing=True)  # the driver makes it when it is first recorded
+    except (RuntimeError, AssertionError):  # what stands for it in a build without CUDA
+        return None
+    return event
 
 
 _SEEN: dict[tuple[str, int], Device] = {}

@@ -1,17 +1,27 @@
 """What a device does in each step, by at most a few events per micro-batch, without ever waiting for it.
 
 Events are recorded where the host stands at a batch, behind a model, at the turn to backward, and behind backward and
-update. Steps later, when one `query()` says that the last event of a step has passed, all that the step tells is
-written: forward and backward as the device ran them, and when it was at work. Where the host is far behind its
-device, an event is passed at once: until then the device had nothing to do.
+update, in the stream in which backward began: a loader may be asked under another one. Steps later, when one `query()`
+says that the last event of a step has passed, all that the step tells is written: forward and backward as the device
+ran them, and when it was at work. Where the host is far behind its device, an event is passed at once: until then the
+device had nothing to do.
 
     host      ready computed turned ended updated     ready computed ...
                 |       |      |      |     |           |
     device      +-------+......+------+-----+...........+---
                  forward  idle  backward update    idle
 
-The clock of a device is put on the host's by bounds: no event passes before it was recorded, nor after it was seen to
-have passed. A device that is idle when an event is recorded passes it at once, which makes the bound sharp.
+An event B that passes late, though the device had got to A before the host recorded B, found work of its own: launched
+somewhere between A and B, and under way from B on. What the device did before B is not known, and written as such:
+
+    host      A                          B
+    device    ---A.......... ? ..........-----B-------
+                  not known              at work
+
+Two of the events only tell pauses. They are left out where there can be none: while the host is ahead of its device by
+more than it has taken since the last event, and between a model and a backward that follows it at once.
+
+Where the device's clock stands on the host's, and how late its events pass, `device_clock` learns from them.
 """
 
 from __future__ import annotations
@@ -24,11 +34,12 @@ from types import FunctionType
 from typing import Any
 
 from headway.runtime.device import Device, device_of
+from headway.runtime.device_clock import DRAINED_NS, KEPT, Clock, Lateness
 from headway.runtime.probes import Probes, now
 from headway.runtime.timers import BACKWARD, FORWARD, out_of_compiler
 from headway.trace.vocabulary import SPANS
 
-WORK = SPANS["device.work"].code
+WORK, UNKNOWN = SPANS["device.work"].code, SPANS["device.unknown"].code
 
 READY, COPIED, COMPUTED, UPDATED = -1, -2, -3, -4
 """What marks stand for beside the ends of the two segments: forward may begin, the host waited for a copy to the
@@ -43,37 +54,8 @@ MAX_PENDING = 256
 QUERIES = 2
 """Stretches that are asked for at an update: more than one, so that what has been left over is caught up with."""
 
-DRAINED_NS = 200_000
-"""An event that passed this soon after it was recorded found the device with nothing to do."""
-
-DRIFT = 20e-6
-"""Clocks may drift apart by this fraction of the time."""
-
-
-class Clock:
-    """The clock of one device on the host's, int64 ns."""
-
-    def __init__(self) -> None:
-        self.device_ns = 0
-        """Moment of the newest event by the device, since the first one."""
-        self.ahead_ns: int | None = None
-        """The host's clock less the device's; None before the first event."""
-        self.slack_ns = -1
-        """How far apart the bounds of the newest stretch lay; -1 before the first."""
-
-    def bound(self, passed_ns: list[int], recorded_ns: list[int], seen_ns: int) -> int:
-        """Learn from events that passed at `passed_ns` by the device, [k], and were recorded at `recorded_ns`.
-
-        The last one was seen to have passed at `seen_ns`. Returns the host's clock less the device's.
-        """
-        lowest = max(host - device for host, device in zip(recorded_ns, passed_ns, strict=True))
-        highest = seen_ns - passed_ns[-1]
-        ahead = lowest
-        if self.ahead_ns is not None:
-            ahead = max(lowest, self.ahead_ns - round(DRIFT * (passed_ns[-1] - passed_ns[0])))
-        self.ahead_ns = min(ahead, highest)
-        self.slack_ns = highest - lowest
-        return self.ahead_ns
+FAILURES = 8
+"""Stretches in a row that could not be read: then nothing more is timed on that device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +68,8 @@ class Mark:
     """The host's clock just before it was recorded."""
     code: int
     """READY, COPIED, COMPUTED, FORWARD (which ends there), BACKWARD (the same) or UPDATED."""
+    computed_ns: int = 0
+    """Of FORWARD without COMPUTED before it: the host's clock when the model had been launched; 0 = not seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +90,14 @@ class Stretch:
 
     marks: list[Mark] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
+    elsewhere: list[Any] = field(default_factory=list)
+    """Last marks' events in streams that backward has left since: the last event of the stretch does not follow them.
+    """
+
+    def has_passed(self) -> bool:
+        """Ask the events behind which there are no others of the stretch in their streams."""
+        ends = [self.marks[-1].event, *self.elsewhere, *(pair.end for pair in self.pairs)]
+        return all(event.query() for event in ends)
 
 
 class DeviceTimers:
@@ -114,11 +106,16 @@ class DeviceTimers:
     def __init__(self, emit: Callable[..., None], device: Device, number: int = 0) -> None:
         self._emit, self._device, self._number = emit, device, number
         self._open, self._pending = Stretch(), deque[Stretch]()
+        self._stream: Any = None  # in which backward began last
         self._previous: Any = None  # the last event that was written
         self._last_ns: int | None = None  # its moment by the device; None where what followed it was given up
-        self._depth, self._is_ready = 0, False
-        self.clock = Clock()
-        """Where its events stand on the host's clock."""
+        self._open_ns = 0  # what lies between its moment and the end of the work that was written
+        self._depth, self._is_ready, self._in_forward = 0, False, False
+        self._updated_ns, self._computed_ns = 0, 0  # the host's clock at the newest update, and behind the newest model
+        self._paused, self._pause_ns = 0, 0  # stretches, still, in which the moment behind a model is marked; its pause
+        self._failures = 0
+        self.clock, self.lateness = Clock(), Lateness()
+        """Where its events stand on the host's clock, and how late they pass."""
         self.dropped = 0
         """Stretches that were given up."""
         self.broken = False
@@ -130,13 +127,16 @@ class DeviceTimers:
         return not (self.broken or self._device.is_capturing)
 
     def mark(self) -> Any:
-        """Record an event on the device and return it."""
+        """Record an event on the device, in the current stream, and return it."""
         return self._device.record()
 
     def ready(self) -> None:
         """Say that forward may begin: the batch is there."""
+        if self._in_forward:
+            return  # fetched ahead, between a model and its backward
         self._is_ready = True
-        self._note(READY)
+        if not self._must_be_busy():
+            self._note(READY)
 
     def copied(self) -> None:
         """Say that the host waited for a copy to the device: it may have waited until all work before was done."""
@@ -151,13 +151,20 @@ class DeviceTimers:
     def computed(self) -> None:
         """Say that a model is launched: what the script does before backward begins is no work of the device."""
         if self._is_ready and self._depth == 0:
-            self._note(COMPUTED)
+            self._in_forward, self._computed_ns = True, now()
+            if self._paused and not self._must_be_busy(self._pause_ns):
+                self._note(COMPUTED)
 
     def turned(self) -> None:
         """Say that backward begins, which ends the forward before it; one inside another is part of it."""
         self._depth += 1
         if self._depth == 1:
-            self._note(FORWARD)
+            self._follow(self._device.stream())
+            computed_ns = self._computed_ns if self._in_forward else 0
+            self._pause_ns = now() - computed_ns if computed_ns else 0
+            self._paused = KEPT if self._pause_ns > DRAINED_NS else max(self._paused - 1, 0)
+            self._in_forward = False
+            self._note(FORWARD, computed_ns)
 
     def ended(self) -> None:
         """Say that backward is launched; the next forward begins behind it, unless `ready` says later."""
@@ -167,33 +174,58 @@ class DeviceTimers:
 
     def updated(self) -> None:
         """Say that an update is launched, and write what has passed."""
-        self._is_ready = False
+        self._is_ready = self._in_forward = False
         self._note(UPDATED)
 
     def add(self, code: int, number: int, begin: Any, end: Any, host_ns: int) -> None:
         """Add two events that `mark` recorded; the record is (code, start, duration, number, `host_ns`)."""
         self._open.pairs.append(Pair(code, number, begin, end, host_ns))
 
-    def _note(self, code: int) -> None:
+    def _follow(self, stream: Any) -> None:
+        """Record what comes in `stream`."""
+        if self._stream != stream and self._open.marks:
+            self._open.elsewhere.append(self._open.marks[-1].event)
+        self._stream = stream
+
+    def _must_be_busy(self, more_ns: int = 0) -> bool:
+        """Whether the device cannot have got through what it was given before the newest update, `more_ns` from now."""
+        return 2 * (now() - self._updated_ns + more_ns) < self.lateness.ahead_ns
+
+    def _note(self, code: int, computed_ns: int = 0) -> None:
+        self._stream = self._stream or self._device.stream()
         host_ns = now()
-        self._open.marks.append(Mark(self.mark(), host_ns, code))
+        self._updated_ns = host_ns if code == UPDATED else self._updated_ns
+        self._open.marks.append(Mark(self._device.record(self._stream), host_ns, code, computed_ns))
         if code == UPDATED or len(self._open.marks) >= MOST_MARKS:
             self._close()
             self.resolve()
 
     def _close(self) -> None:
         if len(self._pending) >= MAX_PENDING:
-            self._give_back(self._pending.popleft())
-            self.dropped, self._last_ns = self.dropped + 1, None
+            self._give_up(self._pending.popleft())
         self._pending.append(self._open)
         self._open = Stretch()
 
     def resolve(self, most: int = QUERIES) -> None:
-        """Write the oldest stretches whose last event has passed, `most` of them; nothing is waited for."""
+        """Write the oldest stretches whose events have passed, `most` of them; nothing is waited for.
+
+        One that cannot be read is given up. Raises what torch raised when that happens `FAILURES` times in a row.
+        """
         for _ in range(min(most, len(self._pending))):
-            if not self._pending[0].marks[-1].event.query():
-                return
-            self._write(self._pending.popleft(), now())
+            stretch = self._pending[0]
+            try:
+                if not stretch.has_passed():
+                    return
+                self._write(stretch, now())
+                self._failures = 0
+            except Exception:
+                self._failures += 1
+                self._pending.popleft()  # its events are not used again
+                self.dropped, self._previous, self._last_ns = self.dropped + 1, None, None
+                if self._failures >= FAILURES:
+                    raise
+            else:
+                self._pending.popleft()
 
     def finish(self) -> None:
         """Write all that has passed by now."""
@@ -203,18 +235,20 @@ class DeviceTimers:
 
     def _write(self, stretch: Stretch, seen_ns: int) -> None:
         marks, clock, previous = stretch.marks, self.clock, self._previous
-        passed = []
+        passed, device_ns = list[int](), clock.device_ns
         for mark in marks:
             # From mark to mark: the answer is float32 milliseconds, exact to 60 ns over a second.
-            clock.device_ns += round(previous.elapsed_time(mark.event) * 1e6) if previous is not None else 0
-            passed.append(clock.device_ns)
+            device_ns += round(previous.elapsed_time(mark.event) * 1e6) if previous is not None else 0
+            passed.append(device_ns)
             previous = mark.event
+        first = marks[0].event
+        spans = [(first.elapsed_time(one.begin), one.begin.elapsed_time(one.end)) for one in stretch.pairs]
+        clock.device_ns = device_ns
         ahead_ns = clock.bound(passed, [mark.host_ns for mark in marks], seen_ns)
         self._write_marks(marks, passed, ahead_ns)
-        for pair in stretch.pairs:
-            start = passed[0] + ahead_ns + round(marks[0].event.elapsed_time(pair.begin) * 1e6)
-            duration = round(pair.begin.elapsed_time(pair.end) * 1e6)
-            self._emit(pair.code, start, duration, pair.number, pair.host_ns)
+        for pair, (offset_ms, duration_ms) in zip(stretch.pairs, spans, strict=True):
+            start = passed[0] + ahead_ns + round(offset_ms * 1e6)
+            self._emit(pair.code, start, round(duration_ms * 1e6), pair.number, pair.host_ns)
         if self._previous is not None:
             self._device.release(self._previous)
         self._previous, self._last_ns = marks.pop().event, passed[-1]
@@ -223,22 +257,45 @@ class DeviceTimers:
     def _write_marks(self, marks: list[Mark], passed: list[int], ahead_ns: int) -> None:
         """Write the segments, and when the device was at work; `passed` are the moments of the marks by the device."""
         last_ns = passed[0] if self._last_ns is None else self._last_ns
-        begun_ns, worked_from, last = last_ns, last_ns, marks[0]
+        self._open_ns = 0 if self._last_ns is None else self._open_ns
+        begun_ns, worked_from, last = last_ns, last_ns - self._open_ns, marks[0]
+        fuzz_ns = self.lateness.fuzz_ns
         for mark, moment in zip(marks, passed, strict=True):
             if mark.code in (FORWARD, BACKWARD) and moment > begun_ns:
                 self._emit(mark.code, begun_ns + ahead_ns, moment - begun_ns, 1, mark.host_ns)
-            # Nothing was launched between what it was given last and this.
-            waits = mark.code in (READY, COPIED) or (mark.code == FORWARD and last.code == COMPUTED)
-            if waits and moment + ahead_ns - mark.host_ns <= DRAINED_NS:
-                self._worked(worked_from + ahead_ns, last_ns + ahead_ns, last)
-                worked_from = moment
+            recorded = mark.host_ns - ahead_ns
+            from_ns = last_ns
+            if mark.code == FORWARD and last.code != COMPUTED:
+                # The forward was under way until the model was launched at least.
+                from_ns = max(last_ns, mark.computed_ns - ahead_ns) if mark.computed_ns else recorded
+            elif mark.code not in (READY, COPIED, FORWARD):
+                from_ns = recorded  # launches without a break: its pauses are not seen
+            if from_ns < recorded:
+                late_ns = moment - recorded
+                if mark.code == READY:
+                    self.lateness.at_ready(late_ns)
+                if late_ns <= max(DRAINED_NS, fuzz_ns):
+                    self._write_span(WORK, worked_from + ahead_ns, from_ns - fuzz_ns + ahead_ns, last)
+                    self._write_span(UNKNOWN, max(worked_from, from_ns - fuzz_ns) + ahead_ns, from_ns + ahead_ns, last)
+                    worked_from = recorded if fuzz_ns else moment
+                else:
+                    self._write_span(WORK, worked_from + ahead_ns, from_ns + ahead_ns, last)
+                    self._write_span(UNKNOWN, from_ns + ahead_ns, mark.host_ns, last)
+                    worked_from = recorded
             last, last_ns = mark, moment
             begun_ns = begun_ns if mark.code == COMPUTED else moment
-        self._worked(worked_from + ahead_ns, last_ns + ahead_ns, last)
+        self._open_ns = min(fuzz_ns, max(last_ns - worked_from, 0))
+        self._write_span(WORK, worked_from + ahead_ns, last_ns - self._open_ns + ahead_ns, last)
+        if marks[-1].code == UPDATED:
+            self.lateness.at_update(passed[-1] + ahead_ns - marks[-1].host_ns)
 
-    def _worked(self, start_ns: int, end_ns: int, last: Mark) -> None:
+    def _write_span(self, code: int, start_ns: int, end_ns: int, last: Mark) -> None:
         if end_ns > start_ns:
-            self._emit(WORK, start_ns, end_ns - start_ns, self._number, last.host_ns)
+            self._emit(code, start_ns, end_ns - start_ns, self._number, last.host_ns)
+
+    def _give_up(self, stretch: Stretch) -> None:
+        self._give_back(stretch)
+        self.dropped, self._last_ns = self.dropped + 1, None
 
     def _give_back(self, stretch: Stretch) -> None:
         for mark in stretch.marks:

@@ -111,6 +111,8 @@ PATCHES: dict[str, Patch] = {
                                needs="timers", optional=True),
     "graph.replay": Patch("torch.cuda.graphs:CUDAGraph.replay", probe_gradient.graph_replay, needs="device timers",
                           optional=True),
+    "graph.replay.any": Patch("torch.accelerator.graphs:Graph.replay", probe_gradient.graph_replay,
+                              needs="device timers", optional=True),
     # Input.
     "DataLoader.__iter__": Patch(_LOADER + "DataLoader.__iter__", probe_input.loader_iter),
     "DataLoader.__next__": Patch(_LOADER + "_BaseDataLoaderIter.__next__", probe_input.loader_next),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.device import device_of
-from headway.runtime.device_timers import DRAINED_NS
+from headway.runtime.device_clock import DRAINED_NS
 from headway.runtime.probe_sync import waited
 from headway.runtime.probes import Probes, now
 from headway.trace.vocabulary import SPANS

@@ -57,9 +57,13 @@ def _outermost(original: Callable[..., Any], probes: Probes, kind: int) -> Calla
     return called
 
 
+_GRAPHS: dict[int, int] = {}
+"""id of a graph -> its number; graphs of both kinds are counted together."""
+
+
 def graph_replay(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `CUDAGraph.replay`: the host launches everything that the graph holds."""
-    emit, numbers = probes.emit, {}  # type: Callable[..., None], dict[int, int]
+    """Wrap `CUDAGraph.replay` or `accelerator.Graph.replay`: the host launches everything that the graph holds."""
+    emit, numbers = probes.emit, _GRAPHS
 
     @functools.wraps(original)
     def replay(self: Any) -> Any:

@@ -28,7 +28,7 @@ CODE = {name: index for index, name in enumerate(SPANS)}
 """Name -> its index in the name table of recorded traces."""
 
 FORWARD, BACKWARD, REGION = CODE["segment.forward"], CODE["segment.backward"], CODE["region"]
-WORK = CODE["device.work"]
+BY_EVENTS = [CODE["device.work"], CODE["device.unknown"]]
 
 BEFORE_FORWARD = [
     CODE[name] for name in SPANS
@@ -85,7 +85,7 @@ def place(rows: Rows, bounds_ns: NDArray[np.int64]) -> None:
     `rows` have their steps by their own start already; changes them.
     """
     segment = (rows.name == FORWARD) | (rows.name == BACKWARD)
-    worked = np.flatnonzero(rows.name == WORK)
+    worked = np.flatnonzero(np.isin(rows.name, BY_EVENTS))
     rows.step[worked] = step_of(rows.seq[worked], bounds_ns)
     rows.seq[worked] = rows.start_ns[worked] + rows.duration_ns[worked] - rows.seq[worked]
     late = np.flatnonzero((rows.seq >= 0) & (segment | (rows.name == REGION)))

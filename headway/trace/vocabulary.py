@@ -89,6 +89,9 @@ SPANS: dict[str, Span] = {
     "device.work": Span(16, "MARK", ("corr", "seq"),
                         "a device is at work without a pause, by its events; corr = n-th device of the rank, seq = how "
                         "far the host was ahead of its end, ns (raw: the host's moment of launch of its end)"),
+    "device.unknown": Span(17, "MARK", ("corr", "seq"),
+                           "a device was at work for a part of the time, which its events do not tell; the rest as "
+                           "device.work"),
     "optimizer.closure": Span(14, "COMPUTE", ("corr",),
                               "one call of the closure that an optimizer's step was given; corr = optimizer"),
     "eval": Span(15, "MARK", ("corr", "seq"),
