@@ -24,6 +24,7 @@ from headway.runtime.windows import (
     STEPS,
     Shape,
     budget_from,
+    has_kernels,
     quiet_stderr,
     shape_after,
 )
@@ -183,6 +184,23 @@ def test_a_budget_of_nothing_opens_no_window(tmp_path):
     run_script(TRAIN.replace("OPTIMIZERS", "1").replace("STEPS", "300"), tmp_path, HEADWAY_WINDOWS="0")
 
     assert "window" not in rows(tmp_path / "run")
+
+
+def test_a_window_opens_at_the_step_that_was_asked_for_whatever_the_budget(tmp_path):
+    source = TRAIN.replace("OPTIMIZERS", "2").replace("STEPS", "60")
+    run_script(source, tmp_path, HEADWAY_WINDOWS="0.0000001", HEADWAY_WINDOW_AT="20")
+    ((row, _, _),) = windows_of(tmp_path / "run")
+    before = [step for step in rows(tmp_path / "run")["optimizer.step"] if step["start_ns"] < row["start_ns"]]
+
+    assert len(before) == 20 * 2
+
+
+def test_the_profilers_file_has_kernels_or_not(tmp_path):
+    path = tmp_path / "r0-w1.json"
+    path.write_text('{"traceEvents": [{"ph": "X", "cat": "cpu_op"}]}' + " " * (1 << 20))
+    assert not has_kernels(str(path))
+    path.write_text(" " * ((1 << 20) - 3) + '"cat": "kernel"')
+    assert has_kernels(str(path))
 
 
 def test_windows_stay_within_their_budget(tmp_path):

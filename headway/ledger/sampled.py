@@ -87,6 +87,9 @@ class Windows:
     by_events: bool = False
     """Whether events of the devices say when these were at work."""
 
+    num_ranks: int = 1
+    """Ranks of the run."""
+
     @property
     def basis(self) -> str:
         """How the split buckets are known."""
@@ -106,6 +109,11 @@ class Windows:
             notes.append(f"device activity is extrapolated: {self.basis}")
         elif self.by_events:
             notes.append("pauses of the device between the kernels of one forward or backward are not seen")
+            if self.num_ranks > 1:
+                notes.append(
+                    "what the device spends on communication stands inside `useful` until a deep window was recorded: "
+                    "headway run --window-at 50"
+                )
         else:
             notes.append("device work is not seen: `useful` is what host records leave over, device gaps included")
         return tuple(notes)
@@ -139,7 +147,7 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
     step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
     window_ns = sum(int(table.sum()) for table in shares.values())
     by_events = "device.work" in book.attempts[-1].spans
-    return Windows(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events)
+    return Windows(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks))
 
 
 def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | None:

@@ -102,6 +102,8 @@ class LaunchOptions:
     """Join a launch line that exists already (torchrun, srun, accelerate): run the script as this rank."""
     windows: float = 0.01
     """Fraction of run time that deep windows may cost."""
+    window_at: int | None = None
+    """Step at which one opens, whatever the budget says."""
     max_run_bytes: int = DEFAULT_MAX_RUN_BYTES
     hang_timeout_s: float | None = None
     """Seconds without progress after which the run is ended with class hang; None = a hang is only reported."""
@@ -192,6 +194,10 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         )
     if not 0 <= options.windows <= 1:
         raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
+    if options.window_at is not None and options.window_at < 2:
+        raise InputError(f"--window-at is {options.window_at}; it is a step, 2 or later. Pass 50.")
+    if options.window_at is not None and not options.windows:
+        raise InputError("--window-at asks for a deep window, and --windows 0 rules it out. Leave out one of them.")
     if not options.module and not options.no_python and not Path(script[0]).exists():
         module = " ".join(["--module --", *script[1:2]])
         fix = (
@@ -310,6 +316,7 @@ def recorded_env(base: Mapping[str, str], options: LaunchOptions, recording: Rec
         plan=recording.path / "plan.json" if options.apply else None,
         remedies=options.remedies,
         windows_fraction=options.windows,
+        window_at=options.window_at,
         verify=options.verify,
     )
 

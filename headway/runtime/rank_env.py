@@ -160,6 +160,7 @@ def headway_env(
     plan: Path | None = None,
     remedies: Mapping[str, str] | None = None,
     windows_fraction: float = 0.01,
+    window_at: int | None = None,
     verify: bool | None = None,
 ) -> dict[str, str]:
     """Return headway's own variables for a rank; PYTHONPATH keeps what the user had behind ours."""
@@ -172,6 +173,8 @@ def headway_env(
         "HEADWAY_REMEDIES": json.dumps(dict(remedies or {})),
         "PYTHONPATH": os.pathsep.join(paths),
     }
+    if window_at is not None:
+        env["HEADWAY_WINDOW_AT"] = str(window_at)
     if plan is not None:
         env["HEADWAY_PLAN"] = str(plan)
         env["HEADWAY_VERIFY"] = {None: "some", True: "all", False: ""}[verify]

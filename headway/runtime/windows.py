@@ -12,8 +12,10 @@ the profiler's library, which takes seconds. There the first window is one step
 of launches, kernels and copies alone. Those behind it hold the training thread,
 by what the one before took, no longer than `HOLD_NS`: the host's operations
 join where there is room for them, then more steps; else there are fewer steps,
-then no windows. A window closes once the device has got to its end. A job that
-uses a profiler itself gets no windows from then on.
+then no windows. A window closes once the device has got to its end, and the
+first of a device that shows no kernel is the last. A job that uses a profiler
+itself gets no windows from then on. HEADWAY_WINDOW_AT names a step at which a
+window opens whatever the budget says.
 
 >>> shape_after(LIGHT, held_ns=5_000_000), shape_after(Shape(1, host=True), held_ns=60_000_000)
 (Shape(steps=1, host=True), Shape(steps=1, host=False))
@@ -83,6 +85,16 @@ def budget_from(environ: Mapping[str, str]) -> float:
     return budget if 0 <= budget <= 1 else BUDGET
 
 
+def asked_step(environ: Mapping[str, str]) -> int | None:
+    """Return the step in HEADWAY_WINDOW_AT, None without one.
+
+    >>> asked_step({"HEADWAY_WINDOW_AT": "50"}), asked_step({"HEADWAY_WINDOW_AT": "soon"}), asked_step({})
+    (50, None, None)
+    """
+    text = environ.get("HEADWAY_WINDOW_AT", "")
+    return int(text) if text.isdecimal() else None
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a window records."""
@@ -135,6 +147,7 @@ class Windows:
         self._last_cost_ns = self._held_ns = 0
         self._seen: list[int] = []
         self._cycle = 0
+        self._asked = asked_step(os.environ)
         self._first_ns = self._first_step = self._profiled_ns = 0
         self._open: _Open | None = None
         self._plan: Schedule | None = None
@@ -155,7 +168,18 @@ class Windows:
             return NEVER
         if not self._cycle:
             return self._learn(optimizer)
-        step, start = self.probes.steps[0], self._schedule.read()
+        step = self.probes.steps[0]
+        if self._asked is not None:
+            left = self._asked * self._cycle - step
+            if left <= 0:
+                self._asked = None
+                return self._begin() if left == 0 else self._cycle
+            return min(left, self._look(step))
+        return self._look(step)
+
+    def _look(self, step: int) -> int:
+        """Look at the schedule; returns the optimizer steps until the next look."""
+        start = self._schedule.read()
         if start == step:
             return self._begin()
         if start > step:
@@ -310,6 +334,8 @@ class Windows:
             os.makedirs(os.path.dirname(stem), exist_ok=True)
             result.save(f"{stem}.json")
             self._bytes += os.path.getsize(f"{stem}.json")
+            if device.activities() and not has_kernels(f"{stem}.json"):
+                self.stopped = "the profiler shows no kernel of the device"
             entries = flight_entries()
             if entries:
                 with open(f"{stem}.flight.json", "wb") as file:
@@ -394,6 +420,17 @@ def num_ranks() -> int:
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
     return number(os.environ, "world_size") or 1
+
+
+def has_kernels(path: str) -> bool:
+    """Whether the profiler's JSON at `path` has a row of category 'kernel'."""
+    tail = b""
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            if b'"kernel"' in tail + block:
+                return True
+            tail = block[-16:]
+    return False
 
 
 def low_level_start(*, host: bool = True) -> None:

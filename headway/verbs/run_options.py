@@ -69,6 +69,9 @@ class RunOptions:
     baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
     no_launch: Annotated[bool, _help("Under torchrun, srun or accelerate: record this process as one rank.")] = False
     windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01
+    window_at: Annotated[
+        int | None, _help("Open a deep window at this step too, whatever it costs: on a device the first one is late.")
+    ] = None
     hang_timeout: Annotated[
         float | None, _help("End the run after so many seconds without progress; by default a hang is only reported.")
     ] = None
@@ -98,8 +101,8 @@ class RunOptions:
         same = (
             "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone",
             "max_restarts", "role", "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module",
-            "no_python", "out", "no_launch", "windows", "verify", "grace_s", "quiet", "json", "metrics_port",
-            "metrics_host", "warm", "update_from",
+            "no_python", "out", "no_launch", "windows", "window_at", "verify", "grace_s", "quiet", "json",
+            "metrics_port", "metrics_host", "warm", "update_from",
         )  # fmt: skip
         return LaunchOptions(
             rdzv_conf=rendezvous_settings(self.rdzv_conf),
