@@ -123,15 +123,22 @@ GROUPS: dict[str, str] = {
     "model": "The model itself.",
     "parallel": "Pipelines and partitions of a model.",
     "parallel schedule": "Orders of a pipeline's step.",
+    "lab": "Simulations and models for research: queues, fleets, codecs, redundancy.",
 }
 """What comes before a verb's last word -> its line in `--help`; longer ones after what they begin with."""
+
+LAB: tuple[str, ...] = (
+    "cluster sim", "comm options", "comm strategy", "cost transfer", "data cluster", "fault sim", "parallel simulate",
+    "storage fleet", "storage sim",
+)  # fmt: skip
+"""Verbs for research: `headway lab cluster-sim` is `headway cluster sim`, which help leaves out."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("run", "why", "plan", "report", "tune", "demo", "doctor"),
     "Analyse": ("compare", "hang", "watch", "whatif", "trace"),
     "Data and checkpoints": ("data", "ckpt", "storage"),
     "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "drill", "cluster", "power", "cost"),
-    "Develop": ("bench",),
+    "Develop and research": ("bench", "lab"),
 }
 """Section of `headway --help` -> the words of commands in it."""
 
@@ -179,8 +186,20 @@ def build(explained: str = "") -> App:
         group_name, _, name = verb.rpartition(" ")
         page: dict[str, Any] = {} if verb == explained else {"help": text}
         page |= {"group": section_of[verb]} if verb in section_of else {}
-        groups.get(group_name, app).command(target, name=name, help_epilogue="", **page)
+        groups.get(group_name, app).command(target, name=name, help_epilogue="", show=verb not in LAB, **page)
+        if verb in LAB:
+            groups["lab"].command(target, name=verb.replace(" ", "-"), help_epilogue="", **page)
     return app
+
+
+def spelt_out(ours: list[str]) -> list[str]:
+    """Return the arguments with the verb that `lab` stands before.
+
+    >>> spelt_out(["lab", "cluster-sim", "--json"]), spelt_out(["lab", "--help"])
+    (['cluster', 'sim', '--json'], ['lab', '--help'])
+    """
+    verb = next((verb for verb in LAB if ours[:2] == ["lab", verb.replace(" ", "-")]), None)
+    return ours if verb is None else [*verb.split(), *ours[2:]]
 
 
 def split_script(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
@@ -259,7 +278,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
     """Run the verb that `ours` names; a verb that takes a script gets `script`."""
     from cyclopts import CycloptsError
 
-    words = {verb.split()[0]: verb for verb in VERBS}
+    words = {word.split()[0]: word for word in (*VERBS, *GROUPS)}
+    ours = spelt_out(ours)
     if ours and not ours[0].startswith("-"):
         pick(words, ours[0], "verb")
     app = build(next((verb for verb in VERBS if ours[: len(verb.split())] == verb.split()), ""))
