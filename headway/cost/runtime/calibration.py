@@ -45,8 +45,14 @@ def here(threads: int) -> Host:
     return Host(platform.node(), str(torch.__version__), torch.get_num_threads())
 
 
-def made_model(number: int, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Return model `number` and inputs: kinds take turns, sizes are log-uniform."""
+def made_model(number: int, seed: int = 0, *, dtype: str = "float32") -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return model `number` and inputs, both in `dtype`: kinds take turns, sizes are log-uniform."""
+    module, inputs = _made(number, seed)
+    precision: torch.dtype = getattr(torch, dtype)
+    return module.to(precision), tuple(x.to(precision) if x.is_floating_point() else x for x in inputs)
+
+
+def _made(number: int, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     rng = stream(seed, "calibration", number)
 
     def drawn(low: int, high: int) -> int:
@@ -72,8 +78,8 @@ def made_model(number: int, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tenso
     return model, (torch.randint(0, tokens, (batch // 2 + 1, drawn(16, 96))),)
 
 
-def measure(number: int, module: nn.Module, inputs: tuple[Any, ...]) -> MeasuredModel:
-    """Time each different operator of a step alone, and the step."""
+def measure(number: int, module: nn.Module, inputs: tuple[Any, ...], *, dtype: str = "float32") -> MeasuredModel:
+    """Time each different operator of a step alone, and the step, of a model in `dtype`."""
     graph = graph_of(module, inputs)
     calls = Counter(graph.operators)
     kept: dict[Operator, float] = {}
@@ -88,7 +94,13 @@ def measure(number: int, module: nn.Module, inputs: tuple[Any, ...]) -> Measured
     rounds.append(quiet_s(step, STEP_S, limit=float("inf")))
     step_s = min(seconds for seconds in rounds if seconds is not None)
     return MeasuredModel(
-        number, step_s, list(kept), list(kept.values()), [calls[leaf] for leaf in kept], len(samples) - len(kept)
+        number,
+        step_s,
+        list(kept),
+        list(kept.values()),
+        [calls[leaf] for leaf in kept],
+        len(samples) - len(kept),
+        dtype,
     )
 
 

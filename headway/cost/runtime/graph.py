@@ -142,4 +142,6 @@ def _leaf(call: torch.fx.Node) -> Operator:
     read_bytes, written_bytes = (
         float(sum(tensor.numel() * tensor.element_size() for tensor in tensors)) for tensors in (read, written)
     )
-    return Operator(target.overloadpacket.__name__, kind, flops, read_bytes, written_bytes, tuple(extents))
+    precise = [tensor.dtype for tensor in (*written, *read) if tensor.is_floating_point()] or [torch.float32]
+    dtype = str(precise[0]).removeprefix("torch.")
+    return Operator(target.overloadpacket.__name__, kind, flops, read_bytes, written_bytes, tuple(extents), dtype)
