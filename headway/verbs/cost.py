@@ -52,7 +52,7 @@ def transfer(
     seed
         Seed of the choice of samples and of the learned weights.
     predictor
-        kernel, ridge or one_hot.
+        kernel, ridge, one_hot, tree (scikit-learn) or network (minutes of CPU time).
     select
         How the samples are chosen: clusters (of the sources' latencies) or random.
     json
@@ -72,7 +72,7 @@ def transfer(
         raise InputError(f"{data} has no setting but {target}; at least one source is needed. Add one.")
     source_s = table.rows(names)
     chosen = choose(standardised(source_s), samples, stream(seed, "chosen samples"))
-    known = Transfer(source_s, table.one_hot(), chosen, target_s[chosen], seed)
+    known = Transfer(source_s, table.one_hot(), chosen, target_s[chosen], seed, table.ops.shape[1])
     errors = {name: mape(PREDICTORS[name](known), target_s, chosen) for name in {predictor, *PEERS}}
     result = {
         "schema": "headway.cost-transfer/1", "target": target, "sources": names, "mape": errors[predictor],

@@ -19,7 +19,7 @@ from headway.core.tables import suggestion
 
 Floats = NDArray[np.float64]
 
-NUM_EXTENTS = 8
+NUM_EXTENTS = 12
 """Extents that count; further ones are dropped, missing ones are 1."""
 
 TREND, LOCAL, NOISE, RADIUS = 10.0, 0.3, 0.02, 2.0
@@ -46,7 +46,7 @@ class Operator:
     """Bytes of its outputs."""
 
     extents: tuple[int, ...]
-    """Sizes of its first two inputs."""
+    """Up to four sizes of each of its first three inputs."""
 
     dtype: str = "float32"
     """Precision of its floating-point outputs and inputs: operators of another one are not compared with it."""
