@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import platform
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +15,17 @@ from torch import nn
 
 from headway.cli import main
 from headway.core.errors import BarMissedError, FormatError, InputError
-from headway.cost.learned.cost_table import CostTable, Host, MeasuredModel, ObservedStep, read_table, step_costs
+from headway.cost.learned.cost_table import (
+    CostTable,
+    Host,
+    MeasuredModel,
+    ObservedStep,
+    check_host,
+    read_table,
+    step_costs,
+)
 from headway.cost.learned.operators import Operator, OperatorModel
-from headway.cost.runtime.calibration import made_model, measure
+from headway.cost.runtime.calibration import here, made_model, measure, quiet_s
 from headway.cost.runtime.graph import graph_of
 from tests.runs_made import MS, RunMaker, write_folder
 
@@ -81,7 +89,7 @@ def made_table(factor=1.2, call_s=3e-6, observed=()):
         calls = [1 + (number + k) % 3 for k in range(6)]
         step_s = factor * float(seconds @ np.array(calls)) + call_s * sum(calls)
         models.append(MeasuredModel(number, step_s, operators, seconds.tolist(), calls, 0))
-    return CostTable(Host("here", "1", 1), models, list(observed))
+    return CostTable(Host("here", "1", 1, "x"), models, list(observed))
 
 
 def test_steps_follow_their_operators_and_calls_and_what_was_observed_widens_the_interval():
@@ -156,7 +164,7 @@ def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     threads = torch.get_num_threads()
-    host = Host(platform.node(), str(torch.__version__), threads)
+    host = here(threads)
     models = [measure(number, *made_model(number)) for number in (0, 3, 6, 9)]
     table = tmp_path / "costs.jsonl"
     table.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (host, *models)))
@@ -186,20 +194,41 @@ def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges
     assert "learned" not in recorded
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("host", "b"), ("torch", "0.1"), ("threads", 63), ("cpu", "Z80"), ("device", "cuda")]
+)
+def test_a_table_measured_elsewhere_is_refused_by_name(field, value, tmp_path):
+    host = here(torch.get_num_threads())
+
+    check_host(host, host, tmp_path)
+    with pytest.raises(InputError, match=f"was measured with {field} {value!r}; here it is"):
+        check_host(msgspec.structs.replace(host, **{field: value}), host, tmp_path)
+
+
+def test_a_call_whose_times_differ_too_much_is_dropped_and_a_steady_one_is_not():
+    turns = itertools.cycle([100, 100_000])
+
+    assert quiet_s(lambda: sum(range(next(turns))), 0.01) is None
+    assert quiet_s(lambda: sum(range(next(turns))), 0.01, limit=float("inf")) > 0
+
+
 def test_tables_of_other_hosts_and_damaged_ones_are_refused(tmp_path, capsys):
     path = tmp_path / "costs.jsonl"
-    path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1)) + b"\n")
+    path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1, "x")) + b"\n")
     code, error = verb(capsys, "predict", "a:b", "--batch", "1", "--costs", str(path))
     assert code == 2
     assert "was measured with host 'elsewhere'" in error
     with pytest.raises(InputError, match="the table has 0 models"):
         step_costs(read_table(path))
+    path.write_bytes(b'{"host": "a", "torch": "1.0"}\n')
+    with pytest.raises(FormatError, match="line 1: Object missing required field `threads`"):
+        read_table(path)
     for line, message in [
         (b'{"kind": "model", "model": 1}', "line 2: Object missing required field `step_s`"),
         (msgspec.json.encode(MeasuredModel(1, 1e-3, [PRODUCT], [0.0], [1], 0)), "line 2: a time is not above 0"),
         (msgspec.json.encode(MeasuredModel(1, 1e-3, [PRODUCT], [], [1], 0)), "line 2: its lists differ in length"),
         (msgspec.json.encode(ObservedStep("a", -1.0, 1.0)), "line 2: a time is not above 0"),
     ]:
-        path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1)) + b"\n" + line + b"\n")
+        path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1, "x")) + b"\n" + line + b"\n")
         with pytest.raises(FormatError, match=message):
             read_table(path)

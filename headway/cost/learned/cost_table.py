@@ -42,6 +42,9 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int
     """Threads of one operator."""
 
+    cpu: str
+    """Model of its processor."""
+
     device: str = "cpu"
     """Device of the operators."""
 
@@ -172,7 +175,7 @@ def add_line(path: Path, row: MeasuredModel | ObservedStep) -> None:
 
 def check_host(table: Host, here: Host, path: Path) -> None:
     """Refuse a table that was measured elsewhere; raises `InputError` with the field that differs."""
-    for name in ("host", "torch", "threads", "device"):
+    for name in ("host", "torch", "threads", "cpu", "device"):
         if (there := getattr(table, name)) != getattr(here, name):
             raise InputError(
                 f"{path} was measured with {name} {there!r}; here it is {getattr(here, name)!r}. Calibrate into "

@@ -240,9 +240,9 @@ def tree(task: Transfer) -> Floats:
 
 def network(task: Transfer) -> Floats:
     """Train the published network (CDMPP) on all sources and the device's own samples: a peer, minutes of CPU time."""
-    from headway.cost.runtime.network import network_seconds  # torch
+    from headway.cost.runtime.network import Trained  # torch
 
-    return network_seconds(task)
+    return Trained(task).seconds(task)
 
 
 PREDICTORS: dict[str, PredictorFn] = {

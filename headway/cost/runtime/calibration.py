@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,10 @@ class _Language(nn.Module):
 def here(threads: int) -> Host:
     """Give operators of this process so many threads; return what a table measured by it says of itself."""
     torch.set_num_threads(threads)
-    return Host(platform.node(), str(torch.__version__), torch.get_num_threads())
+    facts = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    names = [line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")]
+    cpu = f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    return Host(platform.node(), str(torch.__version__), torch.get_num_threads(), cpu)
 
 
 def made_model(number: int, seed: int = 0, *, dtype: str = "float32") -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

@@ -9,6 +9,7 @@ peer of the predictors in numpy; nothing chooses it by default.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import numpy as np
@@ -19,10 +20,10 @@ from headway.core.rng import stream
 from headway.cost.learned.discrepancy import MOMENTS, box_cox, box_cox_inverse, box_cox_power
 from headway.cost.learned.predictors import Floats, Transfer
 
-WIDTH, LAYERS, HEADS, BATCH, RATE = 32, 2, 4, 256, 2e-3
+WIDTH, LAYERS, HEADS, BATCH, RATE = 32, 2, 4, 128, 2e-3
 """Sizes of the encoder, examples of a step, Adam's learning rate at the start of each phase."""
 
-SOURCE_STEPS, TARGET_STEPS = 1200, 150
+SOURCE_STEPS, TARGET_STEPS = 1500, 150
 """Steps on the sources alone, then with the target's samples."""
 
 PULL = 0.1
@@ -63,45 +64,62 @@ class _Network(nn.Module):
         return label.squeeze(1)
 
 
-def network_seconds(task: Transfer) -> Floats:
-    """Return [n] seconds on the new device. Leaves at the end that no sample has (padding) are dropped."""
-    rng = stream(task.seed, "network")
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(int(rng.integers(2**31)))
+class Trained:
+    """A network that knows the sources; every new device starts from a copy of it."""
+
+    def __init__(self, task: Transfer) -> None:
+        """Train on `task.source_s`; leaves at the end that no sample has (padding) are dropped."""
         leaves = torch.from_numpy(task.one_hot.reshape(len(task.one_hot), task.num_leaves, -1)).float()
         used = leaves.any(dim=2).any(dim=0).nonzero()
-        leaves = leaves[:, : int(used.max()) + 1 if len(used) else 1]
-        num_sources = len(task.source_s)
-        devices = torch.eye(num_sources + 1)
-        power = box_cox_power(task.source_s.ravel())
-        labels = box_cox(task.source_s, power)
-        low, span = labels.min(), max(float(np.ptp(labels)), 1e-12)
-        source = torch.from_numpy((labels - low) / span + 0.5).float()  # a mean relative error needs labels above 0
-        target = torch.from_numpy((box_cox(task.measured_s, power) - low) / span + 0.5).float()
-        model = _Network(leaves.shape[1], leaves.shape[2], num_sources + 1)
-        chosen = torch.from_numpy(task.chosen)
-        for steps, with_target in ((SOURCE_STEPS, False), (TARGET_STEPS, True)):
-            optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-            for _ in range(steps):
-                which = torch.from_numpy(rng.integers(num_sources, size=BATCH))
-                rows = torch.from_numpy(rng.integers(len(leaves), size=BATCH))
-                there = model.embedding(leaves[rows])
-                loss = _loss(model(there, devices[which]), source[which, rows])
-                if with_target:
-                    mine = torch.from_numpy(rng.integers(len(chosen), size=min(BATCH, len(chosen))))
-                    here = model.embedding(leaves[chosen[mine]])
-                    device = devices[-1].expand(len(mine), -1)
-                    loss = loss + _loss(model(here, device), target[mine]) + PULL * _discrepancy(there, here)
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]  # torch has no type for it
-                optimizer.step()
-                schedule.step()
-        model.eval()
+        self._leaves = leaves[:, : int(used.max()) + 1 if len(used) else 1]
+        self._power = box_cox_power(task.source_s.ravel())
+        labels = box_cox(task.source_s, self._power)
+        self._low, self._span = float(labels.min()), max(float(np.ptp(labels)), 1e-12)
+        self._source = self._label(task.source_s)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(task.seed)
+            self._model = _Network(self._leaves.shape[1], self._leaves.shape[2], len(task.source_s) + 1)
+        self._train(self._model, SOURCE_STEPS, stream(task.seed, "network", "sources"))
+
+    def seconds(self, task: Transfer) -> Floats:
+        """Train a copy on with the samples of the new device; return [n] its seconds."""
+        model = copy.deepcopy(self._model)
+        mine = torch.from_numpy(task.chosen), self._label(task.measured_s)
+        self._train(model, TARGET_STEPS, stream(task.seed, "network", "target"), mine)
         with torch.no_grad():
-            found = model(model.embedding(leaves), devices[-1].expand(len(leaves), -1)).double().numpy()
-    seconds: Floats = box_cox_inverse((found - 0.5) * span + low, power)
-    return seconds
+            device = torch.eye(len(self._source) + 1)[-1].expand(len(self._leaves), -1)
+            found = model(model.embedding(self._leaves), device).double().numpy()
+        return box_cox_inverse((found - 0.5) * self._span + self._low, self._power)
+
+    def _label(self, seconds: Floats) -> torch.Tensor:
+        """Return labels between 0.5 and 1.5 on the sources: a relative error needs labels above 0."""
+        return torch.from_numpy((box_cox(seconds, self._power) - self._low) / self._span + 0.5).float()
+
+    def _train(
+        self,
+        model: _Network,
+        steps: int,
+        rng: np.random.Generator,
+        mine: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Take `steps` on the sources, and on the new device's samples (indices, labels) where they are given."""
+        devices = torch.eye(len(self._source) + 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=RATE)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+        for _ in range(steps):
+            which, rows = (torch.from_numpy(rng.integers(n, size=BATCH)) for n in self._source.shape)
+            there = model.embedding(self._leaves[rows])
+            loss = _loss(model(there, devices[which]), self._source[which, rows])
+            if mine is not None:
+                chosen, label = mine
+                drawn = torch.from_numpy(rng.integers(len(chosen), size=min(BATCH, len(chosen))))
+                here = model.embedding(self._leaves[chosen[drawn]])
+                own = _loss(model(here, devices[-1].expand(len(drawn), -1)), label[drawn])
+                loss = loss + own + PULL * _discrepancy(there, here)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]  # torch has no type for it
+            optimizer.step()
+            schedule.step()
 
 
 def _loss(predicted: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
