@@ -45,6 +45,7 @@ class LeafEncoder(nn.Module):
         self.register_buffer("place", torch.stack([angle.sin(), angle.cos()], dim=2).flatten(1))
 
     def forward(self, leaves: torch.Tensor) -> torch.Tensor:
+        """Return [b, leaves, WIDTH]."""
         encoded: torch.Tensor = self.encoder(self.leaf(leaves) + self.place)
         return encoded
 
