@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from headway.core.bounded_json import read_json
 from headway.core.errors import HeadwayError, InputError
+from headway.core.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_seconds
 from headway.core.whole_file import whole_file
 from headway.cost.learned.cost_table import ObservedStep, add_line, check_host, read_table, step_costs
 from headway.ledger.buckets import BUCKETS
+from headway.ledger.compare import is_full
 from headway.ledger.ledger import Ledger
 from headway.sim.dag import Dag
 from headway.sim.replay import replay
@@ -58,7 +60,7 @@ class LearnedStep(msgspec.Struct, frozen=True):
     costs: str
     """Path of the table."""
 
-    step_s: float
+    step_s: Annotated[float, msgspec.Meta(gt=0)]
     """Seconds."""
 
     interval: tuple[float, float]
@@ -120,9 +122,14 @@ def _built(target: str, batch: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def save(step: LearnedStep, run: Path) -> None:
-    """Write a prediction into the folder of the run that it was made for."""
-    with whole_file(run / FILE) as draft:
-        draft.write_bytes(msgspec.json.encode(step))
+    """Write a prediction into the folder of the run that it was made for; raises `InputError` where it cannot."""
+    try:
+        with whole_file(run / FILE) as draft:
+            draft.write_bytes(msgspec.json.encode(step))
+    except OSError as cause:
+        raise InputError(
+            f"cannot write {run / FILE}: {cause.strerror}. Plan a run folder that can be written."
+        ) from cause
 
 
 def in_words(step: LearnedStep) -> str:
@@ -136,10 +143,10 @@ def in_words(step: LearnedStep) -> str:
 
 
 def judged(before: Run, after: Run, ledger: Ledger) -> dict[str, Any] | None:
-    """Return what was predicted for `before` beside what `after`, with `ledger`, took; None without a prediction.
+    """Return what was predicted for `before` beside what `after` took; None without a prediction, or without steps.
 
-    Measured are forward, backward and update of the steps after the first, per device. What lies outside the printed
-    interval widens the table's, once per run.
+    Measured are forward, backward and update of the steps after the first, per device; `ledger` is that of `after`.
+    What lies outside the printed interval widens the table's, once per run, unless the host had no core free.
     """
     if not (before.path / FILE).exists():
         return None
@@ -147,7 +154,7 @@ def judged(before: Run, after: Run, ledger: Ledger) -> dict[str, Any] | None:
     useful = ledger.step_ns[BUCKETS.index("useful"), 1:] / (max(ledger.devices, 1) * NS_PER_S)
     useful = useful[useful > 0]
     if not len(useful):
-        raise InputError(f"{after.path} has no step after its first; its pace is unknown. Record a longer run.")
+        return None
     measured_s = float(np.quantile(useful, QUIET))
     low, high = found.interval
     outside = not low <= measured_s <= high
@@ -168,6 +175,14 @@ def _widened(found: LearnedStep, after: Run, measured_s: float) -> str:
     ran_on = f"{after.meta.get('host')}, {after.meta.get('device_type', 'cpu')}"
     if ran_on != (measured_on := f"{table.host.host}, {table.host.device}"):
         return f"its table was not widened: it was measured on {measured_on}, the run on {ran_on}"
+    threads = str(dict(after.meta.get("env") or {}).get("OMP_NUM_THREADS", table.host.threads))
+    if threads != str(table.host.threads):
+        return f"its table was not widened: it was measured with {table.host.threads} thread(s), the run had {threads}"
+    load = HostLoad.from_facts(after.meta)
+    if load is not None and is_full(load):
+        return (
+            f"its table was not widened: other processes wanted {load.demand:.2f} cores of {load.cores} beside the run"
+        )
     if any(row.run == run_id for row in table.observed):
         return f"the interval of {path} was widened by this run before"
     add_line(path, ObservedStep(run_id, found.step_s, measured_s))
