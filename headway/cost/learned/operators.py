@@ -22,8 +22,12 @@ Floats = NDArray[np.float64]
 NUM_EXTENTS = 12
 """Extents that count; further ones are dropped, missing ones are 1."""
 
-TREND, LOCAL, NOISE, RADIUS = 10.0, 0.3, 0.02, 2.0
-"""Prior variances of log seconds: of a linear trend, of what is local and unexplained; distance of what is local."""
+TREND, LOCAL, NOISE, RADIUS = 10.0, 1.0, 0.02, 4.0
+"""Prior variances of log seconds: of a linear trend, of what is local and unexplained; distance of what is local.
+
+Of ten settings tried on models left out, by the mean error of log seconds over products, convolutions, norms and
+attention; the others are within a fifth of it.
+"""
 
 
 @dataclass(frozen=True, slots=True)

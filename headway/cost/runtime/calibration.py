@@ -71,12 +71,14 @@ def _made(number: int, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
         ]
         return nn.Sequential(*hidden, nn.Linear(width, 10)), (torch.randn(8 * batch, width),)
     if number % 3 == 1:
-        size, channels, layers, before = drawn(16, 48), drawn(8, 48), [], 3
-        for depth in range(drawn(1, 3)):
-            layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        size, layers, before = drawn(16, 48), [], 3
+        for depth in range(drawn(2, 4)):
+            channels, kernel = drawn(8, 48), (1, 3, 3)[int(rng.integers(3))]
+            convolution = nn.Conv2d(before, channels, kernel, padding=kernel // 2, bias=False)
+            layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU()]
             layers += [nn.MaxPool2d(2)] if depth == 0 else []
             before = channels
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
         return nn.Sequential(*layers, *head), (torch.randn(batch, 3, size, size),)
     heads, tokens = drawn(2, 6), drawn(256, 4000)
     model = _Language(tokens, heads * 2 * drawn(8, 24), heads, drawn(1, 2))
