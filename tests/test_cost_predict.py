@@ -177,6 +177,21 @@ def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges
     words = ["--model", "learned_model:build", "--batch", "8", "--costs", "costs.jsonl", "--threads", str(threads)]
 
     code, plan = verb(capsys, "plan", runs[0], *words, "--json", room=())
+    facts = json.loads((folder / "run.json").read_text())
+    for change, reason in [
+        ({"host": "elsewhere"}, "the run on elsewhere, cpu"),
+        ({"env": {"OMP_NUM_THREADS": "63"}}, "the run had 63"),
+        (
+            {"host_load": {"cores": 2, "cores_available": 2, "other_cores": 1.9, "own_cores": 0.9, "readings": 9}},
+            "beside",
+        ),
+    ]:
+        (folder / "run.json").write_text(json.dumps(facts | change))
+        _, compared = verb(capsys, "compare", *runs, "--json", room=())
+        assert compared["predicted"]["widened"].startswith("its table was not widened: ")
+        assert reason in compared["predicted"]["widened"]
+    assert not read_table(table).observed
+    (folder / "run.json").write_text(json.dumps(facts))
     assert code == BarMissedError.exit_code
     assert "no recording has step times" in plan["note"]
     _, compared = verb(capsys, "compare", *runs, "--json", room=())
