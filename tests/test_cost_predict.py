@@ -174,12 +174,13 @@ def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges
     for folder in map(Path, runs):
         facts = json.loads((folder / "run.json").read_text())
         (folder / "run.json").write_text(json.dumps({**facts, "host": host.host}))
-    words = ["--model", "learned_model:build", "--batch", "8", "--costs", "costs.jsonl", "--threads", str(threads)]
+    words = ["--model", "learned_model:build", "--batch", "64", "--costs", "costs.jsonl", "--threads", str(threads)]
 
     code, plan = verb(capsys, "plan", runs[0], *words, "--json", room=())
     facts = json.loads((folder / "run.json").read_text())
     for change, reason in [
         ({"host": "elsewhere"}, "the run on elsewhere, cpu"),
+        ({"loaders": {"0": {"batch_size": 8}}}, "the run's loaders have 8"),
         ({"env": {"OMP_NUM_THREADS": "63"}}, "the run had 63"),
         (
             {"host_load": {"cores": 2, "cores_available": 2, "other_cores": 1.9, "own_cores": 0.9, "readings": 9}},

@@ -151,7 +151,8 @@ def test_ridge_reaches_the_published_tables_error_and_the_kernel_is_better():
         ({"latency_s": np.array([[1.0], [1.0]]), "ops": np.zeros((1, 2), int)}, "1 architectures are too few"),
         ({"ops": np.array([[0, 1], [0, 7]])}, "architecture 1, layer 1 has unknown operator 7"),
         ({"ops": np.zeros((2, 0), int)}, "have no operators"),
-        ({"settings": ("a", "a")}, "appears twice"),
+        ({"settings": ("a", "a")}, "a setting appears twice"),
+        ({"op_names": ("conv", "conv")}, "an operator appears twice"),
     ],
 )
 def test_tables_that_are_wrong_say_where(change, message):

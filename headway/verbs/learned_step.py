@@ -22,6 +22,7 @@ from headway.ledger.compare import is_full
 from headway.ledger.ledger import Ledger
 from headway.sim.dag import Dag
 from headway.sim.replay import replay
+from headway.trace.loader_facts import LoaderFacts
 from headway.trace.runs import Run
 from headway.verbs.named import imported
 
@@ -178,6 +179,11 @@ def _widened(found: LearnedStep, after: Run, measured_s: float) -> str:
     threads = str(dict(after.meta.get("env") or {}).get("OMP_NUM_THREADS", table.host.threads))
     if threads != str(table.host.threads):
         return f"its table was not widened: it was measured with {table.host.threads} thread(s), the run had {threads}"
+    loaders = [LoaderFacts.of(row) for row in dict(after.meta.get("loaders") or {}).values()]
+    sizes = {loader.batch_size for loader in loaders if loader.batch_size}
+    if sizes and found.batch not in sizes:
+        said = ", ".join(map(str, sorted(sizes)))
+        return f"its table was not widened: it was predicted for batch {found.batch}, the run's loaders have {said}"
     load = HostLoad.from_facts(after.meta)
     if load is not None and is_full(load):
         return (
