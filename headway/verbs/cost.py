@@ -52,7 +52,7 @@ def transfer(
     seed
         Seed of the choice of samples and of the learned weights.
     predictor
-        kernel, ridge, one_hot, tree (scikit-learn) or network (minutes of CPU time).
+        kernel, ridge, one_hot, tree (scikit-learn) or network (about 35 s).
     select
         How the samples are chosen: clusters (of the sources' latencies) or random.
     json

@@ -239,7 +239,7 @@ def tree(task: Transfer) -> Floats:
 
 
 def network(task: Transfer) -> Floats:
-    """Train the published network (CDMPP) on all sources and the device's own samples: a peer, minutes of CPU time."""
+    """Train the published network (CDMPP) on all sources and the device's own samples: a peer, about 35 s."""
     from headway.cost.runtime.network import Trained  # torch
 
     return Trained(task).seconds(task)
