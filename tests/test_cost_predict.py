@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,10 +14,20 @@ import torch
 from torch import nn
 
 from headway.cli import main
-from headway.core.errors import FormatError, InputError
-from headway.cost.learned.cost_table import Host, read_table, step_costs
+from headway.core.errors import BarMissedError, FormatError, InputError
+from headway.cost.learned.cost_table import (
+    CostTable,
+    Host,
+    MeasuredModel,
+    ObservedStep,
+    check_host,
+    read_table,
+    step_costs,
+)
 from headway.cost.learned.operators import Operator, OperatorModel
+from headway.cost.runtime.calibration import here, made_model, measure, quiet_s
 from headway.cost.runtime.graph import graph_of
+from tests.runs_made import MS, RunMaker, write_folder
 
 PRODUCT = Operator("mm", "", 2e6, 8e4, 4e4, (100, 100, 1, 1, 100, 100))
 
@@ -50,12 +62,47 @@ def test_a_pointwise_operator_without_measurements_is_predicted_by_its_kind_and_
     model = OperatorModel([replace(PRODUCT, name="relu", kind="pointwise"), PRODUCT], np.array([1e-5, 1e-4]))
 
     assert model.seconds([replace(PRODUCT, name="tanh", kind="pointwise")])[0] == pytest.approx(1e-5)
-    with pytest.raises(InputError, match=r"operator 'mn' was never measured\. Did you mean 'mm'"):
+    with pytest.raises(InputError, match=r"operator 'mn' in float32 was never measured\. Did you mean 'mm'"):
         model.seconds([replace(PRODUCT, name="mn")])
     with pytest.raises(InputError, match="the graph is empty"):
         model.seconds([])
     with pytest.raises(InputError, match="not above 0"):
         OperatorModel([PRODUCT], np.array([0.0]))
+
+
+def test_precisions_are_not_mixed_and_one_that_was_not_measured_is_named():
+    half = replace(PRODUCT, dtype="bfloat16")
+    model = OperatorModel([PRODUCT, half], np.array([1e-4, 4e-4]))
+
+    np.testing.assert_allclose(model.seconds([half, PRODUCT]), [4e-4, 1e-4])
+    with pytest.raises(
+        InputError, match=r"'mm' in float64 was never measured\. Measured are bfloat16, float32; .*float64"
+    ):
+        model.seconds([replace(PRODUCT, dtype="float64")])
+
+
+def made_table(factor=1.2, call_s=3e-6, observed=()):
+    """Return a table of models whose steps are `factor` of their operators and `call_s` more per call."""
+    models = []
+    for number in range(8):
+        operators, seconds = known(6, number)
+        calls = [1 + (number + k) % 3 for k in range(6)]
+        step_s = factor * float(seconds @ np.array(calls)) + call_s * sum(calls)
+        models.append(MeasuredModel(number, step_s, operators, seconds.tolist(), calls, 0))
+    return CostTable(Host("here", "1", 1, "x"), models, list(observed))
+
+
+def test_steps_follow_their_operators_and_calls_and_what_was_observed_widens_the_interval():
+    learned = step_costs(made_table(1.2, 100e-6 / 12))
+    assert learned.step(1e-3, 40)[0] == pytest.approx(1.2e-3 + 40 * 100e-6 / 12, rel=0.05)
+    step_s, (low, high) = learned.step(1e-3, 40)
+    assert low <= step_s <= high
+
+    seen = step_costs(made_table(1.2, 100e-6 / 12, [ObservedStep("a", 1.0, 2.0), ObservedStep("b", 1.0, 1.0)]))
+    wide_s, (lowest, highest) = seen.step(1e-3, 40)
+
+    assert (wide_s, lowest) == (step_s, low)
+    assert highest == pytest.approx(2 * step_s)
 
 
 def test_a_traced_step_has_the_products_of_forward_and_backward():
@@ -69,12 +116,12 @@ def test_a_traced_step_has_the_products_of_forward_and_backward():
         graph_of(nn.ReLU(), (torch.randn(2),))
 
 
-def verb(capsys, *words):
+def verb(capsys, *words, room=("cost",)):
     """Return the exit code of the command, and its answer or error."""
     with pytest.raises(SystemExit) as leaving:
-        main(["cost", *words])
+        main([*room, *words])
     printed = capsys.readouterr()
-    return leaving.value.code, json.loads(printed.out) if leaving.value.code == 0 else printed.err
+    return leaving.value.code, json.loads(printed.out) if printed.out else printed.err
 
 
 def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch):
@@ -110,14 +157,94 @@ def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch
         assert message in error
 
 
+def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges_them(tmp_path, capsys, monkeypatch):
+    (tmp_path / "learned_model.py").write_text(
+        "import torch\ndef build(batch):\n    return torch.nn.Linear(64, 64), torch.randn(batch, 64)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    threads = torch.get_num_threads()
+    host = here(threads)
+    models = [measure(number, *made_model(number)) for number in (0, 3, 6, 9)]
+    table = tmp_path / "costs.jsonl"
+    table.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (host, *models)))
+    # The second run takes a second per step, which no interval of a small layer holds.
+    short, long = (RunMaker(ranks=1, steps=steps, compute_ns=1000 * MS).make() for steps in (2, 12))
+    runs = [str(write_folder(run, tmp_path / name)) for name, run in (("short", short), ("long", long))]
+    for folder in map(Path, runs):
+        facts = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**facts, "host": host.host}))
+    words = ["--model", "learned_model:build", "--batch", "64", "--costs", "costs.jsonl", "--threads", str(threads)]
+
+    code, plan = verb(capsys, "plan", runs[0], *words, "--json", room=())
+    facts = json.loads((folder / "run.json").read_text())
+    for change, reason in [
+        ({"host": "elsewhere"}, "the run on elsewhere, cpu"),
+        ({"loaders": {"0": {"batch_size": 8}}}, "the run's loaders have 8"),
+        ({"env": {"OMP_NUM_THREADS": "63"}}, "the run had 63"),
+        (
+            {"host_load": {"cores": 2, "cores_available": 2, "other_cores": 1.9, "own_cores": 0.9, "readings": 9}},
+            "beside",
+        ),
+    ]:
+        (folder / "run.json").write_text(json.dumps(facts | change))
+        _, compared = verb(capsys, "compare", *runs, "--json", room=())
+        assert compared["predicted"]["widened"].startswith("its table was not widened: ")
+        assert reason in compared["predicted"]["widened"]
+    assert not read_table(table).observed
+    (folder / "run.json").write_text(json.dumps(facts))
+    assert code == BarMissedError.exit_code
+    assert "no recording has step times" in plan["note"]
+    _, compared = verb(capsys, "compare", *runs, "--json", room=())
+    _, again = verb(capsys, "compare", *runs, "--json", room=())
+    found = compared["predicted"]
+    assert found["predicted_s"] == plan["learned"]["step_s"]
+    assert found["measured_s"] == pytest.approx(1.0, rel=0.01)
+    assert found["widened"].endswith("is widened by it")
+    assert again["predicted"]["widened"].endswith("by this run before")
+    assert len(read_table(table).observed) == 1
+    _, wider = verb(capsys, "predict", "learned_model:build", *words[2:], "--json")
+    assert wider["interval"][1] >= 0.9
+    _, recorded = verb(capsys, "plan", runs[1], *words, "--json", room=())
+    assert "recorded" in recorded["note"]
+    assert "learned" not in recorded
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("host", "b"), ("torch", "0.1"), ("threads", 63), ("cpu", "Z80"), ("device", "cuda")]
+)
+def test_a_table_measured_elsewhere_is_refused_by_name(field, value, tmp_path):
+    host = here(torch.get_num_threads())
+
+    check_host(host, host, tmp_path)
+    with pytest.raises(InputError, match=f"was measured with {field} {value!r}; here it is"):
+        check_host(msgspec.structs.replace(host, **{field: value}), host, tmp_path)
+
+
+def test_a_call_whose_times_differ_too_much_is_dropped_and_a_steady_one_is_not():
+    turns = itertools.cycle([100, 100_000])
+
+    assert quiet_s(lambda: sum(range(next(turns))), 0.01) is None
+    assert quiet_s(lambda: sum(range(next(turns))), 0.01, limit=float("inf")) > 0
+
+
 def test_tables_of_other_hosts_and_damaged_ones_are_refused(tmp_path, capsys):
     path = tmp_path / "costs.jsonl"
-    path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1)) + b"\n")
+    path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1, "x")) + b"\n")
     code, error = verb(capsys, "predict", "a:b", "--batch", "1", "--costs", str(path))
     assert code == 2
     assert "was measured with host 'elsewhere'" in error
     with pytest.raises(InputError, match="the table has 0 models"):
-        step_costs(read_table(path)[1])
-    path.write_bytes(path.read_bytes() + b'{"model": 1}\n')
-    with pytest.raises(FormatError, match="line 2: Object missing required field `step_s`"):
+        step_costs(read_table(path))
+    path.write_bytes(b'{"host": "a", "torch": "1.0"}\n')
+    with pytest.raises(FormatError, match="line 1: Object missing required field `threads`"):
         read_table(path)
+    for line, message in [
+        (b'{"kind": "model", "model": 1}', "line 2: Object missing required field `step_s`"),
+        (msgspec.json.encode(MeasuredModel(1, 1e-3, [PRODUCT], [0.0], [1], 0)), "line 2: a time is not above 0"),
+        (msgspec.json.encode(MeasuredModel(1, 1e-3, [PRODUCT], [], [1], 0)), "line 2: its lists differ in length"),
+        (msgspec.json.encode(ObservedStep("a", -1.0, 1.0)), "line 2: a time is not above 0"),
+    ]:
+        path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1, "x")) + b"\n" + line + b"\n")
+        with pytest.raises(FormatError, match=message):
+            read_table(path)

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.core.errors import FormatError, InputError
+from headway.cost.learned.discrepancy import box_cox, box_cox_inverse, box_cox_power, central_moment_discrepancy
 from headway.cost.learned.latency_table import LatencyTable
 from headway.cost.learned.predictors import PREDICTORS, Transfer, kernel, mape, ridge
 from headway.cost.learned.selection import SELECTIONS
+from headway.cost.runtime.network import LeafEncoder
 from tests.paths import shared
 
 TARGETS = ("titan_rtx_64", "gold_6240", "raspi4", "fpga", "samsung_a50")
@@ -32,7 +38,7 @@ def task(table, chosen, scale=1.0):
     return Transfer(table.latency_s[1:], table.one_hot(), chosen, scale * table.latency_s[0, chosen])
 
 
-@pytest.mark.parametrize("name", PREDICTORS)
+@pytest.mark.parametrize("name", ["kernel", "ridge", "one_hot"])
 def test_predictions_are_positive_scale_with_the_device_and_ignore_the_order_of_samples(name):
     table, chosen = made(), np.arange(0, 120, 8)
     first = PREDICTORS[name](task(table, chosen))
@@ -49,6 +55,68 @@ def test_padding_with_operators_that_all_samples_share_changes_nothing():
     )
 
     np.testing.assert_allclose(kernel(task(padded, chosen)), kernel(task(table, chosen)), rtol=1e-9)
+
+
+@pytest.fixture
+def short_training(monkeypatch):
+    monkeypatch.setattr("headway.cost.runtime.network.SOURCE_STEPS", 60)
+    monkeypatch.setattr("headway.cost.runtime.network.TARGET_STEPS", 30)
+
+
+@pytest.mark.parametrize("name", ["tree", "network"])
+def test_peers_predict_positive_times_of_the_right_size_and_repeat_with_their_seed(name, short_training):
+    if name == "tree":
+        pytest.importorskip("sklearn", reason="scikit-learn is an extra")
+    table, chosen = made(), np.arange(0, 120, 8)
+    known = replace(task(table, chosen), num_leaves=4)
+    found = PREDICTORS[name](known)
+
+    assert (found > 0).all()
+    assert mape(found, table.latency_s[0], chosen) < 30
+    np.testing.assert_array_equal(PREDICTORS[name](known), found)
+
+
+def test_padded_leaves_change_no_prediction_of_the_network(short_training):
+    known = replace(task(made(n=40), np.arange(10)), num_leaves=4)
+    padded = replace(known, one_hot=np.hstack([known.one_hot, np.zeros((40, 6))]), num_leaves=6)
+
+    np.testing.assert_array_equal(PREDICTORS["network"](padded), PREDICTORS["network"](known))
+
+
+def test_equal_leaves_are_told_apart_by_their_place_alone():
+    torch.manual_seed(0)
+    encoder, leaves = LeafEncoder(5, 3).eval(), torch.eye(3)[torch.tensor([[0, 1, 1, 2, 0]])]
+    order = torch.tensor([4, 2, 1, 3, 0])  # equal leaves change places
+    with torch.no_grad():
+        encoded = encoder(leaves)
+        encoder.place.zero_()
+        bare, permuted = encoder(leaves), encoder(leaves[:, order])
+
+    torch.testing.assert_close(permuted, bare[:, order])
+    torch.testing.assert_close(bare[0, 1], bare[0, 2])
+    assert (encoded[0, 1] - encoded[0, 2]).abs().max() > 0.01
+
+
+@given(st.integers(0, 99), st.integers(1, 20), st.integers(1, 20), st.integers(1, 4))
+def test_the_discrepancy_of_equal_sets_is_0_symmetric_and_ignores_order(seed, n, m, width):
+    rng = np.random.default_rng(seed)
+    first, second = rng.normal(size=(n, width)), rng.normal(size=(m, width))
+    found = central_moment_discrepancy(first, second)
+
+    assert central_moment_discrepancy(first, first) == 0
+    assert found > 0
+    assert found == pytest.approx(central_moment_discrepancy(second, first))
+    assert found == pytest.approx(central_moment_discrepancy(first[::-1], second))
+    with pytest.raises(InputError, match="the sets have shapes"):
+        central_moment_discrepancy(first, np.zeros((0, width)))
+
+
+def test_lognormal_values_are_transformed_by_nearly_a_logarithm_and_back():
+    values = np.exp(np.random.default_rng(0).normal(size=2000))
+    power = box_cox_power(values)
+
+    assert abs(power) < 0.1
+    np.testing.assert_allclose(box_cox_inverse(box_cox(values, power), power), values)
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
@@ -83,7 +151,8 @@ def test_ridge_reaches_the_published_tables_error_and_the_kernel_is_better():
         ({"latency_s": np.array([[1.0], [1.0]]), "ops": np.zeros((1, 2), int)}, "1 architectures are too few"),
         ({"ops": np.array([[0, 1], [0, 7]])}, "architecture 1, layer 1 has unknown operator 7"),
         ({"ops": np.zeros((2, 0), int)}, "have no operators"),
-        ({"settings": ("a", "a")}, "appears twice"),
+        ({"settings": ("a", "a")}, "a setting appears twice"),
+        ({"op_names": ("conv", "conv")}, "an operator appears twice"),
     ],
 )
 def test_tables_that_are_wrong_say_where(change, message):

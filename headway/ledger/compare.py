@@ -243,7 +243,7 @@ def _beside_loads(found: Comparison, loads: tuple[HostLoad | None, HostLoad | No
         f"other processes wanted {load.demand:.2f} cores beside the {label} run, which used {load.own_cores:.2f} of "
         f"{load.cores}"
         for label, load in zip(("first", "second"), loads, strict=True)
-        if load is not None and _is_full(load)
+        if load is not None and is_full(load)
     )
     explained = (sign <= 0 and slower) or (sign >= 0 and faster)
     if not explained or not (words or full):
@@ -252,7 +252,7 @@ def _beside_loads(found: Comparison, loads: tuple[HostLoad | None, HostLoad | No
     return replace(found, changes=kept, slower=False, inconclusive=words or full)
 
 
-def _is_full(load: HostLoad) -> bool:
+def is_full(load: HostLoad) -> bool:
     """Whether the job had no core to itself: what others wanted and what it used make up the cores that it has."""
     return load.demand >= UNLIKE_CORES and load.own_cores + load.demand > load.cores_available - UNLIKE_CORES
 

@@ -13,13 +13,15 @@ from cyclopts import Parameter, Token
 from headway.cluster.adaptive.recorded import learned
 from headway.core.errors import InputError
 from headway.core.host_load import HostLoad
+from headway.ledger.compare import SCHEMA, unlike_loads
 from headway.ledger.compare import compare as compare_ledgers
-from headway.ledger.compare import unlike_loads
 from headway.ledger.ledger import Ledger
 from headway.report.figures import ending
+from headway.report.paper import draw, paragraph
 from headway.report.terminal import render_compare
 from headway.trace.runs import Run
 from headway.verbs.fault import ettr_beside, ettr_sentence
+from headway.verbs.learned_step import judged, sentence
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 from headway.verbs.verified import withdrawn
@@ -70,13 +72,22 @@ def compare(
     """
     runs = run_at(before), run_at(after)
     loads = HostLoad.from_facts(runs[0].meta), HostLoad.from_facts(runs[1].meta)
-    comparison = compare_ledgers(Ledger.of(runs[0]), Ledger.of(runs[1]), threshold, whole=whole, loads=loads)
+    ledgers = Ledger.of(runs[0]), Ledger.of(runs[1])
+    predicted = judged(*runs, ledgers[1])
+    if predicted is not None and not ledgers[0].steps:  # the prediction is all there is to compare with
+        text = sentence(predicted)
+        only = {"schema": SCHEMA, "predicted": predicted, "notes": [text], "exit_code": 0}
+        emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
+        return 0
+    comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
     notes = (*unfinished(*runs), *taken_away(runs[1]), *comparison.notes, *([unlike] if unlike else []))
     other, ettr = learned(*runs), ettr_beside(*runs)
     notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
+    notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
     comparison = replace(comparison, notes=notes)
     answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads], "ettr": ettr}
+    answer["predicted"] = predicted
     emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code
 

@@ -7,25 +7,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.core.tables import pick
 from headway.core.whole_file import whole_file
-from headway.cost.learned.cost_table import MeasuredModel, check_host, read_table, step_costs
+from headway.cost.learned.cost_table import CostTable, add_line, check_host, read_table
 from headway.cost.learned.latency_table import LatencyTable
 from headway.cost.learned.predictors import PREDICTORS, Transfer, mape, standardised
 from headway.cost.learned.selection import SELECTIONS
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.sim.dag import Dag
-from headway.sim.replay import replay
-from headway.verbs.named import imported
+from headway.verbs.learned_step import TABLE, check_threads, learned_step
 from headway.verbs.output import emit
 
-TABLE = Path("headway-costs.jsonl")
-"""Where a calibration is written by default."""
+DTYPES = {name: name for name in ("float32", "bfloat16", "float64")}
+"""Precisions that can be calibrated."""
 
 PEERS = ("ridge", "one_hot")
 """Predictors that the answer always compares with."""
@@ -55,7 +52,7 @@ def transfer(
     seed
         Seed of the choice of samples and of the learned weights.
     predictor
-        kernel, ridge or one_hot.
+        kernel, ridge, one_hot, tree (scikit-learn) or network (about 35 s).
     select
         How the samples are chosen: clusters (of the sources' latencies) or random.
     json
@@ -75,7 +72,7 @@ def transfer(
         raise InputError(f"{data} has no setting but {target}; at least one source is needed. Add one.")
     source_s = table.rows(names)
     chosen = choose(standardised(source_s), samples, stream(seed, "chosen samples"))
-    known = Transfer(source_s, table.one_hot(), chosen, target_s[chosen], seed)
+    known = Transfer(source_s, table.one_hot(), chosen, target_s[chosen], seed, table.ops.shape[1])
     errors = {name: mape(PREDICTORS[name](known), target_s, chosen) for name in {predictor, *PEERS}}
     result = {
         "schema": "headway.cost-transfer/1", "target": target, "sources": names, "mape": errors[predictor],
@@ -102,8 +99,9 @@ def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: Screen
 
 
 def calibrate(
-    *, out: Annotated[Path, Parameter(alias="-o")] = TABLE, models: int = 48, threads: int = 1, json: bool = False
-) -> int:
+    *, out: Annotated[Path, Parameter(alias="-o")] = TABLE, models: int = 48, threads: int = 1,
+    dtypes: str = "float32", json: bool = False,
+) -> int:  # fmt: skip
     """Measure this host's operators and steps on small made-up models, under a second each.
 
     A model is written when it is done: interrupt it whenever you like; the same command goes on with the next one.
@@ -115,9 +113,11 @@ def calibrate(
     out
         The table, JSON Lines.
     models
-        Models in all; perceptrons, convolutional nets and transformers take turns.
+        Models in each precision; perceptrons, convolutional nets and transformers take turns.
     threads
         Threads of one operator.
+    dtypes
+        Precisions, separated by commas: float32, bfloat16, float64.
     json
         Print one JSON object instead of text.
     """
@@ -125,24 +125,27 @@ def calibrate(
 
     if models < 4:
         raise InputError(f"--models is {models}; pass at least 4.")
-    host = here(_check_threads(threads))
-    known: list[MeasuredModel] = []
+    precisions = [pick(DTYPES, name.strip(), "precision") for name in dtypes.split(",")]
+    host = here(check_threads(threads))
+    table = CostTable(host, [], [])
     if out.exists():
-        table, known = read_table(out)
-        check_host(table, host, out)
+        table = read_table(out)
+        check_host(table.host, host, out)
     with whole_file(out) as draft:  # also without the torn line of a calibration that was killed
-        draft.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in (host, *known)))
-    numbers = sorted(set(range(models)) - {model.model for model in known})
-    for number in numbers:
-        known.append(measure(number, *made_model(number)))
-        with out.open("ab") as file:
-            file.write(msgspec.json.encode(known[-1]) + b"\n")
+        rows = (host, *table.models, *table.observed)
+        draft.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in rows))
+    done = {(model.model, model.dtype) for model in table.models}
+    wanted = [key for number in range(models) for dtype in precisions if (key := (number, dtype)) not in done]
+    for number, dtype in wanted:
+        table.models.append(measure(number, *made_model(number, dtype=dtype), dtype=dtype))
+        add_line(out, table.models[-1])
+    known = table.models
     result = {
-        "schema": "headway.cost-calibrate/1", "file": str(out), "models": len(known), "measured_now": len(numbers),
+        "schema": "headway.cost-calibrate/1", "file": str(out), "models": len(known), "measured_now": len(wanted),
         "operators": sum(len(model.operators) for model in known), "dropped": sum(model.dropped for model in known),
     }  # fmt: skip
     text = (
-        f"{result['operators']:,} operators of {len(known)} models in {out} ({len(numbers)} measured now), "
+        f"{result['operators']:,} operators of {len(known)} models in {out} ({len(wanted)} measured now), "
         f"{result['dropped']} dropped as too noisy."
     )
     emit(result, lambda screen: draw([paragraph(text)], **screen), as_json=json)
@@ -173,50 +176,9 @@ def predict(
         Print one JSON object instead of text.
     """
     pick({"cpu": None}, device, "device")
-    if batch < 1:
-        raise InputError(f"--batch is {batch}; pass at least 1.")
-    if not costs.exists():
-        raise InputError(f"there is no table {costs}. Write it: headway cost calibrate -o {costs}")
-    from headway.cost.runtime.calibration import here
-    from headway.cost.runtime.graph import graph_of
-
-    table, models = read_table(costs)
-    check_host(table, here(_check_threads(threads)), costs)
-    graph = graph_of(*_built(target, batch))
-    learned = step_costs(models)
-    seconds = learned.operators.seconds(graph.operators)
-    dag = Dag.from_edges(len(seconds), graph.src, graph.dst, lane=np.zeros(len(seconds), np.int32))
-    operators_s = replay(dag, np.rint(1e9 * seconds).astype(np.int64)).makespan_ns / 1e9
-    step_s, interval = learned.scaled(float(operators_s))
-    rows: dict[str, list[float]] = {}
-    for leaf, each in zip(graph.operators, seconds, strict=True):
-        rows.setdefault(leaf.name, []).append(float(each))
-    result = {
-        "schema": "headway.cost-predict/1", "step_s": step_s, "interval": interval,
-        "operators": [
-            {"name": name, "calls": len(each), "seconds": sum(each)}
-            for name, each in sorted(rows.items(), key=lambda row: -sum(row[1]))
-        ],
-        "basis": f"{len(models)} models measured on {table.host}, {table.threads} thread(s); the interval holds the "
-        "steps of 80 % of them, each predicted from the others",
-    }  # fmt: skip
+    result = msgspec.to_builtins(learned_step(target, batch, costs, threads))
     emit(result, lambda screen: _predict_screen(result, screen), as_json=json)
     return 0
-
-
-def _check_threads(threads: int) -> int:
-    if threads < 1:
-        raise InputError(f"--threads is {threads}; pass at least 1.")
-    return threads
-
-
-def _built(target: str, batch: int) -> tuple[Any, tuple[Any, ...]]:
-    """Return the module that BUILD makes, and its inputs."""
-    made = imported(target, "my_project.model:build")(batch)
-    if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[0], "named_parameters")):
-        raise InputError(f"{target} returned a {type(made).__name__}; return a pair: the module, and its inputs.")
-    module, inputs = made
-    return module, inputs if isinstance(inputs, tuple) else (inputs,)
 
 
 def _predict_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from headway.catalog import CAUSES_OF_REMEDY
@@ -19,6 +20,7 @@ from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup
 from headway.report.terminal import render_hints, render_plan
 from headway.verbs.explain import explain_run, is_launched
+from headway.verbs.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.output import emit
 from headway.verbs.script_terms import chosen_terms
 from headway.verbs.source import run_at
@@ -31,6 +33,10 @@ def plan(
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
     allow: str | None = None,
     all: bool = False,
+    model: str | None = None,
+    batch: int = 0,
+    costs: Path = TABLE,
+    threads: int = 1,
     json: bool = False,
 ) -> int:
     """Propose remedies for RUN, predict each and the best set of them, and write the plan file.
@@ -48,6 +54,15 @@ def plan(
         approximate. Several are separated by commas.
     all
         Show too what no cause of this run asks for, and what headway cannot apply.
+    model
+        MODULE:BUILD as for `headway cost predict`: where the run recorded too few steps to predict from, the time of
+        a step is learned from --costs.
+    batch
+        What BUILD is called with.
+    costs
+        The table that `headway cost calibrate` wrote on this host.
+    threads
+        Threads of one operator, as calibrated.
     json
         Print one JSON object (schema headway.plan/1) instead of text.
     """
@@ -58,6 +73,11 @@ def plan(
     if made is None:  # no prediction can be trusted; what the causes say to do stands all the same
         text = explanation.notes[0]
         hints = {"schema": SCHEMA, "proposals": [], "chosen": [], "reason": text, "hints": why["causes"]}
+        if model is not None:
+            step = learned_step(model, batch, costs, threads)
+            save(step, recorded.path)
+            hints |= {"learned": msgspec.to_builtins(step), "note": in_words(step)}
+            text = f"{text} {hints['note']}"
         emit(
             {**hints, "verdict": why["verdict"]},
             lambda screen: render_hints(why, reason=text, source=str(recorded.path), **screen),
@@ -75,6 +95,10 @@ def plan(
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
     by_hand = None if is_launched(recorded.meta) else chosen_terms(made.proposals, made.chosen)
     answer = {**made.to_json(), "verdict": why["verdict"], "loaders": loaders, "path": str(path), "in_script": by_hand}
+    if model is not None:  # a recording knows better than a table
+        answer["note"] = " ".join(
+            filter(None, (answer["note"], f"Step times are those recorded; {costs} is not used."))
+        )
     shown = answer if all else asked_for(answer, explanation.causes)
     emit(
         answer,

@@ -1,7 +1,17 @@
 """A host's measured operators and steps, a line of JSON for each model; and the step of a model that is not among them.
 
 The first line says where the others were measured. A line is appended when its
-model is done, so an interrupted calibration goes on with the next model.
+model is done, so an interrupted calibration continues with the next model. A
+job whose predicted step was measured later adds a line too: it can widen the
+interval of later predictions, and nothing else.
+
+The step of a model with `n` calls of operators that take `s` seconds alone is
+
+    step = a * s + b * n
+
+b: what a call costs beyond the operator (autograd, the optimizer's loop); a:
+operators in a step find colder caches than operators that are repeated. Both
+are fitted to the measured models, so short steps are not scaled like long ones.
 """
 
 from __future__ import annotations
@@ -17,7 +27,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.regular_file import read_regular
 from headway.cost.learned.operators import Operator, OperatorModel
 
-SCHEMA = "headway.cost-table/1"
+SCHEMA = "headway.cost-table/2"
 
 
 class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,6 +42,9 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     threads: int
     """Threads of one operator."""
 
+    cpu: str
+    """Model of its processor."""
+
     device: str = "cpu"
     """Device of the operators."""
 
@@ -39,7 +52,7 @@ class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Version of the file."""
 
 
-class MeasuredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MeasuredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="model"):
     """One model of a calibration."""
 
     model: int
@@ -60,6 +73,40 @@ class MeasuredModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropped: int
     """Operators that were too noisy to count."""
 
+    dtype: str = "float32"
+    """Precision of its parameters."""
+
+
+class ObservedStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="observed"):
+    """A predicted step that a job ran later."""
+
+    run: str
+    """Id of its recording."""
+
+    predicted_s: float
+    """Seconds that were predicted from this table."""
+
+    measured_s: float
+    """Seconds that a tenth of its steps kept below."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CostTable:
+    """A table as it is read."""
+
+    host: Host
+    """Where it was measured."""
+
+    models: list[MeasuredModel]
+    """Its models."""
+
+    observed: list[ObservedStep]
+    """Predictions that were judged."""
+
+
+CALL_S = np.linspace(0, 10e-6, 41)
+"""Costs of a call that are tried."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCosts:
@@ -68,38 +115,67 @@ class StepCosts:
     operators: OperatorModel
     """Seconds of operators."""
 
+    factor: float
+    """a: seconds of a step per second of its operators measured alone."""
+
+    call_s: float
+    """b: further seconds per call."""
+
     ratios: NDArray[np.float64]
-    """[models] Measured step over the sum of its operators, each predicted from the other models, sorted."""
+    """[models] Measured step over predicted step, each predicted from the other models, sorted."""
 
-    def scaled(self, operators_s: float) -> tuple[float, tuple[float, float]]:
-        """Return the seconds of a step whose operators take `operators_s`, and the range of 80 % of the models."""
-        low, middle, high = np.quantile(self.ratios, [0.1, 0.5, 0.9]) * operators_s
-        return float(middle), (float(low), float(high))
+    observed: NDArray[np.float64]
+    """[k] The same of predictions that were judged by a job."""
+
+    def step(self, operators_s: float, num_calls: int) -> tuple[float, tuple[float, float]]:
+        """Return the seconds of a step with `num_calls` operators of `operators_s` in all, and its interval.
+
+        The interval holds 80 % of the table's models, and every observed step.
+        """
+        step_s = self.factor * operators_s + self.call_s * num_calls
+        low, high = np.quantile(self.ratios, [0.1, 0.9])
+        ends = np.array([1.0, low, high, *self.observed]) * step_s
+        return step_s, (float(ends.min()), float(ends.max()))
 
 
-def read_table(path: Path) -> tuple[Host, list[MeasuredModel]]:
+def read_table(path: Path) -> CostTable:
     """Read a table; a last line without its end is left out. Raises `FormatError` with line and field."""
     lines = read_regular(path).split(b"\n")[:-1]
     if not lines:
         raise FormatError(f"{path} is empty; write it with `headway cost calibrate -o {path}`.")
     line = 1
     try:
-        host = msgspec.json.decode(lines[0], type=Host)
-        models = []
+        table = CostTable(msgspec.json.decode(lines[0], type=Host), [], [])
+        if table.host.schema != SCHEMA:
+            raise FormatError(
+                f"{path} has schema {table.host.schema!r}; this version reads {SCHEMA!r}. Calibrate into another file."
+            )
         for line, text in enumerate(lines[1:], start=2):
-            models.append(model := msgspec.json.decode(text, type=MeasuredModel))
-            if not len(model.operators) == len(model.seconds) == len(model.calls) or not model.step_s > 0:
-                raise FormatError(f"{path}, line {line}: lists differ in length, or step_s is not above 0. Remove it.")
+            row = msgspec.json.decode(text, type=MeasuredModel | ObservedStep)
+            if isinstance(row, ObservedStep):
+                table.observed.append(row)
+                positive = [row.predicted_s, row.measured_s]
+            else:
+                table.models.append(row)
+                positive = [row.step_s, *row.seconds]
+            if isinstance(row, MeasuredModel) and not len(row.operators) == len(row.seconds) == len(row.calls):
+                raise FormatError(f"{path}, line {line}: its lists differ in length. Remove the line.")
+            if not all(0 < seconds < np.inf for seconds in positive):
+                raise FormatError(f"{path}, line {line}: a time is not above 0. Remove the line, and calibrate again.")
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise FormatError(f"{path}, line {line}: {error}. Remove the line, or calibrate into another file.") from None
-    if host.schema != SCHEMA:
-        raise FormatError(f"{path} has schema {host.schema!r}; this version reads {SCHEMA!r}. Calibrate again.")
-    return host, models
+    return table
+
+
+def add_line(path: Path, row: MeasuredModel | ObservedStep) -> None:
+    """Append a line to a table."""
+    with path.open("ab") as file:
+        file.write(msgspec.json.encode(row) + b"\n")
 
 
 def check_host(table: Host, here: Host, path: Path) -> None:
     """Refuse a table that was measured elsewhere; raises `InputError` with the field that differs."""
-    for name in ("host", "torch", "threads", "device"):
+    for name in ("host", "torch", "threads", "cpu", "device"):
         if (there := getattr(table, name)) != getattr(here, name):
             raise InputError(
                 f"{path} was measured with {name} {there!r}; here it is {getattr(here, name)!r}. Calibrate into "
@@ -107,23 +183,44 @@ def check_host(table: Host, here: Host, path: Path) -> None:
             )
 
 
-def step_costs(models: list[MeasuredModel]) -> StepCosts:
+def step_costs(table: CostTable) -> StepCosts:
     """Fit the operators of all models, and judge every model's step by the others; raises `InputError` under 4."""
+    models = table.models
     if len(models) < 4:
         raise InputError(f"the table has {len(models)} models; at least 4 are needed. Run `headway cost calibrate` on.")
-    ratios = []
+    known = []
     for model in models:
-        others = _fit([other for other in models if other is not model])
+        others = operators_of([other for other in models if other is not model])
         try:
             predicted_s = others.seconds(model.operators)
         except InputError:  # it alone has some operator
             continue
-        ratios.append(model.step_s / float(predicted_s @ np.array(model.calls)))
-    if not ratios:
+        known.append((model.step_s, float(predicted_s @ np.array(model.calls)), sum(model.calls)))
+    if len(known) < 2:
         raise InputError("no model of the table shares its operators with the others. Run `headway cost calibrate` on.")
-    return StepCosts(_fit(models), np.sort(ratios))
+    steps = np.array(known)
+    ratios = []
+    for index, (step_s, operators_s, num_calls) in enumerate(steps):
+        factor, call_s = _overheads(np.delete(steps, index, axis=0))
+        ratios.append(step_s / (factor * operators_s + call_s * num_calls))
+    observed = np.array([row.measured_s / row.predicted_s for row in table.observed])
+    return StepCosts(operators_of(models), *_overheads(steps), np.sort(ratios), observed)
 
 
-def _fit(models: list[MeasuredModel]) -> OperatorModel:
+def operators_of(models: list[MeasuredModel]) -> OperatorModel:
+    """Return what the operators of all `models` say."""
     operators = [op for model in models for op in model.operators]
     return OperatorModel(operators, np.array([seconds for model in models for seconds in model.seconds]))
+
+
+def _overheads(steps: NDArray[np.float64]) -> tuple[float, float]:
+    """Return a and b with the least mean |log error|, from [n, 3]: seconds of a step, of its operators, calls.
+
+    For each b that is tried, a is the median of what is left: a few steps measured beside other load change neither.
+    """
+    step_s, operators_s, num_calls = steps.T
+    left = np.maximum(step_s - CALL_S[:, None] * num_calls, 0.1 * step_s)
+    factors = np.median(left / operators_s, axis=1)
+    errors = np.abs(np.log((factors[:, None] * operators_s + CALL_S[:, None] * num_calls) / step_s)).mean(1)
+    best = int(errors.argmin())
+    return float(factors[best]), float(CALL_S[best])

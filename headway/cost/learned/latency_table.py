@@ -57,6 +57,8 @@ class LatencyTable:
             raise InputError("the architectures have no operators; each needs at least one. Correct `ops`.")
         if len(set(self.settings)) < len(self.settings):
             raise InputError("a setting appears twice in `settings`; give each row a name of its own.")
+        if len(set(self.op_names)) < len(self.op_names):
+            raise InputError("an operator appears twice in `op_names`; all settings must mean the same one by a name.")
         unknown = np.argwhere((self.ops < 0) | (self.ops >= len(self.op_names)))
         if len(unknown):
             row, layer = map(int, unknown[0])

@@ -56,7 +56,7 @@ class Transfer:
     """[s, n] Seconds of every sample on each other setting."""
 
     one_hot: Floats
-    """[n, f] Features of the samples' operators."""
+    """[n, f] Features of the samples' operators: one-hot, leaf by leaf."""
 
     chosen: NDArray[np.int64]
     """[k] Samples that were measured on the new device."""
@@ -65,7 +65,10 @@ class Transfer:
     """[k] Their seconds."""
 
     seed: int = 0
-    """Seed of the rehearsals of `kernel`."""
+    """Seed of the rehearsals of `kernel`, and of `tree` and `network`."""
+
+    num_leaves: int = 1
+    """Leaves of a sample, for `network`: `one_hot` holds f / num_leaves features of each."""
 
     def __post_init__(self) -> None:
         """Check shapes and values; raises `InputError`."""
@@ -76,6 +79,10 @@ class Transfer:
             raise InputError(f"{len(self.chosen)} samples are too few; at least 2 must be measured. Pass --samples 10.")
         if len(self.chosen) != len(self.measured_s) or len(self.one_hot) != n:
             raise InputError("samples and measurements differ in number; pass one measurement per chosen sample.")
+        if self.num_leaves < 1 or self.one_hot.shape[1] % self.num_leaves:
+            raise InputError(
+                f"{self.one_hot.shape[1]} features are not of {self.num_leaves} leaves; pass f / leaves whole."
+            )
         if not (np.isfinite(self.measured_s) & (self.measured_s > 0)).all():
             raise InputError("a measured latency is not above 0; remove or repeat that measurement.")
 
@@ -216,5 +223,29 @@ def _posterior(features: Floats, log_s: Floats, variance: Floats) -> tuple[float
     return ones @ log_s / ones.sum(), weighted.T @ residual, float(np.abs(residual / np.diag(projected)).mean())
 
 
-PREDICTORS: dict[str, PredictorFn] = {"kernel": kernel, "ridge": ridge, "one_hot": one_hot}
+def tree(task: Transfer) -> Floats:
+    """Boost regression trees (scikit-learn) on the log latencies of the sources and the operators: a peer."""
+    try:
+        from sklearn.ensemble import GradientBoostingRegressor  # an extra: nothing else needs it
+    except ImportError as error:
+        raise InputError("predictor 'tree' needs scikit-learn. Install it: pip install 'headway[learned]'") from error
+    features = np.hstack([standardised(task.source_s), task.one_hot])
+    model = GradientBoostingRegressor(n_estimators=200, max_depth=3, subsample=0.7, random_state=task.seed)
+    # Trees cannot extrapolate: they learn what the device adds to the mean of the sources.
+    mean = np.log(task.source_s).mean(0)
+    model.fit(features[task.chosen], np.log(task.measured_s) - mean[task.chosen])
+    seconds: Floats = np.exp(mean + model.predict(features))
+    return seconds
+
+
+def network(task: Transfer) -> Floats:
+    """Train the published network (CDMPP) on all sources and the device's own samples: a peer, about 35 s."""
+    from headway.cost.runtime.network import Trained  # torch
+
+    return Trained(task).seconds(task)
+
+
+PREDICTORS: dict[str, PredictorFn] = {
+    "kernel": kernel, "ridge": ridge, "one_hot": one_hot, "tree": tree, "network": network,
+}  # fmt: skip
 """Every predictor of a new device. Adding one is adding a line here."""

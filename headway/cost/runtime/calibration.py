@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,11 +44,20 @@ class _Language(nn.Module):
 def here(threads: int) -> Host:
     """Give operators of this process so many threads; return what a table measured by it says of itself."""
     torch.set_num_threads(threads)
-    return Host(platform.node(), str(torch.__version__), torch.get_num_threads())
+    facts = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    names = [line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")]
+    cpu = f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
+    return Host(platform.node(), str(torch.__version__), torch.get_num_threads(), cpu)
 
 
-def made_model(number: int, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """Return model `number` and inputs: kinds take turns, sizes are log-uniform."""
+def made_model(number: int, seed: int = 0, *, dtype: str = "float32") -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return model `number` and inputs, both in `dtype`: kinds take turns, sizes are log-uniform."""
+    module, inputs = _made(number, seed)
+    precision: torch.dtype = getattr(torch, dtype)
+    return module.to(precision), tuple(x.to(precision) if x.is_floating_point() else x for x in inputs)
+
+
+def _made(number: int, seed: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     rng = stream(seed, "calibration", number)
 
     def drawn(low: int, high: int) -> int:
@@ -60,20 +71,22 @@ def made_model(number: int, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tenso
         ]
         return nn.Sequential(*hidden, nn.Linear(width, 10)), (torch.randn(8 * batch, width),)
     if number % 3 == 1:
-        size, channels, layers, before = drawn(16, 48), drawn(8, 48), [], 3
-        for depth in range(drawn(1, 3)):
-            layers += [nn.Conv2d(before, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+        size, layers, before = drawn(16, 48), [], 3
+        for depth in range(drawn(2, 4)):
+            channels, kernel = drawn(8, 48), (1, 3, 3)[int(rng.integers(3))]
+            convolution = nn.Conv2d(before, channels, kernel, padding=kernel // 2, bias=False)
+            layers += [convolution, nn.BatchNorm2d(channels), nn.ReLU()]
             layers += [nn.MaxPool2d(2)] if depth == 0 else []
             before = channels
-        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10)]
+        head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 10)]
         return nn.Sequential(*layers, *head), (torch.randn(batch, 3, size, size),)
     heads, tokens = drawn(2, 6), drawn(256, 4000)
     model = _Language(tokens, heads * 2 * drawn(8, 24), heads, drawn(1, 2))
     return model, (torch.randint(0, tokens, (batch // 2 + 1, drawn(16, 96))),)
 
 
-def measure(number: int, module: nn.Module, inputs: tuple[Any, ...]) -> MeasuredModel:
-    """Time each different operator of a step alone, and the step."""
+def measure(number: int, module: nn.Module, inputs: tuple[Any, ...], *, dtype: str = "float32") -> MeasuredModel:
+    """Time each different operator of a step alone, and the step, of a model in `dtype`."""
     graph = graph_of(module, inputs)
     calls = Counter(graph.operators)
     kept: dict[Operator, float] = {}
@@ -88,24 +101,33 @@ def measure(number: int, module: nn.Module, inputs: tuple[Any, ...]) -> Measured
     rounds.append(quiet_s(step, STEP_S, limit=float("inf")))
     step_s = min(seconds for seconds in rounds if seconds is not None)
     return MeasuredModel(
-        number, step_s, list(kept), list(kept.values()), [calls[leaf] for leaf in kept], len(samples) - len(kept)
+        number,
+        step_s,
+        list(kept),
+        list(kept.values()),
+        [calls[leaf] for leaf in kept],
+        len(samples) - len(kept),
+        dtype,
     )
 
 
 def quiet_s(call: Callable[[], Any], budget_s: float, *, limit: float = SPREAD) -> float | None:
     """Return the seconds of a call, after two others, that a tenth of the calls keep below; None where noisy twice.
 
-    A tenth, not half: on shared cores the others measure what else runs.
+    A tenth, not half: on shared cores the others measure what else runs. A single thread is not charged for the time
+    in which another process had its core: a long step would hold some of it in every call.
     """
+    alone = torch.get_num_threads() == 1
     for budget in (budget_s, 3 * budget_s):
         call()
         call()
         taken: list[float] = []
         end = time.perf_counter() + budget
         while len(taken) < 10 or (time.perf_counter() < end and len(taken) < 100):
-            begin = time.perf_counter()
+            cpu, begin = time.thread_time(), time.perf_counter()
             call()
-            taken.append(time.perf_counter() - begin)
+            wall_s, cpu_s = time.perf_counter() - begin, time.thread_time() - cpu
+            taken.append(min(wall_s, cpu_s) if alone else wall_s)  # reading the clock of a thread takes half a us
         quiet, middle = statistics.quantiles(taken, n=10)[0], statistics.median(taken)
         if middle - quiet <= limit * quiet:
             return quiet

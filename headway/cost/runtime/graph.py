@@ -138,8 +138,10 @@ def _leaf(call: torch.fx.Node) -> Operator:
         values, keywords = torch.fx.node.map_arg(call.args, value_of), torch.fx.node.map_arg(call.kwargs, value_of)
         flops = float(counted(*values, **keywords, out_val=call.meta.get("val")))
     kind = "pointwise" if torch.Tag.pointwise in target.tags else ""
-    extents = [size for tensor in read[:2] for size in (*tensor.shape[:4], *[1] * (4 - min(tensor.ndim, 4)))]
+    extents = [size for tensor in read[:3] for size in (*tensor.shape[:4], *[1] * (4 - min(tensor.ndim, 4)))]
     read_bytes, written_bytes = (
         float(sum(tensor.numel() * tensor.element_size() for tensor in tensors)) for tensors in (read, written)
     )
-    return Operator(target.overloadpacket.__name__, kind, flops, read_bytes, written_bytes, tuple(extents))
+    precise = [tensor.dtype for tensor in (*written, *read) if tensor.is_floating_point()] or [torch.float32]
+    dtype = str(precise[0]).removeprefix("torch.")
+    return Operator(target.overloadpacket.__name__, kind, flops, read_bytes, written_bytes, tuple(extents), dtype)
