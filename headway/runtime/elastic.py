@@ -45,6 +45,7 @@ from headway.runtime.launch import (
 )
 from headway.runtime.rank_env import Place, Port
 from headway.runtime.rendezvous import open_rendezvous
+from headway.runtime.reserve import Reserve
 
 DEFAULT_PORT = 29500
 """torchrun's port for the static rendezvous of several hosts: the one number that all of them must agree on."""
@@ -83,6 +84,16 @@ class HostAgent(SimpleElasticAgent):
         self._ours = False
         signals.on_stop = self._interrupt
 
+    @property
+    def reserve(self) -> Reserve | None:
+        """This host's place among those that came, where some wait in reserve."""
+        return getattr(self._worker_group.spec.rdzv_handler, "reserve", None)
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether the job ended while this host waited in reserve."""
+        return self.reserve is not None and self.reserve.dismissed
+
     def open(self, start_ns: int, stack: ExitStack) -> HostAgent:
         """Say when the launcher started, and where to leave what must be closed at its end."""
         self._start_ns, self._stack = start_ns, stack
@@ -101,7 +112,9 @@ class HostAgent(SimpleElasticAgent):
         self._ours = True
         try:
             attempt = self._restarts
-            self._restarts += 1
+            if self.reserve is not None:  # one that waited joins the others in the middle: they count alike
+                attempt = max(attempt, self.reserve.look().round)
+            self._restarts = attempt + 1
             if self.attempts is None:
                 self.attempts = self._open_attempts(worker_group)
             if self._ended is not None:  # what torch decides stands: it knows the other hosts
@@ -122,7 +135,8 @@ class HostAgent(SimpleElasticAgent):
             self._start_ns,
             nproc=len(worker_group.workers),
             world_size=worker_group.workers[0].world_size,
-            group_rank=worker_group.group_rank or 0,
+            # A host that takes another's place writes a file of its own: its clocks are not the other's.
+            group_rank=self.reserve.number if self.reserve is not None else worker_group.group_rank or 0,
             shared=True,
         )
         streams = open_streams(self._options, recording)
@@ -242,11 +256,14 @@ def run_elastic(options: LaunchOptions, script: Sequence[str], start_ns: int, ho
         except SignalException:
             pass
         signals.on_stop = None
-        if agent is not None and not signals.stop:
+        if agent is not None and not signals.stop and not agent.dismissed:
             agent.leave()
     if agent is not None and agent.attempts is not None:
         attempts = agent.attempts
         return report(options, attempts.recording, agent.ends, signals, output_lost=attempts.streams.output_lost)
+    if agent is not None and agent.dismissed:
+        say(options, "the job ended; this host, which waited in reserve, was not needed")
+        return ExitReport(0, "ok", None, None, (time.perf_counter_ns() - start_ns) / 1e9, None)
     if signals.stop:
         return _stopped_alone(signals.stop[0], endpoint, start_ns)
     raise InputError(
@@ -265,8 +282,9 @@ def _spec_of(
     """Return what torch's agent needs to know; a c10d store is reached here. Raises `InputError`, `RendezvousError`."""
     try:
         handler = open_rendezvous(
-            options.rdzv_backend, endpoint, settings, run_id=options.rdzv_id, hosts=hosts, local_addr=options.local_addr
-        )
+            options.rdzv_backend, endpoint, settings, run_id=options.rdzv_id, hosts=hosts,
+            local_addr=options.local_addr, standby=options.standby, say=lambda text: say(options, text),
+        )  # fmt: skip
     except ValueError as cause:
         raise InputError(
             f"the rendezvous at {endpoint!r} cannot be: {cause}. Mend --rdzv-endpoint or --rdzv-conf."
