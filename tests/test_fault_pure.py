@@ -183,12 +183,35 @@ def test_verbs_print_one_object_and_name_what_is_wrong(tmp_path, capsys):
             call()
 
 
+def advice(**meta):
+    """Return what this room proposes to a run with these facts, by name."""
+    program = SimpleNamespace(run=SimpleNamespace(meta=meta), measured_s=0.1)
+    ledger = SimpleNamespace(wall_ns=100 * 10**9, ledger_ns={"checkpoint": 10**9}, devices=2)
+    return {row.name: row for row in propose(ledger, program, None)}
+
+
+@pytest.mark.parametrize(
+    ("meta", "found"),
+    [
+        (
+            {"bad_losses": {"1": [{"step": 9, "what": "nan"}], "0": [{"step": 17, "what": "inf"}]}},
+            "1 was nan at step 9",
+        ),
+        ({"incidents": [{"evidence": "rank 0: exit code 1, ValueError: loss is NaN"}]}, "ValueError: loss is NaN"),
+        ({"incidents": [{"evidence": "rank 0: exit code 1, NameError: finance"}]}, None),
+        ({}, None),
+    ],
+)
+def test_a_guard_is_proposed_where_a_loss_broke_and_only_with_a_grant(meta, found):
+    guard = advice(**meta).get("fault.guard")
+
+    assert (guard is None) == (found is None)
+    assert guard is None or (found in guard.reason and guard.allow == "lossy" and guard.protects and guard.applies)
+
+
 def test_a_run_with_cold_restarts_is_advised_to_start_warm_and_one_without_failures_to_do_nothing():
     def made(incidents):
-        run = SimpleNamespace(meta={"incidents": incidents})
-        program = SimpleNamespace(run=run, measured_s=0.1)
-        ledger = SimpleNamespace(wall_ns=100 * 10**9, ledger_ns={"checkpoint": 10**9}, devices=2)
-        return {row.name: row for row in propose(ledger, program, None)}
+        return advice(incidents=incidents)
 
     one = {"first_step_ns": 8 * 10**9, "detected_ns": 0, "lost_steps": 5, "warm": False, "cold_reason": "--warm off"}
     cold, warm = made([one]), made([{**one, "warm": True}])

@@ -59,7 +59,7 @@ def members_of(state: Any, expires_s: float) -> Members:
     """Read torch's state of a rendezvous; who was silent for `expires_s` is gone."""
     oldest = datetime.now(UTC) - timedelta(seconds=expires_s)
     members = {*state.participants} | {*state.wait_list}
-    alive = sum(state.last_heartbeats.get(node, oldest) > oldest for node in members)
+    alive = sum(state.last_heartbeats.get(one, oldest) > oldest for one in members)
     return Members(state.round, alive, state.closed)
 
 
