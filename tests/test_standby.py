@@ -132,17 +132,31 @@ def test_a_host_in_reserve_takes_the_place_of_a_killed_one_and_the_losses_are_th
 
 
 @pytest.mark.slow
-def test_a_host_in_reserve_lets_a_restart_in_place_be_and_ends_with_the_job(tmp_path):
+def test_a_restart_keeps_its_host_and_a_host_that_is_to_blame_again_leaves_its_place(tmp_path):
+    """Reason for its length: two launchers and three attempts."""
     dies = """
-    if step == 7 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == 0:
+    if step == 7 * (int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1) <= 14:
         os.kill(os.getpid(), signal.SIGKILL)
 """
     job = script(tmp_path, "import os, signal" + JOB.replace("    time.sleep(0.02)\n", dies))
     reserve, active = pair(tmp_path, [job, str(tmp_path), "20"])
     ends = [host.communicate(timeout=90)[1] for host in (active, reserve)]
-    facts = json.loads((tmp_path / "active" / "run.json").read_text())
+    before, after = (
+        json.loads((tmp_path / name).read_text()) for name in ("active/run.json", "reserve/run-host1.json")
+    )
+    noted = json.loads((tmp_path / "active" / "incidents.json").read_text())["incidents"]
+
+    assert [row["action"] for row in noted] == ["restart", "standby"]
+    assert [row["attempt"] for row in before["ranks"]] == [0, 1]
+    assert (active.returncode, reserve.returncode, after["attempt"]) == (137, 0, 2), ends
+    assert "leaves its place" in ends[0]
+    assert losses(tmp_path) == undisturbed(20)
+
+
+def test_a_host_in_reserve_ends_well_with_a_job_that_did_not_need_it(tmp_path):
+    reserve, active = pair(tmp_path, [script(tmp_path, "print('done')")])
+    ends = [host.communicate(timeout=90)[1] for host in (active, reserve)]
 
     assert (active.returncode, reserve.returncode) == (0, 0), ends
-    assert [row["attempt"] for row in facts["ranks"]] == [0, 1]
     assert "was not needed" in ends[1]
     assert not (tmp_path / "reserve").exists()

@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousGracefulExitError
 
 from headway.core.beside import say_beside
 from headway.core.errors import InputError
@@ -73,6 +73,8 @@ class HostAgent(SimpleElasticAgent):
         self.ends: list[RankEnd] = []
         """How the ranks of the last attempt ended."""
         self.attempts: Attempts | None = None
+        self.replaced = False
+        """Whether this host left its place to one in reserve."""
         self._options, self._script, self._signals = options, script, signals
         self._start_ns = 0
         self._stack = ExitStack()
@@ -117,8 +119,6 @@ class HostAgent(SimpleElasticAgent):
             self._restarts = attempt + 1
             if self.attempts is None:
                 self.attempts = self._open_attempts(worker_group)
-            if self._ended is not None:  # what torch decides stands: it knows the other hosts
-                self.attempts.again(self._ended, self.ends, max(worker_group.spec.max_restarts - attempt + 1, 1))
             self.attempts.recording.world_size = worker_group.workers[0].world_size
             places = self._places(worker_group, attempt)
             self._group = self.attempts.start(
@@ -127,6 +127,20 @@ class HostAgent(SimpleElasticAgent):
         finally:
             self._ours = False
         return {rank.spec.local_rank: rank.pid for rank in self._group.ranks}
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the ranks and note why; then meet the others again, unless a host in reserve is to take this place."""
+        self._stop_workers(worker_group)
+        if self.attempts is not None and self._ended is not None:
+            left = max(worker_group.spec.max_restarts - self._restarts + 1, 1)
+            waiting = self.reserve.waiting() if self.reserve is not None else 0
+            # Whether the job goes on is torch's to decide: it knows the other hosts.
+            self.attempts.again(self._ended, self.ends, left, standbys=waiting)
+            if self.attempts.action == "standby":
+                self.replaced = True
+                say(self._options, "this host is to blame again: it leaves its place to one in reserve")
+                raise RendezvousGracefulExitError("a host in reserve takes this place")
+        super()._restart_workers(worker_group)
 
     def _open_attempts(self, worker_group: WorkerGroup) -> Attempts:
         recording = open_recording(
@@ -256,7 +270,7 @@ def run_elastic(options: LaunchOptions, script: Sequence[str], start_ns: int, ho
         except SignalException:
             pass
         signals.on_stop = None
-        if agent is not None and not signals.stop and not agent.dismissed:
+        if agent is not None and not (signals.stop or agent.dismissed or agent.replaced):
             agent.leave()
     if agent is not None and agent.attempts is not None:
         attempts = agent.attempts

@@ -37,6 +37,9 @@ SETTLED_S = 2.0
 COME_S = 30.0
 """Most seconds for which the host of the store waits for others to come first."""
 
+PRESENT_S = 5.0
+"""Seconds for which a host that waits counts as there after its last word."""
+
 LINGER_S = 3.0
 """Seconds for which the host of the store stays when the job has ended: others leave by way of it."""
 
@@ -115,6 +118,16 @@ class Reserve:
             return Members(0, 0, closed=False)
         return members_of(pickle.loads(found[0]), self.expires_s)  # as its own agents do
 
+    def waiting(self) -> int:
+        """Return how many hosts wait in reserve, by what they said of late."""
+        oldest = time.time() - PRESENT_S
+        numbers = range(self.hosts, int(self.store.add(self._key("hosts"), 0)))
+        keys = [key for number in numbers if self.store.check([key := self._key(f"waits/{number}")])]
+        return sum(float(self.store.get(key)) > oldest for key in keys)
+
+    def _key(self, name: str) -> str:
+        return f"headway/{self.run_id}/{name}"
+
     def await_turn(self) -> None:
         """Return once this host may join. Raises torch's `RendezvousGracefulExitError` where it is not needed."""
         if self._trains:
@@ -126,7 +139,7 @@ class Reserve:
         self._trains = True
 
     def _come(self) -> None:
-        key = f"headway/{self.run_id}/hosts"
+        key = self._key("hosts")
         if self.keeps_store:
             until = time.monotonic() + COME_S
             while self.store.add(key, 0) < self.hosts and time.monotonic() < until:
@@ -137,7 +150,9 @@ class Reserve:
         self.waited = True
         self.say(f"host {self.number} waits in reserve: {self.hosts} others train")
         missing_since: float | None = None
+        key = self._key(f"waits/{self.number}")
         while True:
+            self.store.set(key, str(time.time()))
             now, seen = time.monotonic(), self.look()
             if seen.closed:
                 self.dismissed = True
@@ -148,6 +163,7 @@ class Reserve:
             elif missing_since is None:
                 missing_since = now
             elif now - missing_since >= SETTLED_S:
+                self.store.set(key, "0")
                 self.say(f"host {self.number} takes the place of a host that is gone")
                 return
             time.sleep(LOOK_S)
