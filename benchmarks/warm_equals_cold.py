@@ -2,9 +2,9 @@
 
 Claim: attempt 1 of each script, forked where that is safe, computes the same bits as attempt 1 under `--warm off`; the
 scripts set the environment before torch, start a thread before torch, run as `python -m`, hand a class of `__main__` to
-spawned workers, install signal handlers, set a variable or change
-torch between its import and the first model, and draw from all generators after seeding them. The first two must have
-started cold, for the right reason; the others warm.
+spawned workers, install signal handlers, set a variable or change torch between its import and the first model, and
+draw from all generators after seeding them. The first two must have started cold, for the right reason; the others
+warm.
 """
 
 import json

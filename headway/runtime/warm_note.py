@@ -34,6 +34,10 @@ PARTS = ("torch._dynamo", "headway.checkpoint.runtime.engine")
 """What torch imports when a model is wrapped, and headway when state is saved: about 1.4 s of a core."""
 
 
+SET_BY_PARTS = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Variables that importing them sets."""
+
+
 def surroundings() -> dict[str, Any]:
     """Return what an import can see of the process: environment, folder, cores, finders, flags of dlopen."""
     return {
@@ -102,7 +106,8 @@ class WarmNote:
             name: now["env"].get(name) for name in sorted(env.keys() | now["env"].keys())
             if not _is_ours(name) and env.get(name) != now["env"].get(name)
         }  # fmt: skip
-        alike = not changes(self._at_torch, {**now, "env": env}) and sys.path in (self._path, self._path[1:])
+        alike = {*sets} <= {*SET_BY_PARTS}
+        alike = alike and not changes(self._at_torch, {**now, "env": env}) and sys.path in (self._path, self._path[1:])
         alike = alike and str(torch.get_default_dtype()) == "torch.float32" and str(torch.get_default_device()) == "cpu"
         parts = {name: found for name in PARTS if alike and (found := origin(name)) is not None}
         note = {"reasons": reasons, "path": self._path, "torch": origin("torch"), "parts": parts, "sets": sets}
