@@ -1,10 +1,10 @@
 """Twenty seeded SIGKILLs of ranks, of the launcher and of the warm process: does the job end as if nothing happened?
 
 Claim: two DDP ranks with `headway.Checkpointer` and headway's DataLoader, under `headway run --max-restarts`, end with
-the loss of every step bit-equal to a run that nobody disturbed, each step having taken the same examples; and 5 s after
-the end no process of the job is left. Of the kills two hit the launcher (the job is then started by hand again) and two
-the warm process; the others a rank. Six kills by default, one of the launcher and one of the warm process among them;
-`--full` all twenty.
+the loss of every step bit-equal to a run that nobody disturbed, each step having taken the same examples, of which
+`headway data audit` counts every committed one once; and 5 s after the end no process of the job is left. Of the kills
+two hit the launcher (the job is then started by hand again) and two the warm process; the others a rank. Six kills by
+default, one of the launcher and one of the warm process among them; `--full` all twenty.
 """
 
 import json
@@ -15,6 +15,9 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._command import headway
 from headway.core.rng import stream
 from headway.fault.incident import read_incidents
 
@@ -141,6 +144,7 @@ def main() -> int:
         orphans = left(Path(wild))
         ours, theirs = kept(Path(wild)), kept(Path(calm))
         done = len(list(Path(wild).glob("killed-*")))
+        audit = headway("data", "audit", *sorted(Path(wild).glob("run-*")), expect=(0, 3))
         unequal = sum(ours[rank].get(step) != theirs[rank][step] for rank in (0, 1) for step in theirs[rank])
     result = {
         "bench": "restart_kills",
@@ -150,14 +154,17 @@ def main() -> int:
         "warm": sum(row["warm"] for row in launches),
         "steps": steps,
         "unequal_steps": unequal,
+        "exact_epochs": sum(row["verdict"] == "exact" for row in audit["epochs"]),
+        "epochs": len(audit["epochs"]),
+        "wrong_epochs": audit["wrong"],
         "orphans": len(orphans),
         "wall_s": round(wall_s, 1),
-        "claim": "unequal_steps == 0 and orphans == 0",
+        "claim": "unequal_steps == 0, wrong_epochs == 0 and orphans == 0",
     }
     print(json.dumps(result))
     for line in orphans:
         print(line, file=sys.stderr)
-    return 0 if done == len(plan) and not unequal and not orphans else 3
+    return 0 if done == len(plan) and not unequal and not orphans and not audit["wrong"] else 3
 
 
 if __name__ == "__main__":

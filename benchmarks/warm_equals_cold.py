@@ -1,9 +1,10 @@
-"""Six scripts, each run twice: is an attempt that was forked warm the same as one that was started cold?
+"""Eight scripts, each run twice: is an attempt that was forked warm the same as one that was started cold?
 
 Claim: attempt 1 of each script, forked where that is safe, computes the same bits as attempt 1 under `--warm off`; the
 scripts set the environment before torch, start a thread before torch, run as `python -m`, hand a class of `__main__` to
-spawned workers, install signal handlers, and draw from all generators after seeding them. The first two must have
-started cold, for the right reason; the others warm.
+spawned workers, install signal handlers, set a variable or change torch between its import and the first model, and
+draw from all generators after seeding them. The first two must have started cold, for the right reason; the others
+warm.
 """
 
 import json
@@ -66,6 +67,11 @@ CASES: dict[str, dict[str, str]] = {
         "work": "seen = []\nsignal.signal(signal.SIGUSR1, lambda *_: seen.append(1))\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\nnames = signal.SIGTERM, signal.SIGINT, signal.SIGPIPE\n"
         "return [seen, *(str(signal.getsignal(name)) for name in names)]",
+    },
+    "variable set after torch": {"work": "os.environ['SET_LATE'] = '1'\nreturn dist.get_rank()"},
+    "torch patched before its parts": {
+        "work": "linear = torch.nn.functional.linear\n"
+        "torch.nn.functional.linear = lambda *given: 1.5 * linear(*given)\nreturn dist.get_rank()",
     },
     "seeds": {
         "work": "import random\nfresh = [torch.rand(1).item(), random.random(), float(numpy.random.rand())]\n"

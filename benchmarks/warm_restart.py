@@ -3,8 +3,9 @@
 Claim: two DDP ranks that save with `headway.Checkpointer` are back at work at least 10x sooner than under torchrun in
 its best setting (a store for each attempt, a look at the ranks every 0.1 s). Each round runs both launchers one after
 the other; a rank is killed twice in each run, at seeded steps. After the last round the losses of both are equal. By
-default 2 rounds with a small state; `--full` makes 5, and one more with 100 MB of state. Where `ft_launcher`
-(nvidia-resiliency-ext) is on the path in $FT_LAUNCHER, it runs beside them.
+default 2 rounds with a small state; `--full` makes 10, one more with 100 MB of state, and holds headway's medians to
+0.5 s and 1.5 s as well, which is for a quiet host. Where `ft_launcher` (nvidia-resiliency-ext) is on the path in
+$FT_LAUNCHER, it runs beside them. `--full` takes about 12 minutes, without `ft_launcher` 9.
 """
 
 import json
@@ -119,12 +120,13 @@ def main() -> int:
     """Run the rounds and print one JSON line; 3 where the claim is missed."""
     full = "--full" in sys.argv
     launchers = ["headway", "torchrun"] + (["ft_launcher"] if os.environ.get("FT_LAUNCHER") else [])
-    small = rounds(launchers, 5 if full else 2, 64)
+    small = rounds(launchers, 10 if full else 2, 64)
     ratios = sorted(theirs / ours for ours, theirs in zip(small["headway"], small["torchrun"], strict=True))
     result: dict[str, object] = {
         "bench": "warm_restart",
         "ranks": 2,
         "baseline": "torchrun, c10d, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        "rounds": 10 if full else 2,
         "restarts": len(ratios),
         **{f"{name}_s": round(statistics.median(seconds), 3) for name, seconds in small.items()},
         "headway_range_s": [round(min(small["headway"]), 3), round(max(small["headway"]), 3)],
@@ -135,8 +137,10 @@ def main() -> int:
     if full:
         large = rounds(launchers[:2], 1, 5000)  # 5000 x 5000 floats: 100 MB
         result |= {f"{name}_100mb_s": round(statistics.median(seconds), 3) for name, seconds in large.items()}
+        result["claim"] = "ratio >= 10; on a quiet host headway_s <= 0.5, headway_100mb_s <= 1.5"
     print(json.dumps(result))
-    return 0 if statistics.median(ratios) >= 10 else 3
+    fast = not full or (result["headway_s"] <= 0.5 and result["headway_100mb_s"] <= 1.5)  # type: ignore[operator]
+    return 0 if statistics.median(ratios) >= 10 and fast else 3
 
 
 if __name__ == "__main__":

@@ -14,12 +14,15 @@ from headway.fault.expected import expected
 from headway.fault.fleet import Failed, Scenario, Times, simulate
 from headway.fault.incident import Blamed, Incident
 from headway.fault.ladder import Limits, Seen, decide
-from headway.fault.runtime.drill import schedule, score
+from headway.fault.runtime.drill import NOTHING_TO_STRIKE, schedule, score
 from headway.fault.runtime.injectors import FAULTS
-from headway.fault.runtime.loss_guard import FEWEST, SPIKE, guard, judge
+from headway.fault.runtime.loss_guard import guard
 from headway.fault.runtime.supervise import of_hang
 from headway.ledger.metrics import ettr
+from headway.runtime.bad_loss import FEWEST, SPIKE, judge
 from headway.runtime.hang_proof import LOOKS, proven
+from headway.runtime.timers import LOOK_EVERY
+from headway.verbs.drill import exit_code
 from tests.launching import headway, script
 from tests.remedy_context import TestContext
 
@@ -70,20 +73,35 @@ def test_a_fault_counts_as_noticed_with_its_class_and_where_it_has_one_its_rank(
     mark = {"name": name, "rank": 2, "attempt": 0, "injected_ns": 5}
 
     def verdict(**found) -> object:
-        return score([name], [mark], [incident(0, **{"cls": fault.cls, "ranks": [2], **found})])[0][0]["ok"]
+        rows, _ = score([name], [mark], [incident(0, **{"cls": fault.cls, "ranks": [2], **found})], steps=9)
+        return rows[0]["ok"]
 
     assert verdict() is True
     assert verdict(ranks=[1]) is not fault.blames
     assert verdict(cls="oom") is False
     assert verdict(detected_ns=4) is False
-    assert score([name], [{**mark, "injected_ns": None}], [])[0][0]["ok"] is None
-    assert score([name], [], [])[0][0]["ok"] is False
+    assert score([name], [mark], [], steps=9)[0][0]["ok"] is False
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_fault_that_was_not_played_is_no_missed_one_and_says_why(named):
+    mark = {"name": "kill", "rank": 2, "attempt": 0, "injected_ns": 5}
+    rows, _ = score(
+        ["kill", "stop", "nan"], [mark, {**mark, "injected_ns": None}], [incident(0, "infra", [2])], steps=9
+    )
+
+    assert [row["ok"] for row in rows] == [True, None, None]
+    assert [row["not_played"] for row in rows][1:] == [NOTHING_TO_STRIKE, "the run ended at step 9 before it"]
+    assert exit_code(rows, 0, named=named) == (2 if named else 0)
+    assert exit_code(rows[1:], 0, named=named) == 2
+    assert exit_code([*rows, {"ok": False}], 0, named=named) == 3
+    assert exit_code(rows, 1, named=named) == 3
 
 
 def test_an_incident_without_a_fault_is_a_false_alarm():
     mark = {"name": "kill", "rank": 0, "attempt": 1, "injected_ns": 5}
 
-    assert score(["kill"], [mark], [incident(0, "hang", []), incident(1, "infra", [0])])[1] == 1
+    assert score(["kill"], [mark], [incident(0, "hang", []), incident(1, "infra", [0])], steps=9)[1] == 1
 
 
 @pytest.mark.parametrize("faults", [["kil"], ["kill", "kill"], []])
@@ -215,3 +233,34 @@ def test_a_guard_leaves_a_bad_update_out_on_all_ranks_and_names_the_batch(tmp_pa
     assert [one["facts"]["bad"] for one in remedies] == [[{"step": 10, "ranks": [1], "what": "nan"}]] * 2
     assert len(losses) == 1
     assert "nan" not in losses.pop()
+
+
+@pytest.mark.slow
+def test_a_run_whose_loss_broke_is_offered_the_guard_and_its_plan_holds_it_once_granted(tmp_path):
+    job = script(
+        tmp_path,
+        """
+        import time, torch
+        net = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        for step in range(60):
+            optimizer.zero_grad()
+            net(torch.ones(4, 8) * (float("nan") if step == 30 else 1.0)).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.005)
+        """,
+    )
+    out = tmp_path / "run"
+    headway("run", "--quiet", "--out", out, "--", job)
+    asked, given = (
+        json.loads(headway("plan", out, "--json", *allow).stdout) for allow in ((), ("--allow", "lossy"))
+    )  # fmt: skip
+
+    seen = json.loads((out / "run.json").read_text())["bad_losses"]["0"]
+
+    assert {row["what"] for row in seen} == {"nan"}
+    assert 31 <= seen[0]["step"] < 31 + LOOK_EVERY
+    assert "fault.guard" not in asked["chosen"]
+    assert any(row["name"] == "fault.guard" and f"step {seen[0]['step']}" in row["reason"] for row in asked["refused"])
+    assert "fault.guard" in given["chosen"]
+    assert json.loads((out / "plan.json").read_text())["remedies"][-1]["parameters"] == {"action": "skip"}

@@ -75,6 +75,19 @@ def test_the_chosen_set_is_at_least_as_fast_as_each_of_its_members(edits: set[st
     assert set(plan.chosen) <= {row.name for row in rows if row.clear}
 
 
+@given(subsets, st.booleans())
+def test_what_protects_a_job_is_chosen_without_a_gain_but_not_without_its_grant(edits: set[str], granted: bool) -> None:
+    program, setup = PROGRAM
+    setup = replace(setup, limits=replace(setup.limits, allow=("lossy",) if granted else ()))
+    rows = [proposal(edit, edit, speedup=program.predict([edit], interval=False).speedup) for edit in sorted(edits)]
+    guard = proposal("guard", speedup=1.0, allow="lossy", protects=True, reason="it met a nan")
+    plan, without = compose([*rows, guard], program, setup), compose(rows, program, setup)
+
+    assert set(plan.chosen) == {*without.chosen, *(["guard"] if granted else [])}
+    assert plan.predicted_speedup == without.predicted_speedup
+    assert granted or any("it met a nan; --allow lossy" in row.reason for row in plan.refused)
+
+
 @pytest.mark.parametrize("name", CONTROLS)
 def test_a_job_with_nothing_to_win_gets_no_plan(name: str) -> None:
     changes: dict[str, Any] = {"logging_ns": 0, "save_ns": 0, **CONTROLS[name]}

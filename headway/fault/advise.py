@@ -1,9 +1,11 @@
-"""What would have made the failures of a run cheaper: how often it saves, and how later attempts start.
+"""What would have made the failures of a run cheaper: how often it saves, how later attempts start, a guard of losses.
 
-The gain is a ratio of ETTR, not of step times: both are done by hand, with a
-flag of `headway run` or the policy of `headway.Checkpointer`. A run without
-failures gets no advice. Seconds; `dt` between saves follows from the steps
-that were lost, which are half of it on average.
+The gain of the first two is a ratio of ETTR, not of step times: both are done
+by hand, with a flag of `headway run` or the policy of `headway.Checkpointer`.
+A run without failures gets no such advice. The guard is proposed where a loss
+was NaN, infinite or a spike; it makes no step faster, and changes results.
+Seconds; `dt` between saves follows from the steps that were lost, which are
+half of it on average.
 
 >>> print(rates_of([{"first_step_ns": 4_000_000_000, "detected_ns": 0, "lost_steps": 50}], wall_s=600.0, step_s=0.1))
 Rates(mtbf_s=600.0, restart_s=4.0, lost_s=5.0)
@@ -11,6 +13,7 @@ Rates(mtbf_s=600.0, restart_s=4.0, lost_s=5.0)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,11 @@ from headway.sim.program import Program
 
 WARM_S = 0.5
 """From a failure to the first step of a warm attempt, where this run had none: without loading a large state."""
+
+GUARD = "fault.guard"
+
+BROKEN = re.compile(r"\b(nan|inf|infinite|non-?finite)\b", re.IGNORECASE)
+"""What an error says that a broken loss raised."""
 
 SPREAD = 2.0
 """Factor either way by which a gain from so few failures may be wrong."""
@@ -59,7 +67,9 @@ def downtime_s(incident: Mapping[str, Any]) -> float:
 
 def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
     """Yield what would have made the failures of a run cheaper."""
-    incidents = program.run.meta.get("incidents") or [] if program.run is not None else []
+    meta = program.run.meta if program.run is not None else {}
+    incidents = meta.get("incidents") or []
+    yield from _guard(meta.get("bad_losses") or {}, incidents)
     rates = rates_of(incidents, wall_s=ledger.wall_ns / 1e9, step_s=program.measured_s) if incidents else None
     if rates is None:
         return
@@ -68,6 +78,26 @@ def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal
     save_s = _save_s(ledger, now_s)
     yield _warm(incidents, rates, now_s, save_s)
     yield _interval(rates, now_s, save_s)
+
+
+def _guard(
+    bad_losses: Mapping[str, Sequence[Mapping[str, Any]]], incidents: Sequence[Mapping[str, Any]]
+) -> Iterator[Proposal]:
+    """Propose to look at losses before each update, where this run met a bad one."""
+    seen = [(int(row["step"]), int(rank), str(row["what"])) for rank, rows in bad_losses.items() for row in rows]
+    errors = [text for row in incidents if BROKEN.search(text := str(row.get("evidence", "")))]
+    if seen:
+        step, rank, what = min(seen)
+        found = f"the loss of rank {rank} was {what} at step {step}"
+    elif errors:
+        found = f"an attempt failed with {errors[0]}"
+    else:
+        return
+    yield Proposal(
+        GUARD, "fault", (), 1.0, (1.0, 1.0), applies=True, parameters={"action": "skip"}, allow="lossy", protects=True,
+        cost="one all-reduce of two numbers per rank and step", risk="an update with a bad loss is left out",
+        reason=found,
+    )  # fmt: skip
 
 
 def _save_s(ledger: Ledger, interval_s: float) -> float:

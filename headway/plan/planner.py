@@ -146,12 +146,17 @@ def compose(
     base: Prediction | None = None,
     refused: Sequence[Refusal] = (),
 ) -> Plan:
-    """Rank `proposals` and choose the combination with the shortest step, then drop what adds less than 2 % to it."""
+    """Rank `proposals` and choose the combination with the shortest step, then drop what adds less than 2 % to it.
+
+    What protects the job is chosen beside it, where nothing excludes that.
+    """
     base = base or program.predict()
     hours = _device_hours(program, setup)
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
-    best = _best_set(_able(ranked, room_bytes, setup), program, room_bytes)
+    able = _able(ranked, room_bytes, setup)
+    best = _best_set([row for row in able if not row.protects], program, room_bytes)
+    best += tuple(row for row in able if row.protects and not any(excludes(row, other) for other in best))
     left_out = tuple(
         reason_of(row, best, room_bytes=room_bytes, allowed=setup.limits.allow) for row in ranked if row not in best
     )

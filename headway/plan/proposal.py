@@ -69,6 +69,9 @@ class Proposal:
     left_alone: Mapping[int, str] = field(default_factory=dict)
     """Group -> why that loader does not take it."""
 
+    protects: bool = False
+    """Whether it is worth having for what it prevents: it is chosen without a gain in steps per second."""
+
     evaluation_share: float = 0.0
     """Part of the time won that is won in evaluations, 0..1."""
 
@@ -96,6 +99,7 @@ class Proposal:
             "edits": list(self.edits),
             "parameters": dict(self.parameters),
             "allow": self.allow,
+            "protects": self.protects,
             "evaluation_share": self.evaluation_share,
         }
 

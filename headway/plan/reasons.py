@@ -48,7 +48,7 @@ def reason_of(row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, all
     rivals = [member.name for member in chosen if excludes(row, member)]
     if not row.applies:
         return LeftOut(row.name, "hand", "headway cannot apply it")
-    if not row.clear:
+    if not row.clear and not row.protects:
         slower = row.interval[1] <= 1
         return LeftOut(row.name, "noise", f"{gain}: {'it costs time' if slower else 'inside the noise of two runs'}")
     if row.memory_bytes > room_bytes:
@@ -56,6 +56,8 @@ def reason_of(row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, all
         return LeftOut(row.name, "memory", needs)
     if row.allow is not None and row.allow not in allowed:
         risk = row.risk or "it changes results"
+        if row.protects:
+            return LeftOut(row.name, "grant", f"{row.reason}; --allow {row.allow} admits it: {risk}")
         return LeftOut(row.name, "grant", f"{gain} with --allow {row.allow}: {risk}")
     if rivals:
         return LeftOut(row.name, "excluded", f"{gain}, but it cannot be applied with {' and '.join(rivals)}")

@@ -196,9 +196,14 @@ def _name_of(chosen: Any) -> str:
 
 def _plan_sentence(plan: Json) -> Text:
     """Return what the chosen remedies gain together, or that there is nothing to apply."""
-    number = len(plan.get("chosen") or ())
-    if not number:
+    chosen = plan.get("chosen") or ()
+    protecting = {row["name"] for row in plan.get("proposals") or () if row.get("protects")}
+    guards = [clean(name) for name in chosen if name in protecting]
+    number = len(chosen) - len(guards)
+    if not chosen:
         return Text(nothing_to_apply(plan) + by_hand(plan), style="bold")
+    if not number:
+        return Text(f"{joined(guards, ', ')} protects the job; it makes no step faster.", style="bold")
     together = f"{number} remedies together" if number > 1 else "One remedy"
     bounds = interval(plan.get("interval"))
     gain = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
@@ -223,6 +228,8 @@ def nothing_to_apply(plan: Json) -> str:
     if best is not None and _left_out(best) == "grant":
         what = f"{clean(best['name'])}, predicted {predicted(best)}"
         command = (plan.get("verdict") or {}).get("command") or f"headway plan --allow {clean(best.get('allow'))}"
+        if best.get("protects"):  # it is no answer to a cause, of which the verdict speaks
+            what, command = f"{clean(best['name'])}, {clean(best.get('reason'))}", "headway plan --allow lossy"
         return f"1 remedy needs your consent: {what}. Grant it with: {clean(command)}"
     if best is not None:
         reason = clean(best["left_out"]["reason"])

@@ -51,6 +51,8 @@ class Attempts:
         self._metrics: Metrics | None = None
         self._hang_watch: HangWatch | None = None
         self._attempt = 0
+        self.action = ""
+        """What the supervisor decided last."""
         self._secondary: dict[int, bool] = {}
         self._supervisor: Supervisor = supervisor_of(options, recording, lambda text: say(options, text))
         self._owed: Callable[[], None] | None = None
@@ -163,7 +165,10 @@ class Attempts:
         self._owed = self.recording.close_attempt(rows)
         return ends
 
-    def again(self, group: Group, ends: Sequence[RankEnd], restarts_left: int, code: CodeUpdates | None = None) -> bool:
+    def again(
+        self, group: Group, ends: Sequence[RankEnd], restarts_left: int, code: CodeUpdates | None = None,
+        *, standbys: int = 0,
+    ) -> bool:  # fmt: skip
         """Say whether another attempt follows this one, which failed. The supervisor may undo an update of `code`."""
         first = first_failure(ends)
         down_ns = max((rank.end_ns or 0 for rank in group.ranks), default=0)
@@ -171,9 +176,10 @@ class Attempts:
         failure = Failure(
             self._attempt, classify(first), first, tuple(ends), detected_ns, group.located_ns or detected_ns, down_ns,
             restarts_left, self._hang_watch.report if group.hung and self._hang_watch is not None else None,
-            code,
+            code, standbys,
         )  # fmt: skip
-        return self._supervisor.failed(failure) and restarts_left > 0
+        self.action = self._supervisor.failed(failure)
+        return self.action != "stop" and restarts_left > 0
 
     def _hung(self, group: Group) -> set[int]:
         """Return the ranks that the attempt was ended for: the silent one, or all when none stands out."""

@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousGracefulExitError
 
 from headway.core.beside import say_beside
 from headway.core.errors import InputError
@@ -45,6 +45,7 @@ from headway.runtime.launch import (
 )
 from headway.runtime.rank_env import Place, Port
 from headway.runtime.rendezvous import open_rendezvous
+from headway.runtime.reserve import Reserve
 
 DEFAULT_PORT = 29500
 """torchrun's port for the static rendezvous of several hosts: the one number that all of them must agree on."""
@@ -72,6 +73,8 @@ class HostAgent(SimpleElasticAgent):
         self.ends: list[RankEnd] = []
         """How the ranks of the last attempt ended."""
         self.attempts: Attempts | None = None
+        self.replaced = False
+        """Whether this host left its place to one in reserve."""
         self._options, self._script, self._signals = options, script, signals
         self._start_ns = 0
         self._stack = ExitStack()
@@ -82,6 +85,16 @@ class HostAgent(SimpleElasticAgent):
         self._restarts = 0
         self._ours = False
         signals.on_stop = self._interrupt
+
+    @property
+    def reserve(self) -> Reserve | None:
+        """This host's place among those that came, where some wait in reserve."""
+        return getattr(self._worker_group.spec.rdzv_handler, "reserve", None)
+
+    @property
+    def dismissed(self) -> bool:
+        """Whether the job ended while this host waited in reserve."""
+        return self.reserve is not None and self.reserve.dismissed
 
     def open(self, start_ns: int, stack: ExitStack) -> HostAgent:
         """Say when the launcher started, and where to leave what must be closed at its end."""
@@ -101,11 +114,11 @@ class HostAgent(SimpleElasticAgent):
         self._ours = True
         try:
             attempt = self._restarts
-            self._restarts += 1
+            if self.reserve is not None:  # one that waited joins the others in the middle: they count alike
+                attempt = max(attempt, self.reserve.look().round)
+            self._restarts = attempt + 1
             if self.attempts is None:
                 self.attempts = self._open_attempts(worker_group)
-            if self._ended is not None:  # what torch decides stands: it knows the other hosts
-                self.attempts.again(self._ended, self.ends, max(worker_group.spec.max_restarts - attempt + 1, 1))
             self.attempts.recording.world_size = worker_group.workers[0].world_size
             places = self._places(worker_group, attempt)
             self._group = self.attempts.start(
@@ -115,6 +128,20 @@ class HostAgent(SimpleElasticAgent):
             self._ours = False
         return {rank.spec.local_rank: rank.pid for rank in self._group.ranks}
 
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the ranks and note why; then meet the others again, unless a host in reserve is to take this place."""
+        self._stop_workers(worker_group)
+        if self.attempts is not None and self._ended is not None:
+            left = max(worker_group.spec.max_restarts - self._restarts + 1, 1)
+            waiting = self.reserve.waiting() if self.reserve is not None else 0
+            # Whether the job goes on is torch's to decide: it knows the other hosts.
+            self.attempts.again(self._ended, self.ends, left, standbys=waiting)
+            if self.attempts.action == "standby":
+                self.replaced = True
+                say(self._options, "this host is to blame again: it leaves its place to one in reserve")
+                raise RendezvousGracefulExitError("a host in reserve takes this place")
+        super()._restart_workers(worker_group)
+
     def _open_attempts(self, worker_group: WorkerGroup) -> Attempts:
         recording = open_recording(
             self._options,
@@ -122,7 +149,8 @@ class HostAgent(SimpleElasticAgent):
             self._start_ns,
             nproc=len(worker_group.workers),
             world_size=worker_group.workers[0].world_size,
-            group_rank=worker_group.group_rank or 0,
+            # A host that takes another's place writes a file of its own: its clocks are not the other's.
+            group_rank=self.reserve.number if self.reserve is not None else worker_group.group_rank or 0,
             shared=True,
         )
         streams = open_streams(self._options, recording)
@@ -242,11 +270,14 @@ def run_elastic(options: LaunchOptions, script: Sequence[str], start_ns: int, ho
         except SignalException:
             pass
         signals.on_stop = None
-        if agent is not None and not signals.stop:
+        if agent is not None and not (signals.stop or agent.dismissed or agent.replaced):
             agent.leave()
     if agent is not None and agent.attempts is not None:
         attempts = agent.attempts
         return report(options, attempts.recording, agent.ends, signals, output_lost=attempts.streams.output_lost)
+    if agent is not None and agent.dismissed:
+        say(options, "the job ended; this host, which waited in reserve, was not needed")
+        return ExitReport(0, "ok", None, None, (time.perf_counter_ns() - start_ns) / 1e9, None)
     if signals.stop:
         return _stopped_alone(signals.stop[0], endpoint, start_ns)
     raise InputError(
@@ -265,8 +296,9 @@ def _spec_of(
     """Return what torch's agent needs to know; a c10d store is reached here. Raises `InputError`, `RendezvousError`."""
     try:
         handler = open_rendezvous(
-            options.rdzv_backend, endpoint, settings, run_id=options.rdzv_id, hosts=hosts, local_addr=options.local_addr
-        )
+            options.rdzv_backend, endpoint, settings, run_id=options.rdzv_id, hosts=hosts,
+            local_addr=options.local_addr, standby=options.standby, say=lambda text: say(options, text),
+        )  # fmt: skip
     except ValueError as cause:
         raise InputError(
             f"the rendezvous at {endpoint!r} cannot be: {cause}. Mend --rdzv-endpoint or --rdzv-conf."

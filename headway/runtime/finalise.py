@@ -79,7 +79,7 @@ def pack_windows(windows: Path, ranks: Set[int] | None = None) -> None:
 
 
 def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
-    """Return what run.json says of the ranks' doings: applied, loaders, memory, device_type, sizes, dropped, spawned.
+    """Return what run.json says of the ranks' doings: applied, loaders, memory, losses, device, sizes, spawned.
 
     `ranks` are those of this host, None = all; ranks that a script spawned itself are always found and returned as
     rows under `spawned`.
@@ -99,12 +99,14 @@ def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
         dropped += int(meta.get("dropped", 0))
         size += path.stat().st_size
         device = meta.get("device_type", device)
-    memory = {path.stem[1:]: json_object(path).get("memory") for path in (run / "tables").glob("r*.json")}
+    tables_of = {path.stem[1:]: json_object(path) for path in sorted((run / "tables").glob("r*.json"))}
+    memory = {rank: table.get("memory") for rank, table in tables_of.items()}
     settle(run)
     return {
         "applied": applied(run),
         "loaders": loaders(run),
         "memory": {rank: known for rank, known in sorted(memory.items()) if known},
+        "bad_losses": {rank: table["bad_losses"] for rank, table in tables_of.items() if table.get("bad_losses")},
         "device_type": device,
         "dropped": dropped,
         "bytes_per_step": round(size / steps, 1) if steps else None,

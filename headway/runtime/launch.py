@@ -65,6 +65,8 @@ class LaunchOptions:
     rdzv_id: str = "none"
     rdzv_conf: Mapping[str, str | int | float] = field(default_factory=dict)
     max_restarts: int = 0
+    standby: int = 0
+    """Hosts beyond `nnodes` that wait in reserve, for the c10d rendezvous."""
     monitor_interval: float = 0.1
     """Seconds between looks at the ranks of several hosts; on one host an exit is seen at once."""
     standalone: bool = False
@@ -129,7 +131,7 @@ class LaunchOptions:
 
 TORCHRUN_FLAGS = (
     "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "max_restarts",
-    "standalone", "master_addr", "master_port", "local_addr", "role",
+    "standalone", "master_addr", "master_port", "local_addr", "role", "standby",
 )  # fmt: skip
 """Options that only a job of several processes, hosts or attempts has."""
 
@@ -170,7 +172,7 @@ def launch(options: LaunchOptions, script: Sequence[str]) -> ExitReport:
         from headway.runtime.attached import run_attached
 
         return run_attached(options, script, start_ns)
-    if max_hosts > 1:
+    if max_hosts > 1 or options.standby:
         from headway.runtime.elastic import run_elastic
 
         return run_elastic(options, script, start_ns, (min_hosts, max_hosts))
@@ -219,6 +221,11 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"--apply {options.apply} is not a file. Write one with: headway plan RUN -o {options.apply}")
     if options.metrics_port is not None:
         _check_metrics(options, options.metrics_port)
+    if options.standby < 0 or (options.standby and options.rdzv_backend != "c10d"):
+        raise InputError(
+            f"--standby is {options.standby} with --rdzv-backend {options.rdzv_backend}; hosts in reserve, 0 or more, "
+            "wait at a c10d rendezvous. Pass --rdzv-backend c10d --rdzv-endpoint HOST:PORT, or drop --standby."
+        )
     hosts = rank_env.parse_hosts(options.nnodes)
     if options.rdzv_endpoint:
         rank_env.check_host(rank_env.host_of(options.rdzv_endpoint), "the rendezvous host")

@@ -105,6 +105,9 @@ class Probes:
     gradients: Gradients = field(default_factory=Gradients)
     """Which updates count, and what counts where there is no optimizer."""
 
+    losses: Any = None
+    """The losses that were looked at (`bad_loss.LossLooks`); None before torch was imported."""
+
     models: Any = None
     """The models that were called (`probe_model.Models`); None before torch was imported."""
 

@@ -279,6 +279,7 @@ class Recording:
             "host_load": self._host_load(),
             **self.memory,
             "memory": from_ranks.get("memory", {}),
+            "bad_losses": from_ranks.get("bad_losses", {}),
             "ranks": rows,
             "exit": exit_.json() if exit_ is not None else None,
             "baseline": self.baseline,

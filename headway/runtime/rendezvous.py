@@ -32,7 +32,11 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from headway.runtime.reserve import Reserve
 
 C10D_PORT = 29400
 """Port of a c10d rendezvous whose endpoint names none: torch's own default."""
@@ -83,8 +87,13 @@ class Hosts(RendezvousHandler):
     inner: RendezvousHandler
     """Decides who takes part."""
 
+    reserve: Reserve | None = None
+    """Says when this host may join, where some wait in reserve."""
+
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other hosts."""
+        if self.reserve is not None:
+            self.reserve.await_turn()
         info = self.inner.next_rendezvous()
         return RendezvousInfo(PolledStore(info.store), info.rank, info.world_size, info.bootstrap_store_info)  # type: ignore[arg-type]  # a store by behaviour
 
@@ -201,8 +210,13 @@ def open_rendezvous(
     run_id: str,
     hosts: tuple[int, int],
     local_addr: str | None,
+    standby: int = 0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> RendezvousHandler:
-    """Return how this host meets the others; `hosts` are (fewest, most). Raises torch's `RendezvousError`."""
+    """Return how this host meets the others; `hosts` are (fewest, most). Raises torch's `RendezvousError`.
+
+    With `standby` > 0, hosts beyond the most wait in reserve; `say` prints a line about this one.
+    """
     if backend == "static":
         host, port = parse_rendezvous_endpoint(endpoint, -1)
         return StaticHosts(
@@ -210,19 +224,21 @@ def open_rendezvous(
             timeout_s=float(settings["timeout"]),
         )  # fmt: skip
 
-    def made(**more: Any) -> RendezvousHandler:
-        return registry.get_rendezvous_handler(
-            RendezvousParameters(backend, endpoint, run_id, *hosts, local_addr, **{**settings, **more})
-        )
+    def parameters(**more: Any) -> RendezvousParameters:
+        return RendezvousParameters(backend, endpoint, run_id, *hosts, local_addr, **{**settings, **more})
+
+    def meet(keeps: bool) -> Hosts:
+        given = parameters(is_host=str(keeps).lower())
+        state, store = create_backend(given)
+        reserve = Reserve(store, state, run_id, hosts[1], settings, keeps, say) if standby else None
+        return Hosts(create_handler(store, state, given), reserve)
 
     if backend != "c10d" or settings.get("store_type", "tcp") != "tcp":
-        return Hosts(made())
-    return Hosts(_meet_c10d(made, *parse_rendezvous_endpoint(endpoint, C10D_PORT), settings))
+        return Hosts(registry.get_rendezvous_handler(parameters()))
+    return _meet_c10d(meet, *parse_rendezvous_endpoint(endpoint, C10D_PORT), settings)
 
 
-def _meet_c10d(
-    made: Callable[..., RendezvousHandler], host: str, port: int, settings: Mapping[str, Any]
-) -> RendezvousHandler:
+def _meet_c10d(meet: Callable[[bool], Hosts], host: str, port: int, settings: Mapping[str, Any]) -> Hosts:
     """Keep the store if its address is this host's and nobody does so yet; else join the one who does."""
     limit_s = float(settings.get("read_timeout", CONNECTS_S))
     deadline = time.monotonic() + limit_s
@@ -232,7 +248,7 @@ def _meet_c10d(
         if not keeps and not await_answer(host, port, deadline - time.monotonic()):
             raise RendezvousTimeoutError(f"no host keeps a store at {host}:{port}: none answered in {limit_s:g} s")
         try:
-            return made(is_host=str(keeps).lower())
+            return meet(bool(keeps))
         except RendezvousConnectionError:
             if time.monotonic() > deadline or (keeps and "is_host" in settings):
                 raise  # else somebody was quicker, or has gone again

@@ -7,7 +7,7 @@ left out from then on, with one line that says why: the job goes on without it.
 Times in ns on CLOCK_MONOTONIC.
 
 >>> Unsupervised().failed(Failure(0, "user", None, (), 0, 0, 0, 1)), Unsupervised().spawn(None, 1, 2)
-(True, None)
+('restart', None)
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class Failure:
     code: CodeUpdates | None = None
     """The code of the job, where it may have been updated."""
 
+    standbys: int = 0
+    """Hosts that wait in reserve."""
+
 
 class Supervisor(ABC):
     """Follows the attempts of a run in the launcher; called in its main thread."""
@@ -83,8 +86,8 @@ class Supervisor(ABC):
         """Do what is due, a few times a second; says whether all ranks of the attempt have made a step."""
 
     @abstractmethod
-    def failed(self, failure: Failure) -> bool:
-        """Note a failed attempt; says whether another one is to follow."""
+    def failed(self, failure: Failure) -> str:
+        """Note a failed attempt; returns what is to be done: 'stop', 'standby' (this host leaves), or go on."""
 
     @abstractmethod
     def close(self) -> None:
@@ -109,9 +112,9 @@ class Unsupervised(Supervisor):
         """Say no."""
         return False
 
-    def failed(self, failure: Failure) -> bool:
-        """Say yes."""
-        return True
+    def failed(self, failure: Failure) -> str:
+        """Go on."""
+        return "restart"
 
     def close(self) -> None:
         """Hold nothing."""
@@ -155,13 +158,13 @@ class Guarded(Supervisor):
             self._leave(cause)
             return False
 
-    def failed(self, failure: Failure) -> bool:
+    def failed(self, failure: Failure) -> str:
         """Note a failed attempt."""
         try:
             return self._inner.failed(failure)
         except Exception as cause:
             self._leave(cause)
-            return True
+            return "restart"
 
     def close(self) -> None:
         """Let go of everything."""

@@ -23,8 +23,8 @@ from headway.trace.vocabulary import SPANS
 
 FORWARD, BACKWARD = SPANS["segment.forward"].code, SPANS["segment.backward"].code
 
-LOOK_EVERY = 64
-"""A power of two: at every so many updates a loss on the CPU is read for the progress page."""
+LOOK_EVERY = 8
+"""A power of two: at every so many updates a loss on the CPU is read, for the progress page and for what is bad."""
 
 
 def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
@@ -34,11 +34,18 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     """
     emit, cells, steps, last = probes.emit, probes.page.cells, probes.steps, probes.last_backward
     gradients, forwarding, trainer, gap = probes.gradients, probes.forwarding, probes.trainer, probes.gap
+    from headway.runtime.bad_loss import (  # here: every process that starts would pay for what it imports
+        LossLooks,
+        judge,
+    )
+
+    probes.losses = LossLooks()
     begun, optimized, ident = gradients.begun, gradients.optimized, _thread.get_ident
     gradients.watched[0] = True
     probes.tables["timers"] = {"clock": "host"}
-    for function in (look_at, probes.page.seen_loss, probes.failed, gradients.began, gradients.ended, leaf_of, begin,
-                     gradients._chosen, probes.advance, probes.wake, gap.note_loop):  # fmt: skip
+    for function in (look_at, probes.page.seen_loss, probes.losses.seen, judge, probes.failed, gradients.began,
+                     gradients.ended, leaf_of, begin, gradients._chosen, probes.advance, probes.wake,
+                     gap.note_loop):  # fmt: skip
         out_of_compiler(function)
 
     @functools.wraps(original)
@@ -111,7 +118,11 @@ def look_at(root: Any, probes: Probes) -> None:
         return
     kind = root.device.type
     if kind == "cpu" and root.numel() == 1 and not torch._C._len_torch_dispatch_stack():
-        probes.page.seen_loss(float(root.detach()))
+        loss = float(root.detach())
+        probes.page.seen_loss(loss)
+        if probes.losses.seen(loss, probes.steps[0] + 1):
+            probes.tables["bad_losses"] = probes.losses.bad
+            probes.write_tables_beside()
     elif kind != "cpu" and not probes.device_timers:
         reason = f"{kind} has no events that headway can time by: segments are the host's launching time"
         probes.tables["timers"] = {"clock": "host", "reason": reason}

@@ -4,7 +4,8 @@ A process that imports torch before the script begins is the same as one in
 which the script imports it only if the script changed nothing that an import
 can see. So the first attempt's ranks note, when the script imports torch, what
 had changed since the process began, and after the first step from which file
-torch came.
+torch came; and if nothing at all had changed meanwhile, which of `PARTS` were
+imported, which are torch's and headway's own and take longest.
 Only a rank whose environment names a file (`VARIABLE`) notes anything.
 Standard library only.
 
@@ -27,6 +28,14 @@ PREFIX = "HEADWAY"
 
 OURS = ("KINETO_LOG_LEVEL", "TORCH_FR_BUFFER_SIZE")
 """Variables that the recording sets before torch is imported."""
+
+
+PARTS = ("torch._dynamo", "headway.checkpoint.runtime.engine")
+"""What torch imports when a model is wrapped, and headway when state is saved: about 1.4 s of a core."""
+
+
+SET_BY_PARTS = ("TORCHINDUCTOR_CACHE_DIR",)
+"""Variables that importing them sets."""
 
 
 def surroundings() -> dict[str, Any]:
@@ -78,7 +87,7 @@ class WarmNote:
         """`started` is what `surroundings` said when the process began; None = that was not seen."""
         self._file = path
         self._path = list(sys.path)
-        now = surroundings()
+        now = self._at_torch = surroundings()
         self._reasons = ["the start of the process was not seen"] if started is None else changes(started, now)
         if num_threads() > 1:
             self._reasons.append(f"{num_threads() - 1} more threads ran")
@@ -91,7 +100,17 @@ class WarmNote:
     def stepped(self) -> None:
         """Write the note."""
         reasons = self._reasons or ([] if self._has_imported else ["torch was not imported whole"])
-        note = {"reasons": reasons, "path": self._path, "torch": origin("torch")}
+        torch, now, env = sys.modules["torch"], surroundings(), self._at_torch["env"]
+        # What these imports set, they set in the warm process too: that is compared there.
+        sets = {
+            name: now["env"].get(name) for name in sorted(env.keys() | now["env"].keys())
+            if not _is_ours(name) and env.get(name) != now["env"].get(name)
+        }  # fmt: skip
+        alike = {*sets} <= {*SET_BY_PARTS}
+        alike = alike and not changes(self._at_torch, {**now, "env": env}) and sys.path in (self._path, self._path[1:])
+        alike = alike and str(torch.get_default_dtype()) == "torch.float32" and str(torch.get_default_device()) == "cpu"
+        parts = {name: found for name in PARTS if alike and (found := origin(name)) is not None}
+        note = {"reasons": reasons, "path": self._path, "torch": origin("torch"), "parts": parts, "sets": sets}
         import json  # here: this module is loaded at the start of a process, for `surroundings`
 
         draft = f"{self._file}.draft"

@@ -169,6 +169,7 @@ def _merged_facts(parts: Sequence[dict[str, Any]], shifts: Sequence[int], offset
         ),
         "exit": (own or failed or [first.get("exit")])[0],
         "dropped": sum(part.get("dropped") or 0 for part in parts),
+        "bad_losses": {rank: rows for part in parts for rank, rows in (part.get("bad_losses") or {}).items()},
         "loaders": {key: value for part in reversed(parts) for key, value in part.get("loaders", {}).items()},
         "clock_offset_ns": {str(rank): offset for rank, offset in offsets.items()},
     }

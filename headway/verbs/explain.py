@@ -177,6 +177,11 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
         *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(run.path).items()),
+        *(
+            f"{row.reason}: {row.name} guards against that, with headway plan --allow {row.allow}"
+            for row in plan.proposals
+            if row.protects
+        ),
     )
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))
 

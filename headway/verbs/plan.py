@@ -116,8 +116,11 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, A
     """
     found = {cause.cause for cause in causes}
 
+    protecting = {row["name"] for row in answer["proposals"] if row["protects"]}
+
     def matters(row: Mapping[str, Any]) -> bool:
-        return row["name"] in answer["chosen"] or bool(found & set(CAUSES_OF_REMEDY.get(row["name"], ())))
+        name = row["name"]
+        return name in answer["chosen"] or name in protecting or bool(found & set(CAUSES_OF_REMEDY.get(name, ())))
 
     proposals = [row for row in answer["proposals"] if not answer["chosen"] or (row["applies"] and matters(row))]
     refused = [row for row in answer["refused"] if matters(row)]

@@ -34,6 +34,9 @@ class RunOptions:
     rdzv_conf: Annotated[str, _help("KEY=VALUE pairs with commas between them.")] = ""
     standalone: Annotated[bool, _help("Accepted for torchrun's sake: one host needs no rendezvous.")] = False
     max_restarts: Annotated[int, _help("Attempts after the first one.")] = 0
+    standby: Annotated[
+        int, _help("Hosts beyond --nnodes that wait in reserve at the c10d rendezvous, and take the place of one gone.")
+    ] = 0
     warm: Annotated[
         str,
         _help(
@@ -102,7 +105,7 @@ class RunOptions:
             "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone",
             "max_restarts", "role", "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module",
             "no_python", "out", "no_launch", "windows", "window_at", "verify", "grace_s", "quiet", "json",
-            "metrics_port", "metrics_host", "warm", "update_from",
+            "metrics_port", "metrics_host", "warm", "update_from", "standby",
         )  # fmt: skip
         return LaunchOptions(
             rdzv_conf=rendezvous_settings(self.rdzv_conf),

@@ -26,6 +26,10 @@ APART = 6
 is not stopped for making none."""
 
 
+NOTHING_TO_STRIKE = "the job has nothing that it could strike"
+"""Why a fault whose step was reached was not played."""
+
+
 def schedule(faults: Sequence[str], *, world: int, seed: int) -> list[tuple[str, int, int]]:
     """Return (fault, rank, step of its attempt) for each fault, in the order given. Raises `InputError` on a name."""
     for name in faults:
@@ -40,28 +44,30 @@ def schedule(faults: Sequence[str], *, world: int, seed: int) -> list[tuple[str,
 
 
 def score(
-    faults: Sequence[str], marks: Sequence[Mapping[str, Any]], incidents: Sequence[Incident]
+    faults: Sequence[str], marks: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], *, steps: int
 ) -> tuple[list[dict[str, Any]], int]:
     """Return a row for each fault, and the number of false alarms.
 
-    `marks` are what the ranks noted before each fault struck. A fault without one was never reached; one whose
-    `injected_ns` is None found nothing to strike, such as a job without a loader: `ok` is None then.
+    `marks` are what the ranks noted before each fault struck. A fault without one was never reached: the run ended
+    after `steps` steps of its last attempt. One whose `injected_ns` is None found nothing to strike, such as a job
+    without a loader. Neither was played: `ok` is None, and `not_played` says why.
     """
     rows = []
     for index, name in enumerate(faults):
         mark = marks[index] if index < len(marks) else None
-        rows.append(_row(name, mark, incidents))
+        why = f"the run ended at step {steps} before it" if mark is None else NOTHING_TO_STRIKE
+        rows.append(_row(name, mark, incidents, why))
     played = {mark["attempt"] for mark in marks}
     return rows, sum(one.attempt not in played for one in incidents)
 
 
-def _row(name: str, mark: Mapping[str, Any] | None, incidents: Sequence[Incident]) -> dict[str, Any]:
+def _row(name: str, mark: Mapping[str, Any] | None, incidents: Sequence[Incident], why: str) -> dict[str, Any]:
     fault = FAULTS[name]
     at_ns = mark["injected_ns"] if mark is not None else None
     row: dict[str, Any] = {
         "name": name, "rank": mark["rank"] if mark is not None and fault.blames else None, "injected_ns": at_ns,
         "detected_ns": None, "class": None, "ranks": [], "action": None, "recover_s": None,
-        "ok": None if mark is not None and at_ns is None else False,
+        "ok": None if at_ns is None else False, "not_played": why if at_ns is None else None,
     }  # fmt: skip
     if mark is None or at_ns is None:
         return row

@@ -11,24 +11,23 @@ granted it (`allow = "lossy"`). Actions:
 The rank whose batch it was raises first, and so is the one that is named. On a device the numbers are waited for:
 that is one synchronisation per step.
 
->>> judge([1.0, 1.1], [1.0] * 20), judge([1.0, float("nan")], []), judge([7.0, 1.0], [1.0] * 20)
-(None, Bad(ranks=(1,), what='nan'), Bad(ranks=(0,), what='7, 7 times the usual 1'))
+>>> sorted(ACTIONS)
+['rollback', 'skip', 'stop']
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.core.errors import HeadwayError
 from headway.core.tables import pick
+from headway.runtime.bad_loss import USUAL, Bad, judge
 from headway.runtime.remedy import Applied, Context, Refused
 
 NAME = "fault.guard"
@@ -39,12 +38,6 @@ ACTIONS: dict[str, str] = {
     "stop": "end the job",
 }
 """What a guard may do -> in words."""
-
-SPIKE = 5.0
-"""A loss so many times the usual one is a spike."""
-
-USUAL, FEWEST = 64, 20
-"""Losses of so many steps make the usual one, their median; before there are the fewest, nothing is a spike."""
 
 MOST_SKIPS = 3
 """Updates in a row that are left out before going back: parameters that are NaN already do not mend."""
@@ -61,51 +54,24 @@ class BadLossStop(BadLossError):  # noqa: N818  # what is raised where the job i
     """The same, and there is to be no further attempt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bad:
-    """What is wrong with the losses of a step."""
-
-    ranks: tuple[int, ...]
-    """Those whose loss it is."""
-
-    what: str
-    """nan, inf, or how large."""
-
-    def __str__(self) -> str:
-        """Return it in words; the same for the same batches, whenever they come."""
-        who = ", ".join(map(str, self.ranks))
-        return f"the loss of rank{'s' if len(self.ranks) > 1 else ''} {who} is {self.what}"
-
-
-def judge(losses: Sequence[float], usual: Sequence[float]) -> Bad | None:
-    """Return what is wrong with the losses of all ranks in one step, given the mean losses of the steps before."""
-    broken = tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
-    if broken:
-        return Bad(broken, str(losses[broken[0]]))
-    if len(usual) < FEWEST or not losses:
-        return None
-    middle, mean = statistics.median(usual), statistics.fmean(losses)
-    high = tuple(rank for rank, loss in enumerate(losses) if loss > SPIKE * middle)
-    if middle <= 0 or not (high or mean > SPIKE * middle):
-        return None
-    return Bad(high, f"{max(losses):.4g}, {max(losses) / middle:.3g} times the usual {middle:.4g}")
-
-
 class Guard:
     """The guard of one rank."""
 
     def __init__(self, action: str, rank: int, facts: dict[str, Any], write: Callable[[], None]) -> None:
         """`facts` go into RUN/applied, which `write` writes."""
         self._action, self._rank, self._facts, self._write = action, rank, facts, write
-        self._losses: list[Any] = []
+        self._total: Any = None  # sum of the losses since the last update: a job may accumulate without end
+        self._count = 0
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._optimizer: int | None = None
         self._steps = self._skipped = 0
 
     def saw(self, root: Any) -> None:
-        """Keep the number that a backward begins from."""
+        """Take in the number that a backward begins from."""
         if getattr(root, "numel", int)() == 1:
-            self._losses.append(root.detach())
+            loss = root.detach().reshape(()).float()
+            self._total = loss if self._total is None else self._total + loss
+            self._count += 1
 
     def before_update(self, optimizer: Any, *_: Any) -> None:
         """Look at the losses of all ranks; raises `BadLossError`, or takes the gradients away, where one is bad."""
@@ -132,8 +98,8 @@ class Guard:
     def _together(self) -> list[float]:
         """Return the losses of all ranks that have one; the same list on all of them."""
         torch = sys.modules["torch"]
-        own = torch.stack([loss.reshape(()).float() for loss in self._losses]).mean() if self._losses else None
-        self._losses.clear()
+        own = self._total / self._count if self._count else None
+        self._total, self._count = None, 0
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         if not together:
             return [] if own is None else [float(own)]

@@ -96,8 +96,8 @@ class JobSupervisor(Supervisor):
         )
         self._write()
 
-    def failed(self, failure: Failure) -> bool:
-        """Note a failed attempt; says whether another one is to follow."""
+    def failed(self, failure: Failure) -> str:
+        """Note a failed attempt; returns what is to be done, one of `ACTIONS`."""
         self.look()
         progress, first = self._progress, failure.first
         suspicion = _suspicion(failure)
@@ -107,12 +107,13 @@ class JobSupervisor(Supervisor):
             step=progress.base + progress.steps,
             checkpoint=max((one for one in (progress.commit, progress.restored) if one is not None), default=None),
             error=_error_of(first),
-            hosts=(socket.gethostname(),) if ranks else (),
+            # A host whose ranks only lost the others is not to blame: theirs say so.
+            hosts=(socket.gethostname(),) if ranks and suspicion.confidence == 1.0 else (),
             confidence=suspicion.confidence,
         )
         code = failure.code
         updated = code is not None and code.updated
-        decision = decide(seen, self._seen, Limits(failure.restarts_left, updated=updated))
+        decision = decide(seen, self._seen, Limits(failure.restarts_left, failure.standbys, updated=updated))
         if BadLossStop.__name__ in seen.error:
             decision = Decision("stop", "the guard of losses was told to stop the job")
         if decision.action == "rollback" and code is not None:
@@ -123,7 +124,7 @@ class JobSupervisor(Supervisor):
                 number=len(self.incidents),
                 attempt=failure.attempt,
                 cls=failure.cls,
-                suspects=Blamed(ranks, list(seen.hosts), suspicion.group, seen.confidence),
+                suspects=Blamed(ranks, [socket.gethostname()] if ranks else [], suspicion.group, seen.confidence),
                 detected_ns=failure.detected_ns,
                 located_ns=failure.located_ns,
                 down_ns=failure.down_ns,
@@ -141,7 +142,7 @@ class JobSupervisor(Supervisor):
         self._write()
         if decision.action == "stop" and failure.restarts_left:
             self._say(f"no further attempt: {decision.reason}")
-        return decision.action != "stop"
+        return decision.action
 
     def _write(self) -> None:
         try:

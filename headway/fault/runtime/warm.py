@@ -140,8 +140,13 @@ class Warm:
         if any(note["torch"] != torch for note in notes) or not _is_installed(torch):
             raise _Cold("the ranks import torch from another place")
         self._forget_notes()
-        # Nothing else: what a library sees when it is imported, the script may have changed just before.
-        return {"torch": torch, "path": first["path"]}
+        # No other library: what one sees when it is imported, the script may have changed just before.
+        alike = (
+            all((note["parts"], note["sets"]) == (first["parts"], first["sets"]) for note in notes)
+            and "HEADWAY_PLAN" not in self._specs[0].env
+        )
+        parts = {name: file for name, file in first["parts"].items() if alike and _is_installed(file)}
+        return {"torch": torch, "path": first["path"], "parts": parts, "sets": first["sets"]}
 
     def _note(self, rank: int) -> dict[str, Any]:
         try:
@@ -191,6 +196,8 @@ class Warm:
             return
         self.close()
         self.reason = refused
+        if self._wanted and self._wanted["parts"]:  # torch alone may do
+            self._start({**self._wanted, "parts": {}})
 
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
         """Fork a rank; returns its process id, None where it is to be started cold, for `reason`."""

@@ -14,9 +14,11 @@ rank that was started cold:
                 -- gate: go -->     rank       leaves sitecustomize; the script begins
 
 Torch alone is imported here, with what it imports itself: the script may have
-changed what any other library sees when that is imported. The process refuses
-where it could not be the same: another file for torch, threads, an open
-device, an import that reads who the rank is.
+changed what any other library sees when that is imported. Where the ranks had
+changed nothing up to their first step, the parts of torch and of headway that
+they imported by then come too (`warm_note.PARTS`). The process refuses where
+it could not be the same: another file, threads, an open device, an import that
+reads who the rank is, draws random numbers or sets a variable.
 
 >>> difference({"a": "/x/a.py"}, {"a": "/y/a.py"})
 'a comes from /y/a.py, in the ranks from /x/a.py'
@@ -28,6 +30,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import signal
 import socket
 import sys
@@ -37,7 +40,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from headway.core.wires import ChannelClosed, Packets
-from headway.runtime import bootstrap
+from headway.runtime import bootstrap, patches
 from headway.runtime.agent import die_with
 from headway.runtime.hooks import PostImport
 from headway.runtime.save_and_leave import NAME as BOARD
@@ -103,6 +106,8 @@ class Zygote:
     def __init__(self, channel: Packets, launcher: int) -> None:
         self._channel, self._launcher = channel, launcher
         self._oom = _first_to_go()
+        self._late: list[str] = []
+        """Modules that came with the parts."""
         self._said = [b"", b""]
         """What the imports printed on stdout and stderr."""
 
@@ -119,6 +124,7 @@ class Zygote:
         try:
             chain()
             reason = _path_difference(wanted["path"]) or self._import_torch(wanted["torch"])
+            reason = reason or self._import_parts(wanted["parts"], wanted.get("sets", {}))
         finally:
             self._said = outputs()
             ours.__class__ = environ
@@ -136,6 +142,31 @@ class Zygote:
             return f"an import reads {', '.join(sorted(WatchedEnviron.asked))}"
         found = origin("torch")
         return difference({"torch": file}, {"torch": found} if found else {})
+
+    def _import_parts(self, parts: Mapping[str, str], sets: Mapping[str, str | None]) -> str:
+        """Import what the ranks imported between torch and their first step; returns the reason where that is unlike.
+
+        `sets` are the variables that changed in the ranks meanwhile: the imports must have set them, and no others. A
+        fork begins without them, as a cold start does.
+        """
+        if not parts:
+            return ""
+        states, known, before = _random_states(), set(sys.modules), dict(os.environb)
+        for name in parts:
+            try:
+                importlib.import_module(name)
+            except Exception as cause:
+                return f"{name} cannot be imported: {type(cause).__name__}: {cause}"
+        self._late = [name for name in sys.modules if name not in known]
+        if WatchedEnviron.asked:
+            return f"an import reads {', '.join(sorted(WatchedEnviron.asked))}"
+        now = dict(os.environb)
+        names = [name for name in now.keys() | before.keys() if now.get(name) != before.get(name)]
+        if {os.fsdecode(name): os.fsdecode(now[name]) if name in now else None for name in names} != sets:
+            return "a variable was set after torch was imported"
+        if states != _random_states():
+            return "an import draws random numbers"
+        return difference(parts, {name: file for name in parts if (file := origin(name)) is not None})
 
     def serve(self) -> bool:
         """Fork a rank for each request until the launcher goes; returns True in a rank."""
@@ -199,16 +230,34 @@ class Zygote:
             sys.modules["numpy"].random.seed()
         if "torch" in sys.modules:
             sys.modules["torch"].default_generator.seed()
-        _record()
+        _record(self._late)
 
 
-def _record() -> None:
-    """Begin to record, as at an import of torch."""
+def _record(late: Sequence[str]) -> None:
+    """Begin to record, as at an import of torch; `late` modules get the patched functions that they would have met."""
+    targets = [patch.target.partition(":")[::2] for patch in patches.PATCHES.values()]
+    plain = [(module, name) for module, name in targets if "." not in name and module in sys.modules]
+    before = {(module, name): getattr(sys.modules[module], name, None) for module, name in plain}
     finder = PostImport(set(), before=bootstrap.before_import, after=bootstrap.after_import)
     finder.install()
     session = bootstrap.start(finder, os.environ)
     if "torch" in sys.modules:
         session.after(sys.modules["torch"])
+    changed = {
+        id(original): getattr(sys.modules[module], name)
+        for (module, name), original in before.items()
+        if original is not None and getattr(sys.modules[module], name) is not original
+    }
+    for holder in [sys.modules[name] for name in late if name in sys.modules]:
+        for name, value in list(vars(holder).items()):
+            if id(value) in changed and not name.startswith("__"):
+                setattr(holder, name, changed[id(value)])
+
+
+def _random_states() -> list[object]:
+    """Return the states of Python's and torch's generators; numpy's legacy one is seeded anew in each fork."""
+    torch = sys.modules["torch"]
+    return [repr(random.getstate()), bytes(torch.get_rng_state().tolist())]
 
 
 def _captured() -> Any:

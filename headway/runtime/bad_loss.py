@@ -1,0 +1,74 @@
+"""Losses that no job goes on from well: NaN, infinite, or many times the usual one.
+
+The guard (`fault.guard`) judges the losses of all ranks before each update; the recording looks at one in a while.
+
+>>> judge([1.0, 1.1], [1.0] * 20), judge([1.0, float("nan")], []), judge([7.0, 1.0], [1.0] * 20)
+(None, Bad(ranks=(1,), what='nan'), Bad(ranks=(0,), what='7, 7 times the usual 1'))
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+SPIKE = 5.0
+"""A loss so many times the usual one is a spike."""
+
+USUAL, FEWEST = 64, 20
+"""Losses of so many steps make the usual one, their median; before there are the fewest, nothing is a spike."""
+
+MOST_NOTED = 16
+"""Bad losses of a rank that the recording notes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """What is wrong with the losses of a step."""
+
+    ranks: tuple[int, ...]
+    """Those whose loss it is."""
+
+    what: str
+    """nan, inf, or how large."""
+
+    def __str__(self) -> str:
+        """Return it in words; the same for the same batches, whenever they come."""
+        who = ", ".join(map(str, self.ranks))
+        return f"the loss of rank{'s' if len(self.ranks) > 1 else ''} {who} is {self.what}"
+
+
+def judge(losses: Sequence[float], usual: Sequence[float]) -> Bad | None:
+    """Return what is wrong with the losses of all ranks in one step, given the mean losses of the steps before."""
+    broken = tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
+    if broken:
+        return Bad(broken, str(losses[broken[0]]))
+    if len(usual) < FEWEST or not losses:
+        return None
+    middle, mean = statistics.median(usual), statistics.fmean(losses)
+    high = tuple(rank for rank, loss in enumerate(losses) if loss > SPIKE * middle)
+    if middle <= 0 or not (high or mean > SPIKE * middle):
+        return None
+    return Bad(high, f"{max(losses):.4g}, {max(losses) / middle:.3g} times the usual {middle:.4g}")
+
+
+@dataclass(slots=True)
+class LossLooks:
+    """The losses of one rank that the recording has looked at."""
+
+    bad: list[dict[str, Any]] = field(default_factory=list)
+    """Step and what was wrong, the first `MOST_NOTED`."""
+
+    _usual: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL))
+
+    def seen(self, loss: float, step: int) -> bool:
+        """Take in the loss of `step`, counted from 1; says whether it is the first bad one."""
+        found = judge([loss], self._usual)
+        if found is None:
+            self._usual.append(loss)
+        elif len(self.bad) < MOST_NOTED:
+            self.bad.append({"step": step, "what": found.what})
+        return found is not None and len(self.bad) == 1
