@@ -14,7 +14,8 @@ from headway.cli import main
 from headway.cluster import POLICIES, Cluster, Jobs, simulate
 from headway.cluster.logs.gavel import RateTable, read_trace
 from headway.cluster.logs.generate import MODELS, generate
-from headway.core.errors import FormatError, InputError, UnknownNameError
+from headway.cluster.model import Resize
+from headway.core.errors import FormatError, HeadwayError, InputError, UnknownNameError
 from tests.paths import shared
 
 
@@ -98,6 +99,56 @@ def test_gangs_of_odd_sizes_need_types_mixed_and_are_refused_otherwise():
     # One after the other, on 5 v100 and one or two p100, at the rate of the p100.
     assert sorted(outcome.jct_s) == pytest.approx([500.0, 1000.0])
     assert outcome.prices
+
+
+@pytest.mark.parametrize("rules", ["headway", "gavel"])
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"allox", "pollux", "tiresias", "optimus"}))
+def test_a_gang_whose_devices_leave_waits_or_moves_and_every_step_is_done_once(name, rules):
+    jobs = Jobs(["gang", "one", "two"], [8, 1, 2], [9000.0, 9000.0, 9000.0], [0.0, 0.0, 0.0])
+    cluster, rates = Cluster.of({"v100": 8, "k80": 8}), [[2.0, 1.0]] * 3
+    leaving = Resize.parse("1000:v100=1, 2000:k80=7, 50000:k80=8")
+    found = simulate(jobs, cluster, name, rates=rates, rules=rules, resizes=leaving)
+
+    # Both pools are too small for the gang from second 2000 on, until one is back; hadar runs it on both together.
+    assert np.isfinite(found.finish_s).all()
+    assert (found.finish_s[0] > 50_000) == (name != "hadar")
+    assert found.figures()["used_fraction"] <= 1 + 1e-9
+    assert (found.jct_s >= found.alone_s * (1 - 1e-9)).all()
+
+
+def test_a_pause_takes_as_long_as_the_devices_are_away_and_a_restart():
+    jobs = Jobs(["a"], [2], [3600.0], [0.0], restart_s=np.array([100.0]))
+    away = simulate(jobs, {"v100": 2}, "fifo", rates=[[1.0]], resizes=Resize.parse("1000:v100=1,5000:v100=2"))
+
+    assert away.jct_s.tolist() == pytest.approx([5000 + 100 + 2600])
+    assert away.moves.tolist() == [1]
+    assert away.figures()["used_fraction"] == pytest.approx(2 * 3700 / (2 * 7700 - 4000))
+
+
+def test_jobs_that_no_pool_can_run_again_are_left_unfinished_and_named():
+    jobs = Jobs(["large", "small", "late"], [4, 1, 4], [9e4, 3600.0, 9.0], [0.0, 0.0, 5000.0])
+    found = simulate(jobs, {"v100": 5}, "las", rates=np.ones((3, 1)), resizes=[Resize(1000.0, "v100", 2)]).figures()
+
+    assert (found["num_jobs"], found["unfinished"], found["max_jct_s"]) == (1, 2, 3600.0)
+    assert found["notes"] == [f"job {name!r} needs 4 devices: none are left for it" for name in ("large", "late")]
+    with pytest.raises(HeadwayError, match="no job of the window was done"):
+        simulate(jobs, {"v100": 5}, "las", rates=np.ones((3, 1)), window=(0, 1),
+                 resizes=[Resize(1.0, "v100", 2)]).figures()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("9:x=1", r"unknown device type of the cluster 'x'\. .*Choose one of: k80, v100"),
+        ("9:v100=1,20:k80", r"'20:k80' is no change of a pool\. Write seconds:type=count"),
+        ("9:v100=-1", "v100 has -1 devices from 9 s on; pass both >= 0"),
+        ("9:v100=0,20:k80=0", "the cluster has no device left at 20 s; keep one"),
+    ],
+)
+def test_changes_of_pools_that_make_no_sense_say_so(text, message):
+    with pytest.raises(InputError, match=message):
+        simulate(Jobs(["a"], [1], [1.0], [0.0]), {"v100": 2, "k80": 2}, "las", rates=[[1.0, 1.0]],
+                 resizes=Resize.parse(text))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["single", "multi"])

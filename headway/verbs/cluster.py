@@ -15,7 +15,7 @@ from headway.cluster.engine import simulate
 from headway.cluster.logs.gavel import RateTable, read_trace
 from headway.cluster.logs.generate import generate
 from headway.cluster.logs.philly import read_queue
-from headway.cluster.model import Cluster, Jobs, Rates
+from headway.cluster.model import Cluster, Jobs, Rates, Resize
 from headway.cluster.policies.table import POLICIES
 from headway.core.errors import InputError
 from headway.core.tables import pick
@@ -33,8 +33,8 @@ SPARE_JOBS = 3000
 def sim(
     *, trace: str, policy: str, devices: str = "", data: Path | None = None, jobs_per_hour: float = 4.0,
     num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
-    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, explain: bool = False,
-    json: bool = False,
+    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
+    explain: bool = False, json: bool = False,
 ) -> int:  # fmt: skip
     """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
 
@@ -75,13 +75,18 @@ def sim(
         Least seconds between two decisions.
     load
         Load of a workload of pollux:W, 1.0 or 0.5.
+    resize
+        Devices that leave or come back while it runs, seconds:type=count, separated by commas: 36000:v100=4.
     explain
         Print the prices of devices at each decision, for policies that have prices (hadar).
     json
         Print one JSON object instead of text.
     """
     chosen, span = pick(POLICIES, policy, "policy"), _window(window)
+    resizes = Resize.parse(resize)
     if trace.startswith("pollux:"):
+        if resizes:
+            raise InputError("--resize is for jobs of fixed size; leave it out with --trace pollux:W.")
         result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
         emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
         return 0
@@ -90,8 +95,9 @@ def sim(
     cluster, round_s = Cluster.parse(devices, usd_per_h), round_s or 360.0
     jobs, rates = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed)
     found = simulate(
-        jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules
-    )
+        jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules,
+        resizes=resizes,
+    )  # fmt: skip
     result = {
         "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": rules, "policy": policy,
         **found.figures(),
