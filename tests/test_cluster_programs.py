@@ -96,6 +96,12 @@ def test_maxmin_is_feasible_and_as_good_as_one_group_per_job(seed, num_jobs):
     assert (scale @ x <= capacity * (1 + 1e-6)).all()
     assert ((rates * x).sum(axis=1) / weights).min() >= value * (1 - 1e-5)
 
+    # A device more harms nobody, and rates and weights in other units are the same problem.
+    assert maxmin(rates, scale, np.add(capacity, [1, 0, 0]), weights=weights)[1] >= value * (1 - 1e-6)
+    unit = rng.uniform(0.1, 10.0, num_jobs)
+    other = maxmin(rates * unit[:, None], scale, capacity, weights=weights * unit)[1]
+    assert other == pytest.approx(value, rel=1e-6)
+
 
 def nested(rates, scale, capacity):
     """Leximin by its definition: raise the least of all, then ask of each job whether it can rise above."""

@@ -140,7 +140,7 @@ def test_jobs_that_no_pool_can_run_again_are_left_unfinished_and_named():
     ("text", "message"),
     [
         ("9:x=1", r"unknown device type of the cluster 'x'\. .*Choose one of: k80, v100"),
-        ("9:v100=1,20:k80", r"'20:k80' is no change of a pool\. Write seconds:type=count"),
+        ("9:v100=1,20:k80", r"'20:k80' cannot be read as a change of a pool\. Write seconds:type=count"),
         ("9:v100=-1", "v100 has -1 devices from 9 s on; pass both >= 0"),
         ("9:v100=0,20:k80=0", "the cluster has no device left at 20 s; keep one"),
     ],
@@ -209,6 +209,20 @@ def test_bad_input_names_the_job_and_the_field(change, message):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("devices", "prices", "message"),
+    [
+        ("v100=x", "", "'v100' says no number of devices"),
+        ("v100=4,v100=8", "", "device type 'v100' is given twice"),
+        ("v100=4", "v100=cheap", "'v100=cheap' cannot be read as prices. Write type=number"),
+        ("v100=4", "v100=-1", "'v100=-1' is out of range for prices: give a finite number above 0"),
+    ],
+)
+def test_devices_and_prices_are_read_or_refused(devices, prices, message):
+    with pytest.raises(InputError, match=message):
+        Cluster.parse(devices, prices)
+
+
 def test_unknown_names_list_the_valid_ones(tmp_path, table):
     jobs = Jobs(["a"], [1], [1.0], [0.0])
     with pytest.raises(
@@ -232,6 +246,11 @@ def test_the_verb_prints_one_object(capsys, table):
 
     assert leaving.value.code == 0
     assert answer["schema"] == "headway.cluster-sim/1"
+    assert answer.keys() >= {
+        "policy", "num_jobs", "mean_jct_s", "p99_jct_s", "max_jct_s", "makespan_s", "mean_rho", "used_fraction", "usd",
+        "moves", "decide_s", "by_scale",
+    }  # fmt: skip
+    assert answer["by_scale"]["1"].keys() >= {"num_jobs", "mean_jct_s", "mean_slowdown"}
     assert answer["num_jobs"] == 20
     assert answer["prices"][0].keys() == {"time_s", "v100", "k80"}
     assert sum(row["num_jobs"] for row in answer["by_scale"].values()) == 20

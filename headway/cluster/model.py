@@ -36,6 +36,20 @@ USD_PER_H: dict[str, float] = {"v100": 2.85, "p100": 1.68, "k80": 0.52}
 """Dollars per device and hour on demand: the table of Gavel's study of prices (Narayanan et al., DISPA 2020)."""
 
 
+def parse_numbers(text: str, what: str) -> dict[str, float]:
+    """Read "v100=2.85,k80=0.52", device types and finite numbers above 0; raises `InputError`."""
+    found = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            found[name.strip()] = float(value)
+        except ValueError:
+            raise InputError(f"{part!r} cannot be read as {what}. Write type=number, such as v100=1.5.") from None
+        if not 0 < found[name.strip()] < math.inf:
+            raise InputError(f"{part!r} is out of range for {what}: give a finite number above 0.")
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Cluster:
     """Pools of devices, one per type, fastest first where that is known."""
@@ -56,8 +70,12 @@ class Cluster:
         bare = [name for name, sign, value in pairs if not (sign and value.strip().isdigit())]
         if bare:
             raise InputError(f"{bare[0]!r} says no number of devices. Write type=count, such as v100=8.")
-        usd = {name.strip(): float(value) for name, _, value in (p.partition("=") for p in prices.split(",") if p)}
-        return cls.of({name.strip(): int(value) for name, _, value in pairs}, usd)
+        names = [name.strip() for name, _, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise InputError(f"device type {twice[0]!r} is given twice in {text!r}. Add its devices up.")
+        counts = [int(value) for _, _, value in pairs]
+        return cls.of(dict(zip(names, counts, strict=True)), parse_numbers(prices, "prices"))
 
     @classmethod
     def of(cls, count: Mapping[str, int], usd_per_h: Mapping[str, float] | None = None) -> Cluster:
@@ -214,7 +232,7 @@ class Resize:
                 found.append(cls(float(when), name.strip(), int(count)))
             except ValueError:
                 raise InputError(
-                    f"{part!r} is no change of a pool. Write seconds:type=count, as 36000:v100=4."
+                    f"{part!r} cannot be read as a change of a pool. Write seconds:type=count, as 36000:v100=4."
                 ) from None
         return tuple(found)
 

@@ -17,7 +17,7 @@ from headway.cluster.logs.generate import generate
 from headway.cluster.logs.philly import read_queue
 from headway.cluster.logs.record import RecordedQueue
 from headway.cluster.logs.runs import queue_rates, run_rate
-from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values
+from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
 from headway.cluster.policies.table import POLICIES
 from headway.core.errors import InputError
 from headway.core.tables import pick
@@ -156,7 +156,7 @@ def compare(
         Print one JSON object instead of text.
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    for name in names:
+    for name in names or [""]:
         pick(POLICIES, name, "policy")
     cluster = Cluster.parse(devices, usd_per_h)
     queue = read_queue(jobs, virtual_cluster)
@@ -167,16 +167,6 @@ def compare(
         result["rates"] = measured
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
     return 3 if result["refused"] else 0
-
-
-def _numbers(text: str, option: str) -> dict[str, float]:
-    """Read "a=1.5,b=2"."""
-    try:
-        return {
-            name.strip(): float(value) for name, _, value in (p.partition("=") for p in text.split(",") if p.strip())
-        }
-    except ValueError:
-        raise InputError(f"{option} is {text!r}; write type=number, separated by commas.") from None
 
 
 def _window(text: str) -> tuple[int, int] | None:
@@ -221,7 +211,7 @@ def _queue(
 
 def _log_rates(queue: RecordedQueue, cluster: Cluster, speed: str, runs: str) -> tuple[Values, list[dict[str, Any]]]:
     """Return the rates of a log's jobs, and a row per kind of job and type that runs measured."""
-    speeds = _numbers(speed, "--speed")
+    speeds = parse_numbers(speed, "speeds")
     if not runs:
         return queue.rates(cluster, speeds), []
     named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
