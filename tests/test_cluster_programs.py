@@ -45,7 +45,7 @@ def state_of(rates, scale, *, shared=None, kind=None, seed=0, **columns):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(50))
 @pytest.mark.parametrize("packed", [False, True])
 def test_classes_reach_the_objective_of_jobs(seed, packed):
     kinds, scale, capacity, shared, kind = instance(np.random.default_rng(seed), 4, 3)
