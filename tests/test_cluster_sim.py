@@ -125,6 +125,15 @@ def test_a_pause_takes_as_long_as_the_devices_are_away_and_a_restart():
     assert away.figures()["used_fraction"] == pytest.approx(2 * 3700 / (2 * 7700 - 4000))
 
 
+@pytest.mark.parametrize("name", ["fifo", "allox"])
+def test_jobs_that_run_to_their_end_keep_the_devices_that_stay_in_order_of_arrival(name):
+    jobs = Jobs(["a", "b", "c", "d"], [1] * 4, [3600.0] * 4, [0.0] * 4)
+    found = simulate(jobs, {"v100": 4}, name, rates=np.ones((4, 1)), resizes=[Resize(1000.0, "v100", 2)])
+
+    assert found.finish_s.tolist() == pytest.approx([3600, 3600, 6200, 6200])
+    assert found.moves.tolist() == [0, 0, 1, 1]
+
+
 def test_jobs_that_no_pool_can_run_again_are_left_unfinished_and_named():
     jobs = Jobs(["large", "small", "late"], [4, 1, 4], [9e4, 3600.0, 9.0], [0.0, 0.0, 5000.0])
     found = simulate(jobs, {"v100": 5}, "las", rates=np.ones((3, 1)), resizes=[Resize(1000.0, "v100", 2)]).figures()
