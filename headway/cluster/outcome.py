@@ -87,6 +87,11 @@ class Outcome:
         total = float((self.used_s / 3600 * self.cluster.usd_per_h)[self.used_s > 0].sum())
         return total if math.isfinite(total) else None
 
+    def price_rows(self) -> list[dict[str, float]]:
+        """Return a row per decision: its time, and the price of each type."""
+        names = self.cluster.names
+        return [{"time_s": at_s, **dict(zip(names, prices, strict=True))} for at_s, prices in self.prices]
+
     def by_scale(self) -> dict[str, dict[str, float]]:
         """Gang size -> jobs, mean completion time, mean slowdown against alone on the fastest type."""
         part, done = slice(*self.window), self.done

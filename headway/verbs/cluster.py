@@ -89,10 +89,9 @@ def sim(
         Print one JSON object instead of text.
     """
     chosen, span = pick(POLICIES, policy, "policy"), _window(window)
-    resizes = Resize.parse(resize)
     if trace.startswith("pollux:"):
-        if resizes:
-            raise InputError("--resize is for jobs of fixed size; leave it out with --trace pollux:W.")
+        if resize or runs:
+            raise InputError("--resize and --runs are for jobs of fixed size; leave them out with --trace pollux:W.")
         result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
         emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
         return 0
@@ -102,7 +101,7 @@ def sim(
     jobs, rates, measured = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed, runs)
     found = simulate(
         jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules,
-        resizes=resizes,
+        resizes=Resize.parse(resize),
     )  # fmt: skip
     result = {
         "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": rules, "policy": policy,
@@ -111,9 +110,7 @@ def sim(
     if measured:
         result["rates"] = measured
     if explain:
-        result["prices"] = [
-            {"time_s": at_s, **dict(zip(cluster.names, prices, strict=True))} for at_s, prices in found.prices
-        ]
+        result["prices"] = found.price_rows()
     emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
     return 0
 
