@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "cluster" / "
 WINDOW, JOBS_BEHIND = (4000, 5000), 3000
 SINGLE_MOST, RELEASED_H = 4.4, 29.42
 GANGS_MOST, GANGS_FACTOR, GANGS_H = 2.0, 1.03, {"las_aware": 34.3, "las": 70.3}
-OTHERS = ("ftf", "ftf_aware", "allox", "gandiva", "las_packed", "fifo_aware")
+OTHERS = ("fifo", "ftf", "ftf_aware", "allox", "gandiva", "las_packed", "fifo_aware")
 
 
 def cells(published: dict[tuple[str, float, str], float], *, full: bool) -> list[tuple[str, float, str]]:

@@ -179,6 +179,17 @@ def test_the_published_makespan_of_500_jobs_is_reached(table):
     assert outcome.makespan_s / 3600 == pytest.approx(177.5, rel=0.02)  # 169.4 is the published mean of three seeds
 
 
+@pytest.mark.parametrize("policy", ["allox", "gandiva"])
+def test_jobs_that_hardly_meet_take_the_same_time_under_policies_with_the_same_published_figure(table, policy):
+    """At 0.8 jobs/h all three are published with 17.64 h: whoever is there runs on the fastest type."""
+    cluster = Cluster.parse("v100=36,p100=36,k80=36")
+    jobs = generate(40, 0, table.alone["v100"], jobs_per_hour=0.8, multi=False)
+    rates = table.of(jobs, cluster)
+    aware, found = (simulate(jobs, cluster, name, rates=rates, rules="gavel") for name in ("las_aware", policy))
+
+    assert found.jct_s.mean() == pytest.approx(aware.jct_s.mean(), rel=1e-3)
+
+
 def test_a_queue_without_the_shared_table_has_rates_of_its_own():
     v100 = {(model, scale): 10.0 for model in MODELS for scale in (1, 2, 4, 8)}
     jobs = generate(50, 3, v100, jobs_per_hour=6.0, multi=True)

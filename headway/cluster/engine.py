@@ -37,7 +37,7 @@ from headway.cluster.model import (
     pools_that_fit,
 )
 from headway.cluster.outcome import Outcome
-from headway.cluster.policies.table import MIXING, POLICIES, PolicyFn
+from headway.cluster.policies.table import LENDING, MIXING, POLICIES, PolicyFn
 from headway.cluster.rounds import ORDERS, Rows, chosen_rows
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
@@ -348,8 +348,9 @@ class _Engine:
                 self.shuffler.shuffle(types)
             elif not found.aware:
                 types = self.process.rng("types").permutation(len(count)).tolist()
+            strict = found.strict and not (self.timing.rules == "gavel" and self.decide in LENDING)
             row, kind = chosen_rows(
-                rows, types, count, len(self.jobs), ORDERS[self.timing.rules], found.strict,
+                rows, types, count, len(self.jobs), ORDERS[self.timing.rules], strict,
                 now_s - self.reset_at_s, self.timing.round_s / 2,
             )  # fmt: skip
             used, rate = np.zeros((row.size, count.size)), rows.rate_a[row, kind]
