@@ -198,6 +198,15 @@ def test_packing_is_worth_at_least_taking_turns_and_deadlines_that_cannot_be_met
         POLICIES["min_cost"](tight, Cluster.of({"x9": 1}), 0.0)
 
 
+@pytest.mark.parametrize("num_jobs", [20, 300])
+def test_on_one_type_allox_starts_the_shortest_jobs_however_long_the_queue(num_jobs):
+    left = np.random.default_rng(0).permutation(np.arange(1.0, num_jobs + 1))
+    state = state_of(np.ones((num_jobs, 1)), np.ones(num_jobs, int), left=left)
+    found = POLICIES["allox"](state, Cluster.of({"v100": 4}), 0.0)
+
+    assert sorted(left[found.x[:, 0] > 0]) == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_hadar_mixes_types_at_the_slowest_rate_and_never_admits_without_payoff():
     count = np.array([4.0, 2.0])
     low, high = np.array([0.1, 0.1]), np.array([2.0, 1.0])
