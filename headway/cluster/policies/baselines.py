@@ -10,7 +10,6 @@ from headway.cluster.model import Allocation, Cluster, QueueState
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 
-
 QUEUE_PER_DEVICE, LEAST_QUEUE = 4, 64
 """Jobs per free device, and at least, that AlloX looks at."""
 
