@@ -8,17 +8,16 @@ bar. Without --full: two cells. Needs the published tables beside the checkout.
 """
 
 import argparse
-import csv
 import json
 import sys
 import time
-from pathlib import Path
+
+from _gavel import DEVICES, FOLDER, published_h
 
 from headway.cluster import Cluster, simulate
 from headway.cluster.logs.gavel import RateTable
 from headway.cluster.logs.generate import generate
 
-FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "cluster" / "gavel"
 WINDOW, JOBS_BEHIND = (4000, 5000), 3000
 SINGLE_MOST, RELEASED_H = 4.4, 29.42
 GANGS_MOST, GANGS_FACTOR, GANGS_H = 2.0, 1.03, {"las_aware": 34.3, "las": 70.3}
@@ -55,13 +54,8 @@ def main() -> None:
     if not FOLDER.exists():
         print(json.dumps({"bench": "cluster_cells", "skipped": "the published tables are not beside this checkout"}))
         return
-    with (FOLDER / "published.csv").open(newline="") as file:
-        published = {
-            (row["trace"], float(row["jobs_per_h_or_num_jobs"]), row["policy"]): float(row["value"])
-            for row in csv.DictReader(file)
-            if row["metric"] == "mean_jct_h"
-        }
-    table, cluster = RateTable.read(FOLDER / "throughputs.parquet"), Cluster.parse("v100=36,p100=36,k80=36")
+    published = published_h()
+    table, cluster = RateTable.read(FOLDER / "throughputs.parquet"), Cluster.parse(DEVICES)
     rows, own_h = [], {}
     for trace, rate, policy in cells(published, full=full):
         began, gangs = time.process_time(), trace == "multi"

@@ -9,9 +9,9 @@ checkout.
 import json
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
+from _gavel import DEVICES, FOLDER
 
 from headway.cluster import POLICIES, Cluster, Rates, simulate
 from headway.cluster.compare import compare_policies
@@ -20,7 +20,6 @@ from headway.cluster.logs.generate import generate
 from headway.cluster.logs.philly import read_queue
 from headway.cluster.model import Allocation
 
-FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "cluster"
 NAMES = ("fifo", "fifo_aware", "las", "las_aware", "las_packed", "ftf", "ftf_aware", "makespan", "max_sum", "min_cost",
          "hierarchical", "gandiva", "hadar", "fill")  # fmt: skip
 PHILLY, TRIES = ("fifo", "las", "las_aware"), 3
@@ -50,14 +49,14 @@ def main() -> None:
             json.dumps({"bench": "cluster_decisions", "skipped": "the published tables are not beside this checkout"})
         )
         return
-    table, cluster = RateTable.read(FOLDER / "gavel" / "throughputs.parquet"), Cluster.parse("v100=36,p100=36,k80=36")
+    table, cluster = RateTable.read(FOLDER / "throughputs.parquet"), Cluster.parse(DEVICES)
     found = {}
     for name in NAMES:
         jobs = generate(2048 if name == "las_packed" else 2000, 0, table.alone["v100"], jobs_per_hour=0.0, multi=True)
         found[name] = decision_s(name, table.of(jobs, cluster), jobs, cluster)
     singles = generate(2000, 0, table.alone["v100"], jobs_per_hour=0.0, multi=False)
     found["allox"] = decision_s("allox", table.of(singles, cluster), singles, cluster)
-    queue, began = read_queue(FOLDER / "philly" / "jobs.parquet", "11cb48"), time.process_time()
+    queue, began = read_queue(FOLDER.parent / "philly" / "jobs.parquet", "11cb48"), time.process_time()
 
     compared = compare_policies(queue, Cluster.parse("v100=16"), np.ones((len(queue.jobs), 1)), PHILLY)
     philly_s = time.process_time() - began

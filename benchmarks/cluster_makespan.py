@@ -8,23 +8,21 @@ Needs the published tables beside the checkout.
 """
 
 import argparse
-import csv
 import json
 import statistics
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+from _gavel import DEVICES, FOLDER, published_h
 
 from headway.cluster import POLICIES, Cluster, simulate
 from headway.cluster.logs.gavel import RateTable
 from headway.cluster.logs.generate import generate
 
-FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "cluster" / "gavel"
 SEEDS, SIZES = (0, 1, 2), (500, 700)
-LARGE, SMALL = "v100=36,p100=36,k80=36", "v100=20,p100=20,k80=20"
+SMALL = "v100=20,p100=20,k80=20"
 
 
 def fifo_redrawn(state, cluster, now_s):
@@ -41,12 +39,7 @@ def main() -> None:
         print(json.dumps({"bench": "cluster_makespan", "skipped": "the published tables are not beside this checkout"}))
         return
     began, table = time.process_time(), RateTable.read(FOLDER / "throughputs.parquet")
-    with (FOLDER / "published.csv").open(newline="") as file:
-        published = {
-            (float(row["jobs_per_h_or_num_jobs"]), row["policy"]): float(row["value"])
-            for row in csv.DictReader(file)
-            if row["trace"] == "static"
-        }
+    published = published_h()
 
     def hours(size: int, devices: str, policy, seed: int, rules: str) -> float:
         """Return the makespan of one queue in hours."""
@@ -59,11 +52,11 @@ def main() -> None:
     for size in SIZES:
         mean_h = {
             getattr(policy, "__name__", policy): statistics.fmean(
-                hours(size, LARGE, policy, seed, "gavel") for seed in SEEDS
+                hours(size, DEVICES, policy, seed, "gavel") for seed in SEEDS
             )
             for policy in ("makespan", "fifo", fifo_redrawn, "fifo_aware", *(("las",) if full else ()))
         }
-        theirs, theirs_fifo = published[size, "makespan_aware"], published[size, "fifo"]
+        theirs, theirs_fifo = published["static", size, "makespan_aware"], published["static", size, "fifo"]
         ratio, earlier = mean_h["makespan"] / theirs, mean_h["fifo"] / mean_h["makespan"]
         met = met and ratio <= 1.02 and earlier >= 2.3
         rows.append({
