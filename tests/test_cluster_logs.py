@@ -12,8 +12,12 @@ from headway.cli import main
 from headway.cluster import Cluster, compare_policies
 from headway.cluster.compare import FIDELITY
 from headway.cluster.logs.philly import read_queue
+from headway.cluster.logs.runs import RunRate, queue_rates
 from headway.core.errors import FormatError, InputError
-from tests.paths import shared
+from headway.ledger.compare import steps_per_s
+from headway.ledger.ledger import Ledger
+from headway.trace.runs import Run
+from tests.paths import GOLDEN, shared
 
 
 def served_in_order(seed=0, n=60, devices=8):
@@ -124,6 +128,70 @@ def test_speeds_of_types_come_from_the_makers_or_from_the_caller(tmp_path):
     assert queue.rates(cluster, {"a100": 1.5, "v100": 1.0}).tolist() == [[1.5, 1.0], [1.0, 1.0]]
     with pytest.raises(InputError, match=r"no speed of device type 'zz9' is known. Pass --speed zz9=1.0"):
         queue.rates(Cluster.parse("zz9=1,v100=1"), {})
+
+
+BEFORE = GOLDEN / "runs" / "before"
+
+
+def test_what_runs_measured_says_how_long_jobs_take_that_have_not_run(tmp_path, capsys):
+    table = tmp_path / "queue.csv"
+    table.write_text("id,arrival_s,num_steps,num_devices,model\na,0,2000,2,train\nb,0,1000,2,big\n")
+    rate = steps_per_s(Ledger.of(Run.open(BEFORE)))
+    command = ["cluster", "sim", "--trace", str(table), "--devices", "cpu=4", "--policy", "fifo", "--json", "--runs"]
+    with pytest.raises(SystemExit) as leaving:
+        main([*command, f"{BEFORE},big={BEFORE}"])
+    answer = json.loads(capsys.readouterr().out)
+
+    assert leaving.value.code == 0
+    assert answer["max_jct_s"] == pytest.approx(2000 / rate)
+    assert answer["mean_jct_s"] == pytest.approx(1500 / rate)
+    assert [row["source"] for row in answer["rates"]] == ["measured", "measured"]
+    for runs, job in ((str(BEFORE), "big"), (f"x={BEFORE}", "train")):
+        with pytest.raises(SystemExit) as leaving:
+            main([*command, runs])
+        assert leaving.value.code == 2
+        assert f"no run measured {job!r} on 2 devices" in capsys.readouterr().err
+
+
+def test_a_job_of_a_log_goes_as_much_faster_on_another_type_as_its_runs_did(tmp_path):
+    table = tmp_path / "queue.csv"
+    table.write_text(
+        "id,arrival_s,run_s,num_devices,device_type,model\n"
+        "a,0,100,1,v100,bert\nb,0,100,1,k80,resnet\nc,0,100,1,v100,other\nd,0,100,8,v100,bert\n"
+    )
+    runs = [
+        RunRate("bert", 1, "v100", 6.0), RunRate("bert", 1, "v100", 8.0), RunRate("bert", 1, "v100", 90.0),
+        RunRate("bert", 1, "k80", 2.0), RunRate("resnet", 1, "v100", 30.0),
+    ]  # fmt: skip
+    cluster, speed = Cluster.parse("v100=8,k80=1,p100=1"), {"v100": 1.0, "k80": 0.3, "p100": 0.5}
+    rates, shown = queue_rates(read_queue(table), cluster, speed, runs)
+
+    # bert's median is 8; resnet on k80 is fitted to bert, which ran on both; no run has seen p100.
+    assert rates[0].tolist() == pytest.approx([1.0, 0.25, 0.5])
+    assert rates[1].tolist() == pytest.approx([4.0, 1.0, 2.0], rel=1e-3)
+    assert rates[2].tolist() == pytest.approx([1.0, 0.3, 0.5])
+    assert rates[3].tolist() == pytest.approx(rates[0].tolist())
+    assert [row["source"] for row in shown.rows()[3:]] == ["measured", "fitted to other jobs", "by relative speed"]
+    strangers = [RunRate("bert", 1, "v100", 8.0), RunRate("resnet", 1, "k80", 3.0)]
+    apart = queue_rates(read_queue(table), cluster, speed, strangers)[1]
+    assert apart.rates.tolist() == [pytest.approx([8.0, 2.4, 4.0]), pytest.approx([10.0, 3.0, 5.0])]
+
+
+def test_runs_that_no_job_has_the_name_of_are_refused(tmp_path, capsys):
+    table = tmp_path / "queue.csv"
+    table.write_text("id,arrival_s,run_s,num_devices,model\na,0,100,1,resnet\n")
+    steps = tmp_path / "steps.csv"
+    steps.write_text("id,arrival_s,num_steps,num_devices,model\na,0,100,1,resnet\n")
+    for words, message in (
+        (["compare", "--jobs", str(table), "--runs", str(BEFORE)], "no job of the log has the name of a run (train)"),
+        (["compare", "--jobs", str(table), "--runs", str(tmp_path)], "is not a run folder"),
+        (["compare", "--jobs", str(steps)], "the queue has num_steps; how long a step takes, runs say"),
+        (["sim", "--trace", "gavel:single", "--policy", "las", "--runs", str(BEFORE)], "Leave --runs out"),
+    ):
+        with pytest.raises(SystemExit) as leaving:
+            main(["cluster", *words, "--devices", "cpu=2"])
+        assert leaving.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_part_of_philly_is_ranked_without_a_check_by_replay():

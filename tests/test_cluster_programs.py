@@ -45,7 +45,7 @@ def state_of(rates, scale, *, shared=None, kind=None, seed=0, **columns):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(50))
 @pytest.mark.parametrize("packed", [False, True])
 def test_classes_reach_the_objective_of_jobs(seed, packed):
     kinds, scale, capacity, shared, kind = instance(np.random.default_rng(seed), 4, 3)
@@ -95,6 +95,12 @@ def test_maxmin_is_feasible_and_as_good_as_one_group_per_job(seed, num_jobs):
     assert x.sum(axis=1).max() <= 1 + 1e-6
     assert (scale @ x <= capacity * (1 + 1e-6)).all()
     assert ((rates * x).sum(axis=1) / weights).min() >= value * (1 - 1e-5)
+
+    # A device more harms nobody, and rates and weights in other units are the same problem.
+    assert maxmin(rates, scale, np.add(capacity, [1, 0, 0]), weights=weights)[1] >= value * (1 - 1e-6)
+    unit = rng.uniform(0.1, 10.0, num_jobs)
+    other = maxmin(rates * unit[:, None], scale, capacity, weights=weights * unit)[1]
+    assert other == pytest.approx(value, rel=1e-6)
 
 
 def nested(rates, scale, capacity):
@@ -190,6 +196,15 @@ def test_packing_is_worth_at_least_taking_turns_and_deadlines_that_cannot_be_met
     assert late.tolist() == [0]
     with pytest.raises(InputError, match=r"device type 'x9' has no price above 0\. Pass --usd-per-h"):
         POLICIES["min_cost"](tight, Cluster.of({"x9": 1}), 0.0)
+
+
+@pytest.mark.parametrize("num_jobs", [20, 300])
+def test_on_one_type_allox_starts_the_shortest_jobs_however_long_the_queue(num_jobs):
+    left = np.random.default_rng(0).permutation(np.arange(1.0, num_jobs + 1))
+    state = state_of(np.ones((num_jobs, 1)), np.ones(num_jobs, int), left=left)
+    found = POLICIES["allox"](state, Cluster.of({"v100": 4}), 0.0)
+
+    assert sorted(left[found.x[:, 0] > 0]) == [1.0, 2.0, 3.0, 4.0]
 
 
 def test_hadar_mixes_types_at_the_slowest_rate_and_never_admits_without_payoff():

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cli import main
-from headway.cluster import POLICIES, Cluster, Jobs, simulate
+from headway.cluster import POLICIES, Cluster, Jobs, Resize, simulate
 from headway.cluster.logs.gavel import RateTable, read_trace
 from headway.cluster.logs.generate import MODELS, generate
-from headway.core.errors import FormatError, InputError, UnknownNameError
+from headway.core.errors import FormatError, HeadwayError, InputError, UnknownNameError
 from tests.paths import shared
 
 
@@ -40,7 +40,8 @@ def test_every_job_ends_no_sooner_than_alone_and_one_seed_gives_one_history(seed
     cluster = Cluster.of({"v100": 4, "k80": 4})
     for name in sorted(set(POLICIES) - {"allox"}):
         outcome = simulate(jobs, cluster, name, rates=rates, seed=seed, rules=rules)
-        again = simulate(jobs, cluster, name, rates=rates, seed=seed, rules=rules)
+        much_later = [Resize(1e9, "v100", 1)]  # changes nothing, bit for bit
+        again = simulate(jobs, cluster, name, rates=rates, seed=seed, rules=rules, resizes=much_later)
 
         assert (outcome.jct_s >= outcome.alone_s * (1 - 1e-9)).all()
         assert outcome.jct_s.tolist() == again.jct_s.tolist()
@@ -100,6 +101,65 @@ def test_gangs_of_odd_sizes_need_types_mixed_and_are_refused_otherwise():
     assert outcome.prices
 
 
+@pytest.mark.parametrize("rules", ["headway", "gavel"])
+@pytest.mark.parametrize("name", sorted(set(POLICIES) - {"allox", "pollux", "tiresias", "optimus"}))
+def test_a_gang_whose_devices_leave_waits_or_moves_and_every_step_is_done_once(name, rules):
+    jobs = Jobs(["gang", "one", "two"], [8, 1, 2], [9000.0, 9000.0, 9000.0], [0.0, 0.0, 0.0])
+    cluster, rates = Cluster.of({"v100": 8, "k80": 8}), [[2.0, 1.0]] * 3
+    leaving = Resize.parse("1000:v100=1, 2000:k80=7, 50000:k80=8")
+    found = simulate(jobs, cluster, name, rates=rates, rules=rules, resizes=leaving)
+
+    # Both pools are too small for the gang from second 2000 on, until one is back; hadar runs it on both together.
+    assert np.isfinite(found.finish_s).all()
+    assert (found.finish_s[0] > 50_000) == (name != "hadar")
+    assert found.figures()["used_fraction"] <= 1 + 1e-9
+    assert (found.jct_s >= found.alone_s * (1 - 1e-9)).all()
+
+
+def test_a_pause_takes_as_long_as_the_devices_are_away_and_a_restart():
+    jobs = Jobs(["a"], [2], [3600.0], [0.0], restart_s=np.array([100.0]))
+    away = simulate(jobs, {"v100": 2}, "fifo", rates=[[1.0]], resizes=Resize.parse("1000:v100=1,5000:v100=2"))
+
+    assert away.jct_s.tolist() == pytest.approx([5000 + 100 + 2600])
+    assert away.moves.tolist() == [1]
+    assert away.figures()["used_fraction"] == pytest.approx(2 * 3700 / (2 * 7700 - 4000))
+
+
+@pytest.mark.parametrize("name", ["fifo", "allox"])
+def test_jobs_that_run_to_their_end_keep_the_devices_that_stay_in_order_of_arrival(name):
+    jobs = Jobs(["a", "b", "c", "d"], [1] * 4, [3600.0] * 4, [0.0] * 4)
+    found = simulate(jobs, {"v100": 4}, name, rates=np.ones((4, 1)), resizes=[Resize(1000.0, "v100", 2)])
+
+    assert found.finish_s.tolist() == pytest.approx([3600, 3600, 6200, 6200])
+    assert found.moves.tolist() == [0, 0, 1, 1]
+
+
+def test_jobs_that_no_pool_can_run_again_are_left_unfinished_and_named():
+    jobs = Jobs(["large", "small", "late"], [4, 1, 4], [9e4, 3600.0, 9.0], [0.0, 0.0, 5000.0])
+    found = simulate(jobs, {"v100": 5}, "las", rates=np.ones((3, 1)), resizes=[Resize(1000.0, "v100", 2)]).figures()
+
+    assert (found["num_jobs"], found["unfinished"], found["max_jct_s"]) == (1, 2, 3600.0)
+    assert found["notes"] == [f"job {name!r} needs 4 devices: none are left for it" for name in ("large", "late")]
+    with pytest.raises(HeadwayError, match="no job of the window was done"):
+        simulate(jobs, {"v100": 5}, "las", rates=np.ones((3, 1)), window=(0, 1),
+                 resizes=[Resize(1.0, "v100", 2)]).figures()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("9:x=1", r"unknown device type of the cluster 'x'\. .*Choose one of: k80, v100"),
+        ("9:v100=1,20:k80", r"'20:k80' cannot be read as a change of a pool\. Write seconds:type=count"),
+        ("9:v100=-1", "v100 has -1 devices from 9 s on; pass both >= 0"),
+        ("9:v100=0,20:k80=0", "the cluster has no device left at 20 s; keep one"),
+    ],
+)
+def test_changes_of_pools_that_make_no_sense_say_so(text, message):
+    with pytest.raises(InputError, match=message):
+        simulate(Jobs(["a"], [1], [1.0], [0.0]), {"v100": 2, "k80": 2}, "las", rates=[[1.0, 1.0]],
+                 resizes=Resize.parse(text))  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["single", "multi"])
 def test_the_generator_gives_the_published_jobs_bit_for_bit(table, name):
     stored = pyarrow.parquet.read_table(shared(f"cluster/gavel/jobs_seed0_{name}.parquet")).to_pydict()
@@ -117,6 +177,17 @@ def test_the_published_makespan_of_500_jobs_is_reached(table):
     outcome = simulate(jobs, cluster, "makespan", rates=table.of(jobs, cluster), rules="gavel", seed=1)
 
     assert outcome.makespan_s / 3600 == pytest.approx(177.5, rel=0.02)  # 169.4 is the published mean of three seeds
+
+
+@pytest.mark.parametrize("policy", ["allox", "gandiva"])
+def test_jobs_that_hardly_meet_take_the_same_time_under_policies_with_the_same_published_figure(table, policy):
+    """At 0.8 jobs/h all three are published with 17.64 h: whoever is there runs on the fastest type."""
+    cluster = Cluster.parse("v100=36,p100=36,k80=36")
+    jobs = generate(40, 0, table.alone["v100"], jobs_per_hour=0.8, multi=False)
+    rates = table.of(jobs, cluster)
+    aware, found = (simulate(jobs, cluster, name, rates=rates, rules="gavel") for name in ("las_aware", policy))
+
+    assert found.jct_s.mean() == pytest.approx(aware.jct_s.mean(), rel=1e-3)
 
 
 def test_a_queue_without_the_shared_table_has_rates_of_its_own():
@@ -158,6 +229,20 @@ def test_bad_input_names_the_job_and_the_field(change, message):
         )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("devices", "prices", "message"),
+    [
+        ("v100=x", "", "'v100' says no number of devices"),
+        ("v100=4,v100=8", "", "device type 'v100' is given twice"),
+        ("v100=4", "v100=cheap", "'v100=cheap' cannot be read as prices. Write type=number"),
+        ("v100=4", "v100=-1", "'v100=-1' is out of range for prices: give a finite number above 0"),
+    ],
+)
+def test_devices_and_prices_are_read_or_refused(devices, prices, message):
+    with pytest.raises(InputError, match=message):
+        Cluster.parse(devices, prices)
+
+
 def test_unknown_names_list_the_valid_ones(tmp_path, table):
     jobs = Jobs(["a"], [1], [1.0], [0.0])
     with pytest.raises(
@@ -181,6 +266,11 @@ def test_the_verb_prints_one_object(capsys, table):
 
     assert leaving.value.code == 0
     assert answer["schema"] == "headway.cluster-sim/1"
+    assert answer.keys() >= {
+        "policy", "num_jobs", "mean_jct_s", "p99_jct_s", "max_jct_s", "makespan_s", "mean_rho", "used_fraction", "usd",
+        "moves", "decide_s", "by_scale",
+    }  # fmt: skip
+    assert answer["by_scale"]["1"].keys() >= {"num_jobs", "mean_jct_s", "mean_slowdown"}
     assert answer["num_jobs"] == 20
     assert answer["prices"][0].keys() == {"time_s", "v100", "k80"}
     assert sum(row["num_jobs"] for row in answer["by_scale"].values()) == 20

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headway.cluster.model import Cluster as Cluster
     from headway.cluster.model import Jobs as Jobs
     from headway.cluster.model import Rates as Rates
+    from headway.cluster.model import Resize as Resize
     from headway.cluster.policies.table import POLICIES as POLICIES
     from headway.cluster.programs.leximin import leximin as leximin
     from headway.cluster.programs.maxmin import maxmin as maxmin
@@ -29,6 +30,7 @@ PUBLIC: dict[str, str] = {
     "NoiseScale": "headway.cluster.adaptive.noise:NoiseScale",
     "Jobs": "headway.cluster.model:Jobs",
     "Rates": "headway.cluster.model:Rates",
+    "Resize": "headway.cluster.model:Resize",
     "POLICIES": "headway.cluster.policies.table:POLICIES",
     "compare_policies": "headway.cluster.compare:compare_policies",
     "elastic": "headway.cluster.adaptive.knapsack:elastic",

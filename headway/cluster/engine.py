@@ -15,15 +15,29 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headway.cluster.model import Adapting, Allocation, Cluster, Indices, Jobs, QueueState, Rates, Values, check_fits
+from headway.cluster.model import (
+    Adapting,
+    Allocation,
+    Cluster,
+    Indices,
+    Jobs,
+    QueueState,
+    Rates,
+    Resize,
+    Values,
+    check_fits,
+    check_resizes,
+    pools_that_fit,
+)
 from headway.cluster.outcome import Outcome
-from headway.cluster.policies.table import MIXING, POLICIES, PolicyFn
+from headway.cluster.policies.table import LENDING, MIXING, POLICIES, PolicyFn
 from headway.cluster.rounds import ORDERS, Rows, chosen_rows
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
@@ -31,6 +45,9 @@ from headway.sim.process import Process
 
 LATEST, GRACE_S = 1.6, 3600.0
 """A gang that is this many times as late as jobs are on average is served first; an hour counts for nothing."""
+
+MOMENT_S = 1e-6
+"""Times that are no further apart are one: sums of round lengths are not exact."""
 
 MOST_IDLE_ROUNDS = 1000
 """Rounds in a row in which a policy may run nothing, with jobs waiting and none to come."""
@@ -70,6 +87,7 @@ def simulate(
     reset_s: float = 1920.0,
     rules: str = "headway",
     adapting: Adapting | None = None,
+    resizes: Sequence[Resize] = (),
 ) -> Outcome:
     """Play a queue through; `rates` [n, W] are steps/s of each whole job on each type of the cluster.
 
@@ -77,19 +95,28 @@ def simulate(
     done; figures are means over them. `rules` "gavel" is the published
     mechanism. With `adapting`, columns of the cluster are hosts, rounds begin
     at multiples of `round_s`, each with a decision, and what a job does in one
-    is asked of `adapting`; the policy must pick whole devices. Raises `InputError` on
-    jobs that fit no pool, on NaN or negative rates, and on an unknown policy.
+    is asked of `adapting`; the policy must pick whole devices. `resizes` change pools
+    while it runs: a round ends there, gangs on devices that leave are preempted,
+    and a job that no pool can ever run again is left unfinished, and named in the
+    notes. Raises `InputError` on jobs that fit no pool at the start, on NaN or
+    negative rates, and on an unknown policy.
     """
     pools = cluster if isinstance(cluster, Cluster) else Cluster.of(cluster)
+    check_resizes(pools, resizes)
     decide = pick(POLICIES, policy, "policy") if isinstance(policy, str) else policy
     if adapting is not None and decide not in MIXING:
         raise InputError("this policy does not place jobs on hosts. Choose pollux, tiresias or optimus.")
+    if adapting is not None and resizes:
+        raise InputError(
+            "jobs that adapt run on hosts that stay. Leave out the resizes, or simulate jobs of fixed size."
+        )
     table = Rates.of(rates, jobs, pools)
     check_fits(jobs, pools, table.alone, mixed=decide in MIXING)
     first, last = window or (0, len(jobs))
     if not 0 <= first < last <= len(jobs):
         raise InputError(f"the window is {first}:{last}, there are {len(jobs)} jobs; choose 0 <= first < last <= that.")
-    return _Engine(jobs, pools, decide, table, seed, (first, last), Timing(rules, round_s, reset_s), adapting).run()
+    timing = Timing(rules, round_s, reset_s)
+    return _Engine(jobs, pools, decide, table, seed, (first, last), timing, adapting, resizes).run()
 
 
 class _Engine:
@@ -97,17 +124,19 @@ class _Engine:
 
     def __init__(
         self, jobs: Jobs, cluster: Cluster, decide: PolicyFn, rates: Rates, seed: int, window: tuple[int, int],
-        timing: Timing, adapting: Adapting | None = None,
+        timing: Timing, adapting: Adapting | None = None, resizes: Sequence[Resize] = (),
     ) -> None:  # fmt: skip
         n, num_types = rates.alone.shape
         self.jobs, self.cluster, self.decide, self.rates, self.timing = jobs, cluster, decide, rates, timing
         self.process, self.adapting = Process(seed), adapting
         self.shuffler = random.Random(seed + 5)  # the stream of types that the published mechanism draws from
-        self.window = window
+        self.window, self.resizes = window, deque(sorted(resizes, key=lambda resize: resize.at_s))
+        self.round_s, self.resized, self.stranded = timing.round_s, False, np.zeros(n, np.bool_)
+        self.radix = float(max([cluster.count.max(), *(resize.count for resize in resizes)]) + 1)
+        self.sizes = [(0.0, int(cluster.count.sum()))]  # from when on the cluster had how many devices
         self.entity = np.unique(np.array(jobs.entity), return_inverse=True)[1].reshape(-1)
-        # Where a pool is smaller than the gang, the job does not run on it.
-        self.able = np.where((jobs.scale[:, None] <= cluster.count) | (adapting is not None), rates.alone, 0.0)
-        self.allowed = rates.alone if decide in MIXING else self.able
+        self.able = self.allowed = rates.alone
+        self.find_pools()
         self.fastest = self.able.max(axis=1, initial=0.0).clip(1e-300)
         self.left, self.finish_s, self.start_s = jobs.steps.copy(), np.full(n, math.nan), np.full(n, math.nan)
         self.isolated_s, self.isolated_rate = np.zeros(n), np.zeros(n)
@@ -133,15 +162,15 @@ class _Engine:
         self.process.run()
         return Outcome(
             self.jobs, self.cluster, self.window, self.start_s, self.finish_s, self.isolated_s,
-            np.asarray(self.jobs.steps / self.able.max(axis=1, initial=0.0, where=self.able > 0).clip(1e-300)),
-            self.moves, self.used_s, max(self.decide_s), tuple(self.notes), tuple(self.prices),
-            tuple(self.decide_s[1:]),
+            np.asarray(self.jobs.steps / self.fastest), self.moves, self.used_s, max(self.decide_s),
+            tuple(self.notes), tuple(self.prices), tuple(self.decide_s[1:]), tuple(self.sizes),
         )  # fmt: skip
 
     def round(self) -> None:
         """End a round and begin the next one."""
         now_s = self.process.now_s
         self.credit()
+        self.resize(now_s)
         self.arrive(now_s)
         arrivals = self.next_job < len(self.jobs)
         if not self.waiting_window or not (arrivals or self.active.size):
@@ -149,7 +178,9 @@ class _Engine:
         self.need = self.need or self.adapting is not None  # what jobs report changes with every round
         due = now_s - self.reset_at_s >= self.timing.reset_s or self.allocation.devices is not None
         # Where jobs without a share wait, free devices wait too: by our own rules such policies decide each round.
-        due = due or (self.allocation.strict and self.timing.rules != "gavel")
+        due = due or self.resized or (self.allocation.strict and self.timing.rules != "gavel")
+        until_s = self.resizes[0].at_s - now_s if self.resizes else math.inf
+        self.round_s = min(self.timing.round_s, until_s)
         if self.active.size and self.need and due:
             self.solve(now_s)
         length_s = self.start(now_s) if self.active.size else 0.0
@@ -157,6 +188,8 @@ class _Engine:
             self.idle_rounds = 0
         elif arrivals:
             length_s = self.jobs.arrival_s[self.next_job] - now_s
+        elif self.resizes and not self.need:  # jobs wait for devices to come back
+            length_s = until_s
         else:  # nobody runs and nobody comes: decide at once, then let time pass
             self.idle_rounds += 1
             length_s = 0.0 if self.need else self.timing.round_s
@@ -165,7 +198,43 @@ class _Engine:
                 raise HeadwayError(
                     f"the policy leaves {self.active.size} jobs waiting for ever. Choose another policy."
                 )
-        self.process.after(self.wait_s(max(length_s, 0.0)), self.round)
+        self.process.after(self.wait_s(min(max(length_s, 0.0), until_s)), self.round)
+
+    def find_pools(self) -> None:
+        """Note where jobs run now: not on a pool that is smaller than the gang."""
+        jobs, cluster, alone = self.jobs, self.cluster, self.rates.alone
+        fits = (jobs.scale[:, None] <= cluster.count) | (self.adapting is not None)
+        self.able = np.where(fits, alone, 0.0)
+        self.allowed = alone * (cluster.count > 0) if self.decide in MIXING else self.able
+        self.fit = pools_that_fit(jobs, cluster, alone, mixed=self.decide in MIXING)
+
+    def resize(self, now_s: float) -> None:
+        """Let devices leave or come back; who ran on those that left waits, and is decided on at once."""
+        before = self.cluster
+        while self.resizes and self.resizes[0].at_s <= now_s + MOMENT_S:
+            self.cluster = self.resizes.popleft().of(self.cluster)
+        if self.cluster is before:
+            return
+        self.find_pools()
+        self.need = self.resized = True
+        self.sizes.append((now_s, int(self.cluster.count.sum())))
+        # Whoever keeps its devices to the end (fifo, allox) keeps them in order of arrival, as far as they go.
+        for j in np.flatnonzero(self.cluster.count < before.count):
+            there = self.active[self.previous[self.active, j] > 0.5]
+            self.previous[there[np.cumsum(self.jobs.scale[there]) > self.cluster.count[j]], j] = 0.0
+        fits, later = np.isfinite(self.finish_s) | self.stranded, self.cluster
+        for resize in (None, *self.resizes):
+            later = resize.of(later) if resize else later
+            fits |= pools_that_fit(self.jobs, later, self.rates.alone, mixed=self.decide in MIXING)
+        lost = np.flatnonzero(~fits)
+        self.stranded[lost] = True
+        self.waiting_window -= int(((lost >= self.window[0]) & (lost < self.window[1])).sum())
+        self.active = self.active[~self.stranded[self.active]]
+        self.rows.keep(~(self.stranded[self.rows.a] | ((self.rows.b >= 0) & self.stranded[self.rows.b])))
+        self.notes.update(
+            (f"job {self.jobs.ids[job]!r} needs {self.jobs.scale[job]} devices: none are left for it", None)
+            for job in lost.tolist()
+        )
 
     def wait_s(self, length_s: float) -> float:
         """Time to the next round: with jobs that adapt, to the first multiple of its length, otherwise at once."""
@@ -204,10 +273,11 @@ class _Engine:
         last = int(np.searchsorted(self.jobs.arrival_s, now_s, "right"))
         if last == self.next_job:
             return
-        new = np.arange(self.next_job, last)
+        new = np.arange(self.next_job, last)[~self.stranded[self.next_job : last]]
         self.next_job = last
         self.active = np.concatenate((self.active, new))
         self.need = True
+        new = new[self.fit[new]]  # the others wait until devices come back
         self.isolated_rate[new] = self.isolated(new)
         share = np.zeros((new.size, len(self.cluster.names)))
         decided = self.timing.rules != "gavel"
@@ -228,7 +298,7 @@ class _Engine:
 
     def solve(self, now_s: float) -> None:
         """Ask the policy, and begin a new ledger."""
-        at, jobs, rates = self.active, self.jobs, self.rates
+        at, jobs, rates = self.active[self.fit[self.active]], self.jobs, self.rates
         position = np.full(len(jobs), -1)
         position[at] = np.arange(at.size)
         partner = np.where(self.partner[at] >= 0, position[self.partner[at]], -1)
@@ -240,7 +310,7 @@ class _Engine:
             self.adapting,
         )  # fmt: skip
         clock = time.perf_counter()
-        found = self.allocation = self.decide(state, self.cluster, now_s)
+        found = self.allocation = self.decide(state, self.cluster, now_s) if at.size else Allocation(state.rates)
         self.decide_s.append(time.perf_counter() - clock)
         self.notes.update((f"the deadline of job {jobs.ids[job]!r} cannot be met", None) for job in found.late)
         if found.prices.size:
@@ -263,7 +333,7 @@ class _Engine:
             pairs.b, pairs.rate_a = b, rates.shared[rates.kind[a], rates.kind[b]]
             pairs.rate_b = rates.shared[rates.kind[b], rates.kind[a]]
             self.rows.append(pairs)
-        self.need, self.reset_at_s, self.picked_jobs = False, now_s, at
+        self.need, self.reset_at_s, self.picked_jobs, self.resized = False, now_s, at, False
 
     def start(self, now_s: float) -> float:
         """Give devices to rows, and return how long the round lasts (0: nothing runs)."""
@@ -278,8 +348,9 @@ class _Engine:
                 self.shuffler.shuffle(types)
             elif not found.aware:
                 types = self.process.rng("types").permutation(len(count)).tolist()
+            strict = found.strict and not (self.timing.rules == "gavel" and self.decide in LENDING)
             row, kind = chosen_rows(
-                rows, types, count, len(self.jobs), ORDERS[self.timing.rules], found.strict,
+                rows, types, count, len(self.jobs), ORDERS[self.timing.rules], strict,
                 now_s - self.reset_at_s, self.timing.round_s / 2,
             )  # fmt: skip
             used, rate = np.zeros((row.size, count.size)), rows.rate_a[row, kind]
@@ -292,7 +363,7 @@ class _Engine:
         if self.adapting is None:
             steps_a, seconds_a = self.work(a, rate, lost_s)
         else:
-            steps_a, seconds_a = self.adapting.work(a, used, self.timing.round_s - lost_s)
+            steps_a, seconds_a = self.adapting.work(a, used, self.round_s - lost_s)
             steps_a, seconds_a = np.minimum(steps_a, self.left[a]), seconds_a + lost_s
         steps_b, seconds_b = np.zeros(row.size), np.zeros(row.size)
         paired = np.flatnonzero(b >= 0)
@@ -330,23 +401,22 @@ class _Engine:
 
     def moved(self, a: Indices, b: Indices, kind: Indices, used: Values) -> Values:
         """Count the jobs that start again elsewhere or after a pause, and return the time that each row loses to it."""
-        radix = float(self.cluster.count.max() + 1)
-        here = np.asarray(used @ radix ** np.arange(used.shape[1]), np.int64)
+        here = np.asarray(used @ self.radix ** np.arange(used.shape[1]), np.int64)
         before, self.ran_on = self.ran_on, np.full(len(self.jobs), -1)
         for who, at in ((a, here), (b[b >= 0], here[b >= 0])):
             again = who[np.isfinite(self.start_s[who]) & (before[who] != at)]
             self.moves[again] += 1
             self.debt_s[again] = self.jobs.restart_s[again]
             self.ran_on[who] = at
-        lost_s = np.minimum(self.debt_s[a], self.timing.round_s)
-        lost_s[b >= 0] = np.minimum(np.maximum(lost_s[b >= 0], self.debt_s[b[b >= 0]]), self.timing.round_s)
+        lost_s = np.minimum(self.debt_s[a], self.round_s)
+        lost_s[b >= 0] = np.minimum(np.maximum(lost_s[b >= 0], self.debt_s[b[b >= 0]]), self.round_s)
         self.debt_s[a] = np.maximum(self.debt_s[a] - lost_s, 0.0)
         self.debt_s[b[b >= 0]] = np.maximum(self.debt_s[b[b >= 0]] - lost_s[b >= 0], 0.0)
         return lost_s
 
     def work(self, jobs: Indices, rate: Values, lost_s: Values) -> tuple[Values, Values]:
         """Return the steps that jobs do in a round, and the seconds that takes; the published rules do whole steps."""
-        steps = rate * (self.timing.round_s - lost_s)
+        steps = rate * (self.round_s - lost_s)
         if self.timing.rules == "gavel":
             steps = np.where(steps >= 1, np.floor(steps), steps)
         steps = np.minimum(steps, self.left[jobs])

@@ -20,19 +20,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
+from headway.core.tables import pick
 
 Values = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 USD_PER_H: dict[str, float] = {"v100": 2.85, "p100": 1.68, "k80": 0.52}
 """Dollars per device and hour on demand: the table of Gavel's study of prices (Narayanan et al., DISPA 2020)."""
+
+
+def parse_numbers(text: str, what: str) -> dict[str, float]:
+    """Read "v100=2.85,k80=0.52", device types and finite numbers above 0; raises `InputError`."""
+    found = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, _, value = part.partition("=")
+        try:
+            found[name.strip()] = float(value)
+        except ValueError:
+            raise InputError(f"{part!r} cannot be read as {what}. Write type=number, such as v100=1.5.") from None
+        if not 0 < found[name.strip()] < math.inf:
+            raise InputError(f"{part!r} is out of range for {what}: give a finite number above 0.")
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +70,12 @@ class Cluster:
         bare = [name for name, sign, value in pairs if not (sign and value.strip().isdigit())]
         if bare:
             raise InputError(f"{bare[0]!r} says no number of devices. Write type=count, such as v100=8.")
-        usd = {name.strip(): float(value) for name, _, value in (p.partition("=") for p in prices.split(",") if p)}
-        return cls.of({name.strip(): int(value) for name, _, value in pairs}, usd)
+        names = [name.strip() for name, _, _ in pairs]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise InputError(f"device type {twice[0]!r} is given twice in {text!r}. Add its devices up.")
+        counts = [int(value) for _, _, value in pairs]
+        return cls.of(dict(zip(names, counts, strict=True)), parse_numbers(prices, "prices"))
 
     @classmethod
     def of(cls, count: Mapping[str, int], usd_per_h: Mapping[str, float] | None = None) -> Cluster:
@@ -189,12 +208,63 @@ class Rates:
         return given or cls(alone, np.unique(alone, axis=0, return_inverse=True)[1].reshape(-1), np.zeros((0, 0, 0)))
 
 
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """A pool that has another size from a moment on: devices that leave, or come back."""
+
+    at_s: float
+    """When, on the clock of the arrivals."""
+
+    device_type: str
+    """Which pool."""
+
+    count: int
+    """Its devices from then on."""
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[Resize, ...]:
+        """Read "36000:v100=4,72000:v100=8"; raises `InputError`."""
+        found = []
+        for part in filter(None, map(str.strip, text.split(","))):
+            try:
+                when, _, pool = part.partition(":")
+                name, _, count = pool.partition("=")
+                found.append(cls(float(when), name.strip(), int(count)))
+            except ValueError:
+                raise InputError(
+                    f"{part!r} cannot be read as a change of a pool. Write seconds:type=count, as 36000:v100=4."
+                ) from None
+        return tuple(found)
+
+    def of(self, cluster: Cluster) -> Cluster:
+        """Return the cluster after the change."""
+        here = np.array([name == self.device_type for name in cluster.names])
+        return replace(cluster, count=np.where(here, self.count, cluster.count))
+
+
+def check_resizes(cluster: Cluster, resizes: Sequence[Resize]) -> None:
+    """Raise `InputError` for an unknown pool, a time or size below 0, and where no device would be left."""
+    for resize in sorted(resizes, key=lambda resize: resize.at_s):
+        pick(dict.fromkeys(cluster.names, True), resize.device_type, "device type of the cluster")
+        if not (0 <= resize.at_s < math.inf and resize.count >= 0):
+            raise InputError(
+                f"{resize.device_type} has {resize.count} devices from {resize.at_s:g} s on; pass both >= 0."
+            )
+        cluster = resize.of(cluster)
+        if not cluster.count.any():
+            raise InputError(f"the cluster has no device left at {resize.at_s:g} s; keep one.")
+
+
+def pools_that_fit(jobs: Jobs, cluster: Cluster, alone: Values, *, mixed: bool) -> NDArray[np.bool_]:
+    """[n] Whether a job, with steps/s `alone` [n, W], has a pool as large as its gang; `mixed`: all pools together."""
+    if mixed:
+        return np.asarray(((alone > 0) * cluster.count).sum(axis=1) >= jobs.scale)
+    return np.asarray(((alone > 0) & (jobs.scale[:, None] <= cluster.count)).any(axis=1))
+
+
 def check_fits(jobs: Jobs, cluster: Cluster, alone: Values, *, mixed: bool = False) -> None:
     """Raise `InputError` for a job that no pool can run: at submission, not after a silent wait for ever."""
-    pools = (alone > 0) & (jobs.scale[:, None] <= cluster.count)
-    lost = ~pools.any(axis=1)
-    if mixed:
-        lost = ((alone > 0) * cluster.count).sum(axis=1) < jobs.scale
+    lost = ~pools_that_fit(jobs, cluster, alone, mixed=mixed)
     if not lost.any():
         return
     m = int(lost.argmax())

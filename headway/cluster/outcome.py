@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.cluster.model import Cluster, Indices, Jobs, Values
+from headway.core.errors import HeadwayError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +56,19 @@ class Outcome:
     decisions_s: tuple[float, ...] = ()
     """Wall time of each decision."""
 
+    sizes: tuple[tuple[float, int], ...] = ()
+    """From when on the cluster had how many devices, where that changed."""
+
     @property
     def jct_s(self) -> Values:
         """[w] Completion less arrival of the jobs of the window."""
         part = slice(*self.window)
         return np.asarray(self.finish_s[part] - self.jobs.arrival_s[part])
+
+    @property
+    def done(self) -> NDArray[np.bool_]:
+        """[w] Which jobs of the window were done: not those that lost the last devices they could run on."""
+        return np.isfinite(self.finish_s[slice(*self.window)])
 
     @property
     def makespan_s(self) -> float:
@@ -77,24 +87,42 @@ class Outcome:
         total = float((self.used_s / 3600 * self.cluster.usd_per_h)[self.used_s > 0].sum())
         return total if math.isfinite(total) else None
 
+    def price_rows(self) -> list[dict[str, float]]:
+        """Return a row per decision: its time, and the price of each type."""
+        names = self.cluster.names
+        return [{"time_s": at_s, **dict(zip(names, prices, strict=True))} for at_s, prices in self.prices]
+
     def by_scale(self) -> dict[str, dict[str, float]]:
         """Gang size -> jobs, mean completion time, mean slowdown against alone on the fastest type."""
-        part = slice(*self.window)
-        scale, slowdown = self.jobs.scale[part], self.jct_s / self.alone_s[part]
+        part, done = slice(*self.window), self.done
+        scale, alone_s, jct_s = self.jobs.scale[part][done], self.alone_s[part][done], self.jct_s[done]
+        slowdown = jct_s / alone_s
         return {
             str(size): {
                 "num_jobs": int((scale == size).sum()),
-                "mean_jct_s": float(self.jct_s[scale == size].mean()),
+                "mean_jct_s": float(jct_s[scale == size].mean()),
                 "mean_slowdown": float(slowdown[scale == size].mean()),
-                "device_hours": float((self.alone_s[part] * scale)[scale == size].sum() / 3600),
+                "device_hours": float((alone_s * scale)[scale == size].sum() / 3600),
             }
             for size in np.unique(scale).tolist()
         }
 
+    def offered_s(self) -> float:
+        """Device-seconds that the cluster had, from the first arrival to the last completion."""
+        first_s, last_s = float(self.jobs.arrival_s[0]), float(np.nanmax(self.finish_s))
+        sizes = self.sizes or ((first_s, int(self.cluster.count.sum())),)
+        edges = [first_s, *(min(max(at_s, first_s), last_s) for at_s, _ in sizes[1:]), last_s]
+        return sum(count * (end - start) for (_, count), start, end in zip(sizes, edges, edges[1:], strict=False))
+
     def figures(self) -> dict[str, Any]:
-        """Return the figures that a policy is judged by."""
-        jct_s, rho = self.jct_s, self.rho
-        wall_s = float(np.nanmax(self.finish_s) - self.jobs.arrival_s[0])
+        """Return the figures that a policy is judged by, over the jobs that were done.
+
+        Raises `HeadwayError` where none was.
+        """
+        done = self.done
+        if not done.any():
+            raise HeadwayError("no job of the window was done on the devices that were left. Leave it more of them.")
+        jct_s, rho = self.jct_s[done], self.rho
         return {
             "num_jobs": len(jct_s),
             "mean_jct_s": float(jct_s.mean()),
@@ -102,11 +130,12 @@ class Outcome:
             "max_jct_s": float(jct_s.max()),
             "makespan_s": self.makespan_s,
             "mean_rho": None if np.isnan(rho).all() else float(np.nanmean(rho)),
-            "used_fraction": float(self.used_s.sum() / (self.cluster.count.sum() * wall_s)),
+            "used_fraction": float(self.used_s.sum() / self.offered_s()),
             "usd": self.usd,
             "moves": int(self.moves[slice(*self.window)].sum()),
             "decide_s": self.decide_s,
-            "mean_slowdown": float((jct_s / self.alone_s[slice(*self.window)]).mean()),
+            "mean_slowdown": float((jct_s / self.alone_s[slice(*self.window)][done]).mean()),
             "by_scale": self.by_scale(),
+            "unfinished": int((~done).sum()),
             "notes": list(self.notes),
         }

@@ -15,13 +15,16 @@ from headway.cluster.engine import simulate
 from headway.cluster.logs.gavel import RateTable, read_trace
 from headway.cluster.logs.generate import generate
 from headway.cluster.logs.philly import read_queue
-from headway.cluster.model import Cluster, Jobs, Rates
+from headway.cluster.logs.record import RecordedQueue
+from headway.cluster.logs.runs import queue_rates, run_rate
+from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
 from headway.cluster.policies.table import POLICIES
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_fraction
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.output import emit
+from headway.verbs.source import run_at
 
 GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
 """Generated trace -> gangs of several devices, all jobs at time 0."""
@@ -33,8 +36,8 @@ SPARE_JOBS = 3000
 def sim(
     *, trace: str, policy: str, devices: str = "", data: Path | None = None, jobs_per_hour: float = 4.0,
     num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
-    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, explain: bool = False,
-    json: bool = False,
+    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
+    runs: str = "", explain: bool = False, json: bool = False,
 ) -> int:  # fmt: skip
     """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
 
@@ -75,6 +78,11 @@ def sim(
         Least seconds between two decisions.
     load
         Load of a workload of pollux:W, 1.0 or 0.5.
+    resize
+        Devices that leave or come back while it runs, seconds:type=count, separated by commas: 36000:v100=4.
+    runs
+        Run folders that measured jobs of a log, NAME=FOLDER, separated by commas; NAME is the job's model, and may be
+        left out where it is the script's. A CSV may then have num_steps in place of run_s.
     explain
         Print the prices of devices at each decision, for policies that have prices (hadar).
     json
@@ -82,31 +90,34 @@ def sim(
     """
     chosen, span = pick(POLICIES, policy, "policy"), _window(window)
     if trace.startswith("pollux:"):
+        if resize or runs:
+            raise InputError("--resize and --runs are for jobs of fixed size; leave them out with --trace pollux:W.")
         result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
         emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
         return 0
     if not devices:
         raise InputError("--devices is empty; pass type=count, such as --devices v100=36,k80=36.")
     cluster, round_s = Cluster.parse(devices, usd_per_h), round_s or 360.0
-    jobs, rates = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed)
+    jobs, rates, measured = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed, runs)
     found = simulate(
-        jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules
-    )
+        jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules,
+        resizes=Resize.parse(resize),
+    )  # fmt: skip
     result = {
         "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": rules, "policy": policy,
         **found.figures(),
     }  # fmt: skip
+    if measured:
+        result["rates"] = measured
     if explain:
-        result["prices"] = [
-            {"time_s": at_s, **dict(zip(cluster.names, prices, strict=True))} for at_s, prices in found.prices
-        ]
+        result["prices"] = found.price_rows()
     emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
     return 0
 
 
 def compare(
     *, jobs: Path, devices: str, policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
-    virtual_cluster: str = "", seed: int = 0, round_s: float = 360.0, json: bool = False,
+    virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0, json: bool = False,
 ) -> int:  # fmt: skip
     """Say what a recorded queue suffered, and what each policy would have made of it.
 
@@ -130,6 +141,10 @@ def compare(
         Relative speeds of device types, type=speed; without it the makers' peak rates of 16-bit arithmetic.
     virtual_cluster
         One virtual cluster of Philly's.
+    runs
+        Run folders that measured some of the jobs, NAME=FOLDER, separated by commas: how many times as fast such a
+        job is on another type follows from them. NAME is the job's name (model), and may be left out where it is
+        the script's.
     seed
         Seed of random choices.
     round_s
@@ -138,25 +153,17 @@ def compare(
         Print one JSON object instead of text.
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
-    for name in names:
+    for name in names or [""]:
         pick(POLICIES, name, "policy")
     cluster = Cluster.parse(devices, usd_per_h)
     queue = read_queue(jobs, virtual_cluster)
-    rates = queue.rates(cluster, _numbers(speed, "--speed"))
+    rates, measured = _log_rates(queue, cluster, speed, runs)
     result = answer(compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s))
     result["skipped"] = queue.skipped
+    if measured:
+        result["rates"] = measured
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
     return 3 if result["refused"] else 0
-
-
-def _numbers(text: str, option: str) -> dict[str, float]:
-    """Read "a=1.5,b=2"."""
-    try:
-        return {
-            name.strip(): float(value) for name, _, value in (p.partition("=") for p in text.split(",") if p.strip())
-        }
-    except ValueError:
-        raise InputError(f"{option} is {text!r}; write type=number, separated by commas.") from None
 
 
 def _window(text: str) -> tuple[int, int] | None:
@@ -171,15 +178,18 @@ def _window(text: str) -> tuple[int, int] | None:
 
 def _queue(
     trace: str, cluster: Cluster, data: Path | None, jobs_per_hour: float, num_jobs: int, seed: int,
-    window: tuple[int, int] | None, speed: str,
-) -> tuple[Jobs, Rates]:  # fmt: skip
-    """Return the jobs of a trace and their rates."""
+    window: tuple[int, int] | None, speed: str, runs: str,
+) -> tuple[Jobs, Rates, list[dict[str, Any]]]:  # fmt: skip
+    """Return the jobs of a trace, their rates, and those that runs measured."""
     measured = trace in GENERATED or trace.endswith(".trace")
     if not measured and trace.startswith("gavel:"):
         pick(GENERATED, trace, "trace")
     if not measured:
         queue = read_queue(Path(trace))
-        return queue.jobs, Rates.of(queue.rates(cluster, _numbers(speed, "--speed")), queue.jobs, cluster)
+        given, rows = _log_rates(queue, cluster, speed, runs)
+        return queue.jobs, Rates.of(given, queue.jobs, cluster), rows
+    if runs:
+        raise InputError(f"--runs gives rates to jobs of a log; {trace} has a table of its own. Leave --runs out.")
     if data is None:
         raise InputError(f"--trace {trace} needs measured rates; pass --data FOLDER with cluster/gavel in it.")
     places = (data / "data/cluster/gavel", data / "cluster/gavel", data / "gavel", data)
@@ -187,13 +197,30 @@ def _queue(
     table = RateTable.read(folder / "throughputs.parquet")
     if trace not in GENERATED:
         jobs = read_trace(Path(trace), table.alone["v100"])
-        return jobs, table.of(jobs, cluster)
+        return jobs, table.of(jobs, cluster), []
     multi, static = GENERATED[trace]
     if not static and not 0 < jobs_per_hour < 1e6:
         raise InputError(f"--jobs-per-hour is {jobs_per_hour:g}; pass a rate above 0.")
     size = num_jobs or (window[1] + SPARE_JOBS * (not static) if window else 100)
     jobs = generate(size, seed, table.alone["v100"], jobs_per_hour=0.0 if static else jobs_per_hour, multi=multi)
-    return jobs, table.of(jobs, cluster)
+    return jobs, table.of(jobs, cluster), []
+
+
+def _log_rates(queue: RecordedQueue, cluster: Cluster, speed: str, runs: str) -> tuple[Values, list[dict[str, Any]]]:
+    """Return the rates of a log's jobs, and a row per kind of job and type that runs measured."""
+    speeds = parse_numbers(speed, "speeds")
+    if not runs:
+        return queue.rates(cluster, speeds), []
+    named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
+    found = [run_rate(run_at(Path(path)), name) for name, _, path in named]
+    rates, measured = queue_rates(queue, cluster, speeds, found)
+    names, models = sorted({run.model for run in found}), sorted(set(queue.jobs.model))
+    if not set(names) & set(models):
+        raise InputError(
+            f"no job of the log has the name of a run ({', '.join(names)}); its jobs are "
+            f"{', '.join(map(repr, models[:5]))}. Write --runs NAME=FOLDER with one of these names."
+        )
+    return rates, measured.rows()
 
 
 HOST_DEVICES = 4
@@ -255,6 +282,18 @@ def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
     return uncut(rows)
 
 
+def _measured(rows: list[dict[str, Any]]) -> list[Any]:
+    """Return a row per kind of job and type, where runs measured some; otherwise nothing."""
+    if not rows:
+        return []
+    table = grid("left", "right", "left", "right", "left")
+    add_row(table, "rates", "devices", "type", "steps/s", "", style="dim")
+    for row in rows:
+        cells = row["model"], f"{row['scale']}", row["device_type"], f"{row['steps_per_s']:.4g}", row["source"]
+        add_row(table, *cells)
+    return ["", uncut(table)]
+
+
 WORDS = (
     "JCT: completion less arrival. rho: finish-time fairness, that time over the time with an equal share of "
     "one's own; slowdown: over the time alone on the fastest type. Policies are simulated."
@@ -270,9 +309,8 @@ def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     if result.get("published_mean_jct_s"):
         own, published = result["mean_jct_s"], result["published_mean_jct_s"]
         notes.append(paragraph(f"Mean JCT {own:,.1f} s; published: {published:,.1f} s ({own / published - 1:+.1%})."))
-    return draw(
-        [head, "", uncut(rows), "", _gangs("gang", result), "", *notes, paragraph(WORDS, style="dim")], **screen
-    )
+    tables = ["", uncut(rows), "", _gangs("gang", result), *_measured(result.get("rates", []))]
+    return draw([head, *tables, "", *notes, paragraph(WORDS, style="dim")], **screen)
 
 
 def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
@@ -292,6 +330,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
         parts = ["", _gangs("observed, by gang", result["observed"]), "", uncut(owners)]
     elif result["policies"]:
         parts = ["", _gangs("by gang", result["policies"][0])]
+    parts += _measured(result.get("rates", []))
     if result["refused"]:
         limit = format_fraction(FIDELITY)
         verdict = (

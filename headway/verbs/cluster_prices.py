@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.logs.record import relative_speed
+from headway.cluster.logs.runs import device_name
 from headway.cluster.prices.answer import (
     Rest,
     cheapest,
@@ -166,8 +167,7 @@ def _device_type(meta: Mapping[str, Any]) -> str:
     name = str(meta.get("device_type") or "cpu")
     if name == "cpu":
         raise InputError("the run used no accelerator, and offers have some. Pass --device-type, such as v100.")
-    words = name.lower().replace("tesla", " ").replace("nvidia", " ").replace("-", " ").split()
-    return words[0] if words else name
+    return device_name(name)
 
 
 def _screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:

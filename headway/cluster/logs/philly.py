@@ -3,7 +3,8 @@
 Philly (Jeon et al., ATC 2019), as a Parquet file with the columns
 submitted_unix_s, duration_s, num_devices, virtual_cluster: when jobs started
 is not part of it. A CSV has a header; columns id, arrival_s, run_s and
-num_devices, and, where known, start_s, device_type, owner, model.
+num_devices, and, where known, start_s, device_type, owner, model. Jobs that
+have not run have num_steps in place of run_s, and a model that runs measured.
 """
 
 from __future__ import annotations
@@ -42,18 +43,21 @@ def read_csv(path: Path) -> RecordedQueue:
     records = []
     with path.open(newline="") as file:
         table = csv.DictReader(file)
-        missing = [name for name in NEEDED if name not in (table.fieldnames or ())]
+        columns = table.fieldnames or ()
+        in_steps = "num_steps" in columns and "run_s" not in columns
+        work = "num_steps" if in_steps else "run_s"
+        missing = [name for name in NEEDED if name not in columns and (name, in_steps) != ("run_s", True)]
         if missing:
             raise FormatError(f"{path} has no column {missing[0]}. Write a header with {', '.join(NEEDED)}.")
         for number, row in enumerate(table, 2):
             try:
-                numbers = (int(row["num_devices"]), float(row["arrival_s"]), float(row["run_s"]))
-                start_s = float(row.get("start_s") or math.nan)
+                numbers = (int(row["num_devices"]), float(row["arrival_s"]), float(row[work]))
+                start_s = math.nan if in_steps else float(row.get("start_s") or math.nan)
             except (ValueError, TypeError) as fault:
                 raise FormatError(f"{path}:{number}: {fault}. Write num_devices and seconds as numbers.") from None
             words = (row.get("device_type") or "", row.get("owner") or "", row.get("model") or "")
             records.append(Record(row["id"], *numbers, start_s, *words))
-    return RecordedQueue.of(records, path)
+    return RecordedQueue.of(records, path, in_steps=in_steps)
 
 
 def read_queue(path: Path, virtual_cluster: str = "") -> RecordedQueue:

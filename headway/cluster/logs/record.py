@@ -60,8 +60,11 @@ class RecordedQueue:
     skipped: int = 0
     """Jobs of the log that never ran or asked for no devices."""
 
+    in_steps: bool = False
+    """A step of a job is one of its training: only runs say how long it takes."""
+
     @classmethod
-    def of(cls, records: Iterable[Record], source: object, skipped: int = 0) -> RecordedQueue:
+    def of(cls, records: Iterable[Record], source: object, skipped: int = 0, in_steps: bool = False) -> RecordedQueue:
         """Sort records by arrival; raises `FormatError` when there are none."""
         rows = sorted(records, key=attrgetter("arrival_s"))
         if not rows:
@@ -78,14 +81,17 @@ class RecordedQueue:
             raise FormatError(
                 f"{source}: job {jobs.ids[int(early.argmax())]!r} starts before it is submitted. Remove it."
             )
-        return cls(jobs, start_s, tuple(row.device_type for row in rows), skipped)
+        return cls(jobs, start_s, tuple(row.device_type for row in rows), skipped, in_steps)
 
     def rates(self, cluster: Cluster, speed: Mapping[str, float]) -> Values:
         """[n, W] Steps (seconds as recorded) per second on each type, by relative speeds of types.
 
         A job whose type is not known runs equally fast everywhere: nothing is
-        gained by moving it. Raises `InputError` for a type without a speed.
+        gained by moving it. Raises `InputError` for a type without a speed,
+        and for a queue in steps, whose rates only runs can say (`runs.queue_rates`).
         """
+        if self.in_steps:
+            raise InputError("the queue has num_steps; how long a step takes, runs say. Pass --runs NAME=FOLDER,...")
         if len(cluster.names) == 1 and not speed:
             return np.ones((len(self.jobs), 1))
         fast = np.array([relative_speed(name, speed) for name in cluster.names])

@@ -10,6 +10,9 @@ from headway.cluster.model import Allocation, Cluster, QueueState
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 
+QUEUE_PER_DEVICE, LEAST_QUEUE = 4, 64
+"""Jobs per free device, and at least, that AlloX looks at."""
+
 
 def _in_order(state: QueueState, cluster: Cluster, *, aware: bool) -> Allocation:
     """Give whole pools in order of arrival; a job that fits nowhere blocks those behind it."""
@@ -43,6 +46,8 @@ def allox(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
     The k-th last job of a device delays k jobs, itself included, so that its
     cost is k x its time there. Devices of one type are alike: position k of
     type j has count[j] places. Those at the head of their queue run, to the end.
+    Of a long queue the shortest jobs are looked at: heads come from these, and
+    the program, which grows with jobs x positions, stays within a second.
     """
     if (state.scale > 1).any():
         row = int((state.scale > 1).argmax())
@@ -55,6 +60,10 @@ def allox(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
     if not waiting.size or not free.any():
         return Allocation(x, strict=True)
     time_s = state.left[waiting, None] / np.maximum(state.rates[waiting], 1e-12)
+    most = max(LEAST_QUEUE, QUEUE_PER_DEVICE * int(free.sum()))
+    if waiting.size > most:
+        shortest = np.sort(np.argsort(time_s.min(axis=1), kind="stable")[:most])
+        waiting, time_s = waiting[shortest], time_s[shortest]
     depth = 2 + math.ceil(waiting.size / free.sum())
     # Cells: waiting job x type x position, position fastest.
     job, kind, position = (part.reshape(-1) for part in np.indices((waiting.size, free.size, depth)))

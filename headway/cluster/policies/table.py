@@ -46,3 +46,6 @@ POLICIES: Mapping[str, PolicyFn] = {
 
 MIXING: frozenset[PolicyFn] = frozenset({hadar, pollux, tiresias, optimus})
 """Those that run a gang on several types at once."""
+
+LENDING: frozenset[PolicyFn] = frozenset({baselines.allox})
+"""Those whose jobs without a share take free devices under the published rules; by our own rules they wait."""
