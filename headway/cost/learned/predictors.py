@@ -13,6 +13,7 @@ True
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -240,9 +241,9 @@ def tree(task: Transfer) -> Floats:
 
 def network(task: Transfer) -> Floats:
     """Train the published network (CDMPP) on all sources and the device's own samples: a peer, about 35 s."""
-    from headway.cost.runtime.network import Trained  # torch
-
-    return Trained(task).seconds(task)
+    trained = importlib.import_module("headway.cost.runtime.network").Trained(task)  # torch, which nothing else needs
+    seconds: Floats = trained.seconds(task)
+    return seconds
 
 
 PREDICTORS: dict[str, PredictorFn] = {
