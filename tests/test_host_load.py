@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.apart import DETACHED
-from headway.core.host_load import HostLoad, LoadSampler, Reading, host_load, load_beside
+from headway.core.host_load import HostLoad, HostSeries, LoadSampler, Reading, host_load, load_beside
 
 CPU = min(os.sched_getaffinity(0))
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -42,6 +42,22 @@ def test_load_goes_through_run_json_and_runs_without_it_load():
     assert HostLoad.from_facts({"host_load": msgspec.to_builtins(load)}) == load
     assert HostLoad.from_facts({}) is None
     assert HostLoad.from_facts({"host_load": {"cores": "many"}}) is None
+
+
+@given(steps=st.lists(st.floats(0.2, 2.0), min_size=1, max_size=400), own=st.floats(0, 4))
+def test_the_series_covers_the_run_in_order_and_keeps_its_mean(steps, own):
+    at, readings = 5.0, [Reading(5.0, 5.0 * (1 + own), 5.0 * own, 0, 0, None, None, 7)]
+    for number, step in enumerate(steps):
+        at += step
+        readings.append(Reading(at, (1 + own) * at, own * at, 0, 0, None, None, number))
+    series = HostSeries.of(readings, most=50)
+
+    assert len(series.end_s) <= 50
+    assert list(series.end_s) == sorted(series.end_s)
+    assert series.own_cores == pytest.approx([own] * len(series.end_s), abs=1e-3)
+    assert series.other_cores == pytest.approx([1.0] * len(series.end_s), abs=1e-3)
+    assert HostSeries.from_facts({"host_series": msgspec.to_builtins(series)}) == series
+    assert HostSeries.from_facts({"host_series": {"end_s": [1.0]}}) is None
 
 
 def proc(root: Path, busy: int, processes: dict[int, tuple[int, str, int, int]], running: int) -> None:

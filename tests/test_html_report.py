@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
+from headway.core.host_load import HostSeries
 from headway.report.charts import HeatMap, decode
 from headway.report.figures import BUCKET_STYLES
 from headway.report.html import TITLES, ReportData, page, write_report
@@ -314,3 +315,15 @@ def test_text_stands_out_from_the_page(ink: str, paper: str) -> None:
 
     assert (bright + 0.05) / (dim + 0.05) >= 4.5
     assert f": {ink};" in page(pipeline_report())
+
+
+def test_the_host_over_time_is_drawn_where_it_was_followed():
+    series = HostSeries(
+        end_s=(1.0, 2.0), own_cores=(0.5, 1.0), other_cores=(0.0, 1.0), memory_bytes=(10**8, 2 * 10**8), cores=2
+    )
+    shown = page(ReportData("a run", demo_why(), host=series))
+
+    assert "Host over time" in shown
+    assert 'points="0,72 0.0,54.0 500.0,54.0 500.0,36.0 1000.0,36.0 1000,72"' in shown
+    assert "up to 200.0 MB" in shown
+    assert "Host over time" not in page(ReportData("a run", demo_why()))

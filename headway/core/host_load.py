@@ -34,6 +34,8 @@ from headway.core.host import ROOT, affinity_cores, available_cores
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
 SAMPLE_S = 0.2
 """Seconds between two readings, at least."""
 
@@ -152,6 +154,59 @@ class Reading:
     throttled_s: float | None
     """Time for which the quota held the cgroup back."""
 
+    memory_bytes: int = 0
+    """What the job's own processes hold of the memory then, added up: what they share counts for each of them."""
+
+
+class HostSeries(msgspec.Struct, frozen=True, kw_only=True):
+    """Load and memory over the time of a run, [n] spans without gaps; run.json holds it as `host_series`."""
+
+    start_ns: int = 0
+    """When the first span began, on the clock of the run."""
+
+    end_s: tuple[float, ...] = ()
+    """End of each span, seconds since then."""
+
+    own_cores: tuple[float, ...] = ()
+    """Mean cores that the job kept busy."""
+
+    other_cores: tuple[float, ...] = ()
+    """Mean cores that other processes kept busy."""
+
+    memory_bytes: tuple[int, ...] = ()
+    """Memory of the job's processes at the end of the span."""
+
+    cores: int = 0
+    """Cores of the affinity."""
+
+    @classmethod
+    def of(cls, readings: Sequence[Reading], most: int = 240) -> HostSeries:
+        """Return what readings say, in at most `most` spans of equal numbers of them."""
+        spans = _spans(readings) if len(readings) > 1 else []
+        width = -(-len(spans) // most) if spans else 1
+        groups = [(spans[at][0], spans[min(at + width, len(spans)) - 1][1]) for at in range(0, len(spans), width)]
+        start_s = readings[0].at_s if readings else 0.0
+        return cls(
+            start_ns=round(start_s * 1e9),
+            end_s=tuple(round(last.at_s - start_s, 3) for _, last in groups),
+            own_cores=tuple(
+                round((last.own_s - first.own_s) / max(last.at_s - first.at_s, 1e-9), 3) for first, last in groups
+            ),
+            other_cores=tuple(round(_other_cores(first, last), 3) for first, last in groups),
+            memory_bytes=tuple(last.memory_bytes for _, last in groups),
+            cores=affinity_cores(),
+        )
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> HostSeries | None:
+        """Return what run.json says; None for a run recorded without it, or with something else there."""
+        try:
+            found = msgspec.convert(facts.get("host_series"), cls)
+        except msgspec.ValidationError:
+            return None
+        sizes = {len(found.end_s), len(found.own_cores), len(found.other_cores), len(found.memory_bytes)}
+        return found if len(sizes) == 1 and found.end_s else None
+
 
 class LoadSampler:
     """Follows the load beside the process tree under `pid`. Call `look` a few times a second, from outside the job."""
@@ -217,6 +272,7 @@ class LoadSampler:
             sessions_s=self._sessions_s,
             pressure_s=_pressure_s(self._root),
             throttled_s=throttled_s(self._root),
+            memory_bytes=sum(processes[pid].memory_bytes for pid in own if pid in processes),
         )
 
 
@@ -271,6 +327,7 @@ class _Process:
     threads: int
     session: int
     name: str = ""
+    memory_bytes: int = 0
 
 
 def _processes(root: Path, kernel: set[int]) -> dict[int, _Process]:
@@ -294,7 +351,8 @@ def _process(text: str) -> _Process:
     fields = text[text.rindex(")") + 2 :].split()
     cpu_s = sum(map(int, fields[11:15])) * TICK_S
     name = text[text.index("(") + 1 : text.rindex(")")]
-    return _Process(int(fields[1]), fields[0], cpu_s, int(fields[17]), int(fields[3]), name)
+    memory_bytes = int(fields[21]) * PAGE_BYTES if len(fields) > 21 else 0
+    return _Process(int(fields[1]), fields[0], cpu_s, int(fields[17]), int(fields[3]), name, memory_bytes)
 
 
 def _tree(pid: int, processes: Mapping[int, _Process]) -> list[int]:

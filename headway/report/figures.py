@@ -28,6 +28,9 @@ GAIN_THAT_LEADS = 1.05
 LEAST_HEADLINE = 0.02
 """Share of the device time below which a loss is no headline: two runs of one script differ by as much."""
 
+NOT_RESOLVED = "not resolved"
+"""What a fix says whose gain this run is too short or too disturbed to tell."""
+
 NOTHING_PAYS = "none that pays is known"
 """How the fix of a cause begins against which the planner tried everything in vain."""
 
@@ -219,6 +222,21 @@ class Verdict:
         """Return the `verdict` entry of a `headway.why/2` object."""
         return asdict(self)
 
+    @property
+    def confidence(self) -> str:
+        """How sure the fix is: 'predicted', 'upper bound', 'not resolved' or 'no prediction'; '' without a fix.
+
+        >>> [Verdict("", "use workers", gain).confidence for gain in ("1.90x (1.75 to 2.02)", "at most 1.2x")]
+        ['predicted', 'upper bound']
+        """
+        if not self.fix:
+            return ""
+        if self.fix.startswith(NOT_RESOLVED):
+            return NOT_RESOLVED
+        if "(" in self.gain:
+            return "predicted"
+        return "upper bound" if self.gain else "no prediction"
+
     def line(self) -> str:
         """Return everything as one line, for the end of a run and for logs."""
         fix = f" Fix: {self.fix.rstrip('.')}" if self.fix else ""
@@ -361,6 +379,17 @@ def headline(cause: Json, why: Json) -> bool:
     lost = share(cause.get("lost_device_s"), total_device_s(why)) or 0.0
     mended = not str(cause.get("fix") or "").startswith(NOTHING_PAYS)
     return lost >= LEAST_HEADLINE and mended and cause.get("cause") != "host.recording"
+
+
+def named_causes(why: Json) -> list[Json]:
+    """Return the causes that are worth naming, in order; a fix that answers several is told with the first of them."""
+    named = [cause for cause in why.get("causes") or () if worth_naming(cause, why)]
+    told: dict[tuple[str, str], int] = {}
+    for place, cause in enumerate(named, 1):
+        first = told.setdefault((str(cause.get("fix")), str(cause.get("script"))), place)
+        if first < place and (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING:
+            named[place - 1] = {**cause, "fix": f"as for cause {first}", "script": ""}
+    return named
 
 
 def worth_naming(cause: Json, why: Json) -> bool:

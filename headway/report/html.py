@@ -28,11 +28,13 @@ from numpy.typing import NDArray
 
 import headway
 from headway.core.errors import InputError
+from headway.core.host_load import HostSeries
 from headway.core.whole_file import whole_file
 from headway.report import frames, sections
 from headway.report.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.figures import BUCKET_STYLES, Json, clean
 from headway.report.hang import hang_part
+from headway.report.host import host_part
 from headway.report.machines import machines_part
 from headway.report.sections import text
 from headway.report.timeline import Timeline
@@ -87,6 +89,9 @@ class ReportData:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Name -> value: host, versions, script (already redacted)."""
 
+    host: HostSeries | None = None
+    """Load of the host and memory of the job over time."""
+
     created: str = ""
     """When the run was recorded, as text for the header."""
 
@@ -134,6 +139,7 @@ def page(data: ReportData, live: Live | None = None) -> str:
         "shares": frames.shares_part(payload["shares"]),
         "timeline": frames.timeline_part(payload["timelines"]),
         "heat": frames.heat_part(heats, payload["heat"]),
+        "host": host_part(data.host),
         "failure": sections.traceback_part(data.run),
         "facts": sections.facts_part(data.facts),
     }
@@ -200,7 +206,7 @@ TITLES = {
     "ledger": "Ledger", "ranks": "Ranks", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
     "hang": "Hang", "machines": "Machines",
     "stragglers": "Stragglers", "steps": "Step time", "shares": "Shares over time", "timeline": "Timeline",
-    "heat": "Heat map", "failure": "Failure", "facts": "Facts",
+    "heat": "Heat map", "host": "Host", "failure": "Failure", "facts": "Facts",
 }  # fmt: skip
 """Section -> its name in the table of contents."""
 

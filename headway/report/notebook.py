@@ -14,7 +14,7 @@ True
 from __future__ import annotations
 
 from headway.report import sections
-from headway.report.figures import BUCKET_STYLES, Json, device_seconds, finite, predicted, verdict, worth_naming
+from headway.report.figures import BUCKET_STYLES, Json, device_seconds, finite, named_causes, predicted, verdict
 from headway.report.html import asset
 from headway.report.sections import text
 
@@ -54,7 +54,7 @@ def style() -> str:
 
 def _causes(why: Json) -> str:
     """Return the largest causes that are worth naming, one line each and their fix."""
-    causes = [cause for cause in why.get("causes") or () if worth_naming(cause, why)][:MOST_CAUSES]
+    causes = named_causes(why)[:MOST_CAUSES]
     rows = "".join(_cause(cause) for cause in causes)
     return f"<ol>{rows}</ol>" if rows else ""
 

@@ -30,6 +30,7 @@ from headway.report.figures import (
     ending,
     finite,
     interval,
+    named_causes,
     percent,
     plural,
     predicted,
@@ -38,7 +39,6 @@ from headway.report.figures import (
     speedup,
     total_device_s,
     verdict,
-    worth_naming,
 )
 from headway.report.screens import WHOLE_PLAN, applied, by_hand, nothing_to_apply, prediction_error
 
@@ -84,6 +84,7 @@ def verdict_part(why: Json) -> str:
     """Return the headline, the fix, the user's own edit and the next command of a `headway.why/2` object."""
     answer = verdict(why)
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
+    gain += f' <span class="badge {answer.confidence.replace(" ", "-")}">{answer.confidence}</span>'
     remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>' if answer.fix else ""
     copies = [("In the script", answer.script), ("Next", str((why.get("verdict") or {}).get("command") or ""))]
     blocks = "".join(
@@ -244,14 +245,13 @@ def legend(buckets: Sequence[str]) -> str:
 
 def causes_part(why: Json) -> str:
     """Return the ranked causes of a `headway.why/2` object that are worth naming, all of them, in its order."""
-    causes = [cause for cause in why.get("causes") or () if worth_naming(cause, why)]
+    causes = named_causes(why)
     if not causes:
         return ""
-    total_s = total_device_s(why)
-    rows = "".join(_cause(place, cause, total_s) for place, cause in enumerate(causes, 1))
+    rows = "".join(_cause(place, cause, total_device_s(why)) for place, cause in enumerate(causes, 1))
     replayed = any(finite(cause.get("predicted_speedup")) is not None for cause in causes)
-    lost = "what the run would have won without the cause, found by replaying it" if replayed else "as booked"
-    lead = f"Lost time is {lost}; causes may overlap, so they need not add up."
+    lost = "what a run without the cause would have won, found by replaying it" if replayed else "as booked"
+    lead = f"Lost time is {lost}; causes may overlap and need not add up."
     return section("causes", "What lost it, and what wins it back", lead, f'<ol class="causes">{rows}</ol>')
 
 

@@ -30,6 +30,7 @@ from headway.report.figures import (
     device_seconds,
     finite,
     goodput_of,
+    named_causes,
     percent,
     plural,
     predicted,
@@ -38,7 +39,6 @@ from headway.report.figures import (
     speedup,
     total_device_s,
     verdict,
-    worth_naming,
 )
 from headway.report.job_lines import job_lines
 from headway.report.paper import (
@@ -210,16 +210,12 @@ def _listed(names: list[str]) -> str:
 
 def _causes(why: Json) -> list[RenderableType]:
     """Return the ranked causes, each with where, evidence and fix."""
-    causes = [c for c in why.get("causes") or () if worth_naming(c, why)]
+    causes = named_causes(why)
     if not causes:
         return []
     total_s = total_device_s(why)
     parts: list[RenderableType] = ["", Text("  What lost it, and what wins it back", style="bold")]
-    shown: dict[tuple[str, str], int] = {}
     for place, cause in enumerate(causes[:MOST_CAUSES], 1):
-        first = shown.setdefault((str(cause.get("fix")), str(cause.get("script"))), place)
-        if first < place and (cause.get("predicted_speedup") or 0) >= GAIN_WORTH_NAMING:
-            cause = {**cause, "fix": f"as for cause {first}", "script": ""}
         parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
     rest = [clean(c.get("cause")) for c in causes[MOST_CAUSES:]]
     if rest:

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.host_load import HostLoad, LoadSampler
+from headway.core.host_load import HostLoad, HostSeries, LoadSampler
 from headway.core.units import NS_PER_S
 from headway.trace.records import RingHeader, RingReader
 from headway.trace.vocabulary import SPANS
@@ -54,4 +54,9 @@ class LoadWatch:
     def to_builtins(self) -> dict[str, Any]:
         """Return the entry `host_load` of run.json."""
         entry: dict[str, Any] = msgspec.to_builtins(self.load())
+        return entry
+
+    def series(self) -> dict[str, Any]:
+        """Return the entry `host_series` of run.json."""
+        entry: dict[str, Any] = msgspec.to_builtins(HostSeries.of(self._sampler.readings))
         return entry

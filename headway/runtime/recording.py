@@ -277,6 +277,7 @@ class Recording:
             "device_type": from_ranks.get("device_type", "cpu"),
             "cores": host_cores(),
             "host_load": self._host_load(),
+            "host_series": self.load_watch.series() if self.load_watch is not None else None,
             **self.memory,
             "memory": from_ranks.get("memory", {}),
             "bad_losses": from_ranks.get("bad_losses", {}),

@@ -20,7 +20,7 @@ from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root
 from headway.parallel.recorded import reasons_of
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, Verdict, verdict
+from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
 from headway.trace.assemble import json_object
@@ -268,9 +268,6 @@ def fixes_of(
 
 PERSISTENT = "persistent=true"
 """The edit that keeps a loader's workers: it wins back the starts of iterators, which `input.transfer` holds."""
-
-NOT_RESOLVED = "not resolved"
-"""What a fix says whose gain this run is too short or too disturbed to tell."""
 
 GRANTED = {
     "result-equivalent": "with other random draws of the same distribution",

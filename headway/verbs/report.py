@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.core.host_load import HostSeries
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.compare import steps_per_s
@@ -101,6 +102,7 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
         ideal=ideal,
         heat_maps=[*heat_maps(ranks, own), *heat_maps_of(explanation, why)],
         facts=facts_of(meta, explanation.parts.tables),
+        host=HostSeries.from_facts(meta),
         created=created(meta),
     )
 
