@@ -260,38 +260,39 @@ class DeviceTimers:
         self._open_ns = 0 if self._last_ns is None else self._open_ns
         begun_ns, worked_from, last = last_ns, last_ns - self._open_ns, marks[0]
         fuzz_ns = self.lateness.fuzz_ns
+
+        def write(code: int, start_ns: int, end_ns: int, launched_ns: int) -> None:
+            if end_ns > start_ns:
+                self._emit(code, start_ns + ahead_ns, end_ns - start_ns, self._number, launched_ns)
+
         for mark, moment in zip(marks, passed, strict=True):
             if mark.code in (FORWARD, BACKWARD) and moment > begun_ns:
                 self._emit(mark.code, begun_ns + ahead_ns, moment - begun_ns, 1, mark.host_ns)
-            recorded = mark.host_ns - ahead_ns
-            from_ns = last_ns
-            if mark.code == FORWARD and last.code != COMPUTED:
-                # The forward was under way until the model was launched at least.
-                from_ns = max(last_ns, mark.computed_ns - ahead_ns) if mark.computed_ns else recorded
-            elif mark.code not in (READY, COPIED, FORWARD):
-                from_ns = recorded  # launches without a break: its pauses are not seen
-            if from_ns < recorded:
+            recorded, launched_ns = mark.host_ns - ahead_ns, last.host_ns
+            drained_ns = recorded  # when the device may have got through all that it had been given; none where it is B
+            if mark.code in (READY, COPIED) or last.code == COMPUTED:
+                drained_ns = last_ns
+            elif mark.code == FORWARD and mark.computed_ns:
+                launched_ns = mark.computed_ns  # the forward was under way until it was launched at least
+                drained_ns = max(last_ns, launched_ns - ahead_ns)
+            if drained_ns < recorded:
                 late_ns = moment - recorded
                 if mark.code == READY:
                     self.lateness.at_ready(late_ns)
                 if late_ns <= max(DRAINED_NS, fuzz_ns):
-                    self._write_span(WORK, worked_from + ahead_ns, from_ns - fuzz_ns + ahead_ns, last)
-                    self._write_span(UNKNOWN, max(worked_from, from_ns - fuzz_ns) + ahead_ns, from_ns + ahead_ns, last)
+                    write(WORK, worked_from, drained_ns - fuzz_ns, launched_ns)
+                    write(UNKNOWN, max(worked_from, drained_ns - fuzz_ns), drained_ns, launched_ns)
                     worked_from = recorded if fuzz_ns else moment
                 else:
-                    self._write_span(WORK, worked_from + ahead_ns, from_ns + ahead_ns, last)
-                    self._write_span(UNKNOWN, from_ns + ahead_ns, mark.host_ns, last)
+                    write(WORK, worked_from, drained_ns, launched_ns)
+                    write(UNKNOWN, drained_ns, recorded, launched_ns)
                     worked_from = recorded
             last, last_ns = mark, moment
             begun_ns = begun_ns if mark.code == COMPUTED else moment
         self._open_ns = min(fuzz_ns, max(last_ns - worked_from, 0))
-        self._write_span(WORK, worked_from + ahead_ns, last_ns - self._open_ns + ahead_ns, last)
+        write(WORK, worked_from, last_ns - self._open_ns, last.host_ns)
         if marks[-1].code == UPDATED:
             self.lateness.at_update(passed[-1] + ahead_ns - marks[-1].host_ns)
-
-    def _write_span(self, code: int, start_ns: int, end_ns: int, last: Mark) -> None:
-        if end_ns > start_ns:
-            self._emit(code, start_ns, end_ns - start_ns, self._number, last.host_ns)
 
     def _give_up(self, stretch: Stretch) -> None:
         self._give_back(stretch)
