@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from itertools import chain, repeat
 
 import pytest
 from hypothesis import given
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
 from headway.data.runtime.examples.outcome import reporter
-from headway.data.runtime.following.withdrawal import CHUNK, Withdrawal
+from headway.data.runtime.following.withdrawal import CHUNK, PATIENCE, OtherCores, Withdrawal
 from headway.plan.pace import step_seconds
 from tests.remedy_context import TestContext
 from tests.runs_made import RunMaker
@@ -21,11 +24,12 @@ MS = NS_PER_S // 1000
 class Job:
     """A loop on a clock of its own: `step_s(n)` with the remedy, `plain_s(n)` without; an iterator every `per_pass`."""
 
-    def __init__(self, step_s, plain_s, *, making_s=0.0, per_pass=20):
+    def __init__(self, step_s, plain_s, *, making_s=0.0, per_pass=20, others=0.0):
         self.now, self.step_s, self.plain_s, self.making_s, self.per_pass = 1.0, step_s, plain_s, making_s, per_pass
         self.context = TestContext()
         report = reporter("data.threads", {}, self.context)
-        self.watch = Withdrawal(0.010, report, clock=lambda: self.now)
+        looks = chain([None], repeat(others))
+        self.watch = Withdrawal(0.010, report, clock=lambda: self.now, other_cores=lambda: next(looks))
         self.watch.leave = lambda: self.left.append(self.steps)
         self.left: list[int] = []
         self.steps = 0
@@ -58,6 +62,21 @@ def test_steps_longer_than_recorded_end_the_remedy_for_good(capfd):
         {"dataset": "all loaders", "reason": "over 50 steps one took 15.0 ms, and 10.0 ms when the plan was made"}
     ]
     assert capfd.readouterr().err.count("data.threads is withdrawn: over 50 steps") == 1
+
+
+def test_on_a_busy_host_the_decision_is_put_off_and_then_made():
+    quiet, busy = (list(Job(lambda step: 0.015, lambda step: 0.010, others=cores).run(600)) for cores in (0.0, 1.0))
+    first = [off.index(True) for off in (quiet, busy)]
+
+    assert first[0] <= 120
+    assert first[1] - first[0] == PATIENCE * 50
+
+
+def test_what_other_processes_take_is_told_from_the_second_look_on():
+    look = OtherCores()
+    assert look() is None
+    time.sleep(0.2)
+    assert 0 <= look() <= os.cpu_count()
 
 
 def test_the_cost_of_iterators_counts():

@@ -6,12 +6,14 @@ costs (trials, iterators) spread over those steps, is held against it:
     steps  ──10──┬──10──┬──10──┬──10──┬──10──   median of five means, without the time in iter(loader)
     iter(loader)   all of it / 50               added
 
-A slower host would make every job slower than recorded: so the next steps run without the remedy, and if those take
-as long, it comes back for good. Nothing of this happens within a pass: loaders change at their next iterator.
+Steps that look too slow are watched for as many again. If other processes take cores meanwhile, the host is slower
+than it was, and nothing is decided, a few times over. Then the next steps run without the remedy, and if those take as
+long, it comes back for good. Loaders change at their next iterator: in a job of one pass none comes back.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+from headway.core.host_load import LoadSampler
 from headway.data.runtime.examples.outcome import Report
 from headway.runtime.remedy import Context
 from headway.trace.ring import warn
@@ -30,8 +33,30 @@ STEPS = CHUNK * CHUNKS
 SLOWER = 1.1
 """Times as long as recorded: more is slower."""
 
+BUSY_CORES = 0.3
+"""Cores that other processes take on a host that is slower than it was."""
+
+PATIENCE = 4
+"""Times that a busy host puts the decision off."""
+
 AS_LONG = 0.98
 """Steps without the remedy that take this share of those with it, or more, are no reason to leave it out."""
+
+
+class OtherCores:
+    """Cores that processes outside of the job of this rank take between two calls."""
+
+    def __init__(self) -> None:
+        self._sampler: LoadSampler | None = None
+
+    def __call__(self) -> float | None:
+        """Look; None the first time."""
+        before, self._sampler = self._sampler, LoadSampler(os.getppid() if os.getppid() > 1 else os.getpid())
+        self._sampler.look(at_once=True)
+        if before is None:
+            return None
+        before.look(at_once=True)
+        return before.between().other_cores
 
 
 @dataclass(slots=True)
@@ -43,6 +68,8 @@ class Withdrawal:
     report: Report
     """Learns what is withdrawn."""
     clock: Callable[[], float] = perf_counter
+    other_cores: Callable[[], float | None] = field(default_factory=lambda: OtherCores())
+    """Says how many cores other processes took since the last call; None at the first one."""
     leave: Callable[[], None] = lambda: None
     """Lets go of the loaders that have the remedy."""
     is_off: bool = False
@@ -51,6 +78,7 @@ class Withdrawal:
     """Whether the iterator that was made last is the remedy's."""
     _in_use: bool = False
     _settled: bool = False
+    _put_off: int = 0
     _with_s: float = 0.0
     _mark: float = 0.0
     _making_s: float = 0.0
@@ -93,6 +121,12 @@ class Withdrawal:
                 self.report.restored()
                 warn(f"{self.report.name} is applied again: without it a step takes {took}")
         elif step_s > SLOWER * self.recorded_s:
+            if self._put_off < PATIENCE:
+                taken = self.other_cores()
+                if taken is None or taken >= BUSY_CORES:
+                    self._put_off += taken is not None
+                    self._chunks.clear()
+                    return
             self._with_s, self.is_off, self._in_use = step_s, True, False
             reason = (
                 f"over {STEPS} steps one took {1e3 * step_s:.1f} ms, and {1e3 * self.recorded_s:.1f} ms when the plan "
