@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from headway.core.units import NS_PER_S, format_seconds, plural
 from headway.ledger.cause import Cause
-from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.evidence import also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.input_counts import count_words
+from headway.ledger.input_hints import LoaderState, hint_of
 from headway.ledger.ledger import Ledger
 from headway.trace.loader_facts import LoaderFacts, facts_of, loaders_in, unmovable
-
-MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
 
 FETCH = ("input.fetch", "input.unsplit")
 PREP = ("input.prep", "input.cpu_wait")
@@ -111,41 +110,36 @@ def input_fetch(ledger: Ledger) -> list[Cause]:
 
 
 def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
-    own, blind, workers = loader.seconds(*FETCH), loader.seconds("input.unsplit"), loader.workers
+    own, blind = loader.seconds(*FETCH), loader.seconds("input.unsplit")
     waited = _waited_s(ledger, own, *FETCH)
     evidence = f"{loader.calls:,} calls of next(loader) waited {mean_of(own, loader.calls)} while their batch was read"
     if blind > own / 2:
         evidence += " (their loads were not recorded, so this may be preparation as well)"
     evidence += "".join(f"; {line}" for line in count_words(ledger.meta.get("input") or {}))
-    if _is_served(ledger):
-        fix = MORE_AT_SERVER
-    elif reason := loader.refusal:
-        fix = f"make the load itself faster: workers are refused ({reason})"
-    elif workers == 0:
-        fix = "read in worker processes: DataLoader(num_workers=4); try --set workers=4, or --set cache_fraction=1"
-    else:
-        tried = f"{TRY}workers={2 * (workers or 2)}, or --set cache_fraction=1"
-        fix = f"more workers than {workers or 'now'}, or a cache{tried}"
-    return _cause(
-        "input.fetch", loader, own + waited, evidence + also_waited(waited), fix, _more_workers(ledger, loader)
+    return _cause("input.fetch", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
+
+
+def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
+    """Return what decides between the hints for a loader."""
+    cores = ledger.meta.get("cores")
+    return LoaderState(
+        workers=loader.workers,
+        cores=max(1, int(cores) // _ranks_per_host(ledger)) if cores else 0,
+        refusal=loader.refusal,
+        is_served=_is_served(ledger),
+        on_host=str(ledger.meta.get("device_type", "cpu")) == "cpu",
+        is_persistent=loader.facts.persistent,
+        pins=loader.facts.pin_memory,
+        starts_lead=loader.seconds("input.start") > loader.seconds("input.transfer"),
+        waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
     )
 
 
-def _cores_each(ledger: Ledger) -> int:
-    """Return the cores of a rank, 0 = not known."""
-    return max(1, int(ledger.meta["cores"]) // _ranks_per_host(ledger)) if ledger.meta.get("cores") else 0
-
-
-def _more_workers(ledger: Ledger, loader: LoaderWaits) -> str:
-    """Return the loader with twice its workers, or with as many as a rank has cores, up to four, where it has none."""
-    if _is_served(ledger) or loader.refusal or loader.workers is None:
-        return ""
-    each = _cores_each(ledger) or 4
-    return f"DataLoader(..., num_workers={2 * loader.workers or max(1, min(4, each))}, persistent_workers=True)"
-
-
-def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, fix: str, script: str) -> Cause:
-    return Cause(name, loader.where, lost_s, evidence, fix, script=script, line=loader.facts.line or "")
+def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, state: LoaderState) -> Cause:
+    hint = hint_of(name, state)
+    return Cause(
+        name, loader.where, lost_s, evidence, hint.fix(state), script=hint.edit(state), line=loader.facts.line or ""
+    )
 
 
 def input_prep(ledger: Ledger) -> list[Cause]:
@@ -154,26 +148,13 @@ def input_prep(ledger: Ledger) -> list[Cause]:
 
 
 def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
-    own, queue, workers = loader.seconds(*PREP), loader.seconds("input.cpu_wait"), loader.workers
+    own, queue = loader.seconds(*PREP), loader.seconds("input.cpu_wait")
     waited = _waited_s(ledger, own, *PREP)
     each = mean_of(own, loader.calls)
     evidence = f"{loader.calls:,} calls of next(loader) waited {each} while their batch was prepared"
     if queue > 0:
         evidence += f", {format_seconds(queue)} of it waiting for a CPU core"
-    cores, busy = ledger.meta.get("cores"), False
-    if _is_served(ledger):
-        fix = MORE_AT_SERVER
-    elif reason := loader.refusal:
-        fix = f"make the transforms themselves faster: workers are refused ({reason})"
-    elif workers == 0:
-        fix = "prepare in worker processes: DataLoader(num_workers=2); try --set workers=2"
-    elif queue > own / 2 or (cores and workers and workers * _ranks_per_host(ledger) >= int(cores)):
-        fix = f"the host's {cores or 'few'} cores are busy: make the transforms cheaper or cache their result"
-        busy = True
-    else:
-        fix = f"more workers than {workers if workers is not None else 'now'}{TRY}workers={2 * (workers or 1)}"
-    script = "" if busy else _more_workers(ledger, loader)
-    return _cause("input.prep", loader, own + waited, evidence + also_waited(waited), fix, script)
+    return _cause("input.prep", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
 
 
 def input_transfer(ledger: Ledger) -> list[Cause]:
@@ -190,29 +171,5 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
         evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
     if start > 0:
         evidence += f"; starting and ending its iterators took {format_seconds(start)} in all"
-    on_host, script = str(ledger.meta.get("device_type", "cpu")) == "cpu", ""
-    if start > hand and loader.workers == 0:
-        fix = "keep one iterator instead of making a loader for every few batches"
-    elif start > hand and loader.facts.persistent:
-        fix = "its workers are kept between epochs already: fewer of them start sooner"
-    elif start > hand:
-        fix = "keep the workers between epochs: one loader for all of them, and persistent_workers=True"
-        fix += f"{TRY}persistent=true"
-    elif loader.workers == 0 and on_host and not loader.refusal:
-        # Without workers nothing is handed over: what is left behind the examples is the collate function.
-        fix = f"collate in worker processes{TRY}workers=2"
-        script = _more_workers(ledger, loader)
-    elif loader.workers == 0 and on_host:
-        fix = f"make the collate function faster: workers are refused ({loader.refusal})"
-    elif on_host and (most := _cores_each(ledger)) and (loader.workers or 0) > most:
-        fix = f"fewer workers: {loader.workers} of them take turns on {plural(most, 'core')}"
-        script = f"DataLoader(..., num_workers={most}, persistent_workers=True)"
-    elif on_host:
-        fix = "hand over less: smaller dtypes, fewer and larger tensors per batch"
-    else:
-        fix = "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device"
-    if start > hand and loader.workers and not loader.facts.persistent:
-        script = "DataLoader(..., persistent_workers=True)"
-    elif start <= hand and not on_host and not loader.facts.pin_memory:
-        script = "DataLoader(..., pin_memory=True)  # and batch.to(device, non_blocking=True)"
-    return _cause("input.transfer", loader, hand + start + waited, evidence + also_waited(waited), fix, script)
+    state = state_of(ledger, loader)
+    return _cause("input.transfer", loader, hand + start + waited, evidence + also_waited(waited), state)

@@ -11,6 +11,7 @@ from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.ledger.cause import Cause
 from headway.ledger.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.input_causes import where_of
+from headway.ledger.input_hints import LoaderState, hint_of
 from headway.ledger.ledger import Ledger
 from headway.ledger.pipeline_waits import KINDS
 from headway.ledger.sampled_lines import SampledLine
@@ -83,14 +84,9 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     if facts is None or seconds["waiting for its loader"] <= own / 2 or facts.unfit_ahead:
         fix = "evaluate less often, on fewer examples, or in a process of its own from a checkpoint"
         return [replace(found, fix=fix)]
-    fix = "give the loader of the evaluation workers, and keep them between evaluations"
-    if facts.num_workers:
-        fix = "keep the workers of its loader between evaluations: one loader for all, and persistent_workers=True"
-    if facts.num_workers and facts.persistent:
-        fix = f"more workers than {facts.num_workers} for its loader, or fewer examples"
-    script = f"DataLoader(..., num_workers={facts.num_workers or 2}, persistent_workers=True)"
-    script = "" if facts.persistent else script
-    return [replace(found, where=where_of(facts), fix=fix, script=script, line=facts.line or "")]
+    state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent)
+    hint = hint_of("eval", state)
+    return [replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state), line=facts.line or "")]
 
 
 def bubble(ledger: Ledger) -> list[Cause]:

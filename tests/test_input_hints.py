@@ -1,0 +1,48 @@
+"""The table of hints: every row is reached, says something whole, and the last row of a cause always holds."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from headway.ledger.input_hints import HINTS, LoaderState, hint_of
+from headway.sim.edits import parse_edit
+
+STATES = [
+    LoaderState(
+        workers=workers, cores=cores, refusal=refusal, is_served=served, on_host=on_host, is_persistent=persistent,
+        pins=pins, starts_lead=starts, waits_for_cores=waits,
+    )
+    for workers, cores, refusal, served, on_host, persistent, pins, starts, waits in itertools.product(
+        (None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 6
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", HINTS, ids=lambda row: f"{row.cause}: {row.when}")
+def test_each_row_is_the_answer_for_some_loader_and_says_a_whole_sentence(row):
+    states = [state for state in STATES if hint_of(row.cause, state) is row]
+
+    assert states
+    for state in states:
+        fix, edit = row.fix(state), row.edit(state)
+        assert not re.search(r"[{}]|None|\b0 (core|worker)", fix + edit)
+        assert not edit or re.fullmatch(r"DataLoader\(\.\.\., [a-z_=\w, ]+\)(  # .*)?", edit)
+        for tried in re.findall(r"--set (\S+?)(?:,|$)", fix):
+            parse_edit(tried)  # what-if takes what the advice says
+
+
+@pytest.mark.parametrize("cause", sorted({row.cause for row in HINTS}))
+def test_a_loader_of_any_kind_has_a_hint(cause):
+    assert {hint_of(cause, state).cause for state in STATES} == {cause}
+
+
+def test_nobody_is_told_to_give_workers_to_a_loader_whose_workers_are_refused_or_to_a_full_host():
+    for state in STATES:
+        for cause in ("input.fetch", "input.prep"):
+            edit = hint_of(cause, state).edit(state)
+            assert not (edit and (state.refusal or state.is_served))
+        if state.workers and state.cores and state.workers >= state.cores:
+            assert not hint_of("input.prep", state).edit(state)
