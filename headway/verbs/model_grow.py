@@ -7,7 +7,7 @@ import json as jsons
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
@@ -75,7 +75,8 @@ def grow(
         raise InputError(f"{out} exists already; nothing is written over. Remove it, or name another place.")
     with open_source(checkpoint_at(checkpoint) if checkpoint.is_dir() else checkpoint) as source:
         grown = grow_saved(
-            build, sizes, source, prefix=prefix, family=family, depth=depth, split=split, seed=seed
+            build, sizes, source, prefix=prefix, family=family, depth=cast(Any, depth), split=cast(Any, split),
+            seed=seed,
         )  # fmt: skip
     state = StateSource(str(out), grown.state)
     if out.suffix in (".safetensors", *TORCH_SUFFIXES):

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -72,9 +72,9 @@ def grow(
     large: nn.Module,
     *,
     family: str = "auto",
-    depth: str = "zero",
-    split: str = "random",
-    eps: str = "scale",
+    depth: Literal["zero", "cancel"] = "zero",
+    split: Literal["random", "equal"] = "random",
+    eps: Literal["scale", "keep"] = "scale",
     seed: int = 0,
 ) -> nn.Module:
     """Fill `large` in place so that in evaluation its outputs are those of `small`; return it.

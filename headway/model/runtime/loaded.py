@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -59,8 +59,8 @@ def grow_saved(
     *,
     prefix: str | None = None,
     family: str = "auto",
-    depth: str = "zero",
-    split: str = "random",
+    depth: Literal["zero", "cancel"] = "zero",
+    split: Literal["random", "equal"] = "random",
     seed: int = 0,
 ) -> Grown:
     """Build the small and the large model, fill the small one with what was saved, and grow it.

@@ -25,7 +25,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -66,10 +66,10 @@ class Tuner:
         space: Space,
         *,
         state: Sequence[Any] = (),
-        metric: str = "min",
+        metric: Literal["min", "max"] = "min",
         start: Setting | None = None,
         set: Mapping[str, Setter] | None = None,
-        searcher: str = "tpe",
+        searcher: Literal["tpe", "random", "optuna"] = "tpe",
         trials: int = 16,
         plateau: int = 10,
         patience: int | None = PATIENCE,

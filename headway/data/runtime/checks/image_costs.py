@@ -20,7 +20,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ def by_pipeline(source: Readable, num_workers: int) -> Epochs:
         yield ((batch["data"].permute(0, 2, 3, 1), batch["ids"]) for batch in loader)
 
 
-def by_headway(source: Readable, num_workers: int, *, workers: str) -> Epochs:
+def by_headway(source: Readable, num_workers: int, *, workers: Literal["processes", "threads"]) -> Epochs:
     """headway's DataLoader over the dataset, in threads or processes."""
     from headway.data.runtime.loader.loader import DataLoader
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Union, cast
+from typing import TYPE_CHECKING, Any, Literal, Union, cast
 
 import torch
 import torch.distributed as dist
@@ -103,8 +103,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         world_size: int | None = None,
         server: Any = None,
         cache_bytes: int = 0,
-        tail: str = "short",
-        workers: str = "processes",
+        tail: Literal["short", "drop", "pad"] = "short",
+        workers: Literal["processes", "threads", "auto"] = "processes",
     ) -> None:
         """Raise what torch raises, and `InputError` on bad values of our own, and on those that do not go together."""
         pick(WORKERS, workers, "kind of workers")

@@ -11,7 +11,7 @@ import copy
 import multiprocessing
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -166,7 +166,13 @@ class PipelineLoader(DataLoader):
     """
 
     def __init__(
-        self, chain: Chain, *, name: str, workers: str = "auto", on_error: str = "raise", **options: Any
+        self,
+        chain: Chain,
+        *,
+        name: str,
+        workers: Literal["processes", "threads", "auto"] = "auto",
+        on_error: str = "raise",
+        **options: Any,
     ) -> None:
         """Raise `InputError` on an unknown `workers` or `on_error`, and what `DataLoader` raises."""
         pick(ON_ERROR, on_error, "answer to errors")
