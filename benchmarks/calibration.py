@@ -40,7 +40,7 @@ from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.sim.intervals import MODEL_ERROR, NOMINAL, Z_NOMINAL, ModelError
 from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 JOB = ROOT / "benchmarks" / "jobs" / "injected.py"
 JOBS = {

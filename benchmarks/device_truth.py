@@ -30,8 +30,8 @@ from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.ledger import Ledger
 from headway.sim.program import Program
-from headway.trace.intervals import Intervals, merged, without
-from headway.trace.runs import Run
+from headway.trace.events.intervals import Intervals, merged, without
+from headway.trace.recording.runs import Run
 from tests.accelerator import Truth, recorded_loop
 
 STEPS = 150

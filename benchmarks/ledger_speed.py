@@ -20,8 +20,8 @@ from _command import ROOT
 from headway.ledger.buckets import BUCKET_OF
 from headway.ledger.ledger import Ledger
 from headway.ledger.rows import NAMES, rows_by_rank
-from headway.trace.sweep import sweep
-from headway.trace.trace import Trace, concat
+from headway.trace.events.sweep import sweep
+from headway.trace.events.trace import Trace, concat
 
 sys.path.insert(0, str(ROOT))
 from tests.runs_made import MS, Made, RunMaker

@@ -18,7 +18,7 @@ from headway.data.stalls import attribute, from_phases
 from headway.runtime.launch import LaunchOptions, launch
 from headway.sim.intervals import MAX_DISCREPANCY
 from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 JOBS = {
     "storage": (0.004, 0.002, 0.0003, 2), "preparation": (0.004, 0.0003, 0.003, 1), "compute": (0.03, 0.002, 0.0003, 2),

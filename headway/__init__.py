@@ -5,7 +5,7 @@ resolved on first use, through one literal table.
 
 >>> import headway
 >>> headway.Trace.__module__
-'headway.trace.trace'
+'headway.trace.events.trace'
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from headway.runtime.annotate import steps as steps
     from headway.runtime.annotate import timer as timer
     from headway.sim.dag import Dag as Dag
-    from headway.trace.trace import Trace as Trace
+    from headway.trace.events.trace import Trace as Trace
 
 __version__ = "0.1.0"
 
@@ -49,7 +49,7 @@ PUBLIC: dict[str, str] = {
     "Plan": "headway.plan.planner:Plan",
     "Proposal": "headway.plan.proposal:Proposal",
     "Setup": "headway.plan.setup:Setup",
-    "Trace": "headway.trace.trace:Trace",
+    "Trace": "headway.trace.events.trace:Trace",
     "checkpoint": "headway.checkpoint",
     "data": "headway.data",
     "epoch": "headway.runtime.annotate:epoch",

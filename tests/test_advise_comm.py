@@ -17,9 +17,9 @@ from headway.sim.ddp_buckets import limits
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.ddp_window import Window
 from headway.sim.program import Program
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace, concat
-from headway.trace.vocabulary import COLLECTIVES, KIND
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace, concat
+from headway.trace.events.vocabulary import COLLECTIVES, KIND
 from tests.ddp_made import GRADIENT, Job, changed, play, play_on_devices
 from tests.runs_made import MS, Rows, RunMaker
 from tests.spawn import on_ranks

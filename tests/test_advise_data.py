@@ -15,7 +15,7 @@ from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.program import Program
-from headway.trace.loader_facts import LoaderFacts
+from headway.trace.events.loader_facts import LoaderFacts
 from tests.runs_made import MS, Made, RunMaker
 
 

@@ -22,7 +22,7 @@ from headway.ledger.causes import (
 )
 from headway.ledger.ledger import Ledger
 from headway.ledger.script_causes import LARGE
-from headway.trace.trace import concat
+from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}

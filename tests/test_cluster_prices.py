@@ -21,7 +21,7 @@ from headway.cluster.prices.strategies import STUDY, follow, hindsight, online, 
 from headway.core.errors import FormatError, InputError
 from headway.ledger.compare import steps_per_s
 from headway.ledger.ledger import Ledger
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.paths import ROOT, shared
 
 FIRST = date(2020, 3, 1)

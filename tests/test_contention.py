@@ -17,7 +17,7 @@ from headway.sim.lane import COMPUTE
 from headway.sim.loader_costs import Costs
 from headway.sim.program import Program
 from headway.sim.recording import Recording
-from headway.trace.trace import concat
+from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import time_sliced
 

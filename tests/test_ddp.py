@@ -20,7 +20,7 @@ from headway.sim.ddp_step import step_of
 from headway.sim.ddp_thread import CALL, COPY, GRAD, WAIT, thread_of
 from headway.sim.ddp_window import Window, collectives, flight_path, joined
 from headway.sim.edits import Scenario, scenario_of
-from headway.trace.trace import Trace, concat
+from headway.trace.events.trace import Trace, concat
 from tests.ddp_made import COPY as COPIES
 from tests.ddp_made import MS, Job, changed, fluid, play, play_on_devices
 

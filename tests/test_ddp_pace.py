@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.sim.ddp_pace import AFTER, SLOWEST, pace, paces_of
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
 
 MS = 1_000_000
 

@@ -18,7 +18,7 @@ from headway.runtime.ddp_facts import facts_of, order_of
 from headway.sim.ddp_replay import DdpReplay
 from headway.sim.ddp_window import models_of, windows_of
 from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.whatif import whatif
 from tests.ddp_made import Job, changed, play
 from tests.runs_made import MS, RunMaker

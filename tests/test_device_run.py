@@ -8,7 +8,7 @@ import pytest
 
 from headway.ledger.ledger import Ledger
 from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.accelerator import recorded_loop
 
 MIXES = {

@@ -18,8 +18,8 @@ from headway.ledger.buckets import BUCKETS, SUBS
 from headway.ledger.causes import find_causes
 from headway.ledger.kernels import profile_account
 from headway.ledger.ledger import Ledger
-from headway.trace import kineto
-from headway.trace.trace import Trace, concat
+from headway.trace.events.trace import Trace, concat
+from headway.trace.profiler import kineto
 from tests.runs_made import MS, Made, RunMaker
 from tests.test_sampled import on_device, steps_of
 

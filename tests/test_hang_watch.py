@@ -19,8 +19,8 @@ from headway.ledger.hang import localise
 from headway.ledger.hang_reports import of_watch
 from headway.runtime.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, summary
 from headway.runtime.launch import LaunchOptions, check
-from headway.trace.records import RECORD_DTYPE, Page
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RECORD_DTYPE, Page
 from headway.verbs.hang import verdict_of
 from tests.launching import run, script, wait_for
 

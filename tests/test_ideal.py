@@ -7,7 +7,7 @@ import pytest
 
 from headway.sim.ideal import LOSSLESS, replayed_trace
 from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.paths import GOLDEN
 
 

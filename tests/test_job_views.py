@@ -22,8 +22,8 @@ from headway.report.hang import hang_part, render_hang, rows_of_grid, sentences
 from headway.report.html import ReportData, page
 from headway.report.job_lines import job_lines, mfu_lines
 from headway.report.machines import machine_heat_maps, machine_lines, machines_part
-from headway.trace.synthetic import Fault, Job, generate
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Fault, Job, generate
 from headway.verbs.explain import explain
 from headway.verbs.hang import mesh_of
 from headway.verbs.model_flops import ModelSpec, mfu_entry

@@ -16,8 +16,8 @@ from headway.sim.observed import MODELS, observe
 from headway.sim.observed_edges import EDGE_CLASSES, FINDERS
 from headway.sim.program import Program
 from headway.sim.replay import replay
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
 from tests.paths import shared
 from tests.runs_made import RunMaker
 

@@ -19,7 +19,7 @@ from headway.sim.loader_model import own_service, storage_is_shared
 from headway.sim.program import Program
 from headway.sim.recording import LOAD_PARTS, Recording
 from headway.sim.unroll import straggler_pace
-from headway.trace.trace import concat
+from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET = Costs(handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS)

@@ -135,7 +135,7 @@ def test_a_launch_line_of_somebody_else_has_no_endpoint(tmp_path):
 
 JOB = """
 import os, sys, time
-from headway.trace.ring import Recorder
+from headway.trace.rings.ring import Recorder
 from tests.live_writers import write_step
 rank, attempt = int(os.environ["RANK"]), int(os.environ["HEADWAY_ATTEMPT"])
 recorder = Recorder(os.environ["HEADWAY_RUN"] + "/rings", rank=rank, attempt=attempt)

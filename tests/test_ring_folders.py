@@ -16,8 +16,8 @@ from headway.runtime.drain import Drainer
 from headway.runtime.finalise import finalise
 from headway.runtime.launch import LaunchOptions, launch
 from headway.runtime.problems import Problems
-from headway.trace import ring_folders, spool
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
+from headway.trace.rings import ring_folders, spool
 from tests.rings_made import Process
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from headway.ledger.ledger import Ledger
 from headway.ledger.saved import Saves, saved_steps
-from headway.trace.runs import Run
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.recording.runs import Run
 from tests.launching import run, script
 from tests.runs_made import Made
 

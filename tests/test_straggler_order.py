@@ -15,8 +15,8 @@ from headway.ledger.dependencies import blocks, infer
 from headway.ledger.operation_table import arrange
 from headway.ledger.straggler import analyse
 from headway.ledger.whatif_groups import WhatIf
-from headway.trace.synthetic import Job, generate
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Job, generate
 
 shapes = st.builds(
     lambda dp, pp, vpp, rounds, overlap: Job(

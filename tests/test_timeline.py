@@ -12,8 +12,8 @@ from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.charts import decode
 from headway.report.figures import BUCKET_STYLES
 from headway.report.timeline import ANNOTATION, HIDDEN, MOST_ROWS, Timeline, timeline
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, SPANS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, SPANS
 from tests.report_data import demo_trace
 
 HOST = {"device_type": "NVIDIA H200"}

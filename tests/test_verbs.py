@@ -30,8 +30,8 @@ from headway.report.timeline import timeline
 from headway.runtime.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.recording import Exit
 from headway.sim.edits import EDITS
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
 from headway.verbs.compare import unfinished
 from headway.verbs.explain import explain, fixes_of, refuted
 from headway.verbs.plan import plan as plan_verb

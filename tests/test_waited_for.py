@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from headway.ledger.dependencies import infer
 from headway.ledger.operation_table import arrange
 from headway.ledger.waited_for import waited_for
-from headway.trace.synthetic import Job, generate
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.generated.synthetic import Job, generate
 
 NAMES = ["comm.wait", "comm.send", "comm.recv", "optimizer.step", "step"]
 WAIT, SEND, RECV, UPDATE, STEP = range(5)

@@ -13,7 +13,7 @@ from headway.ledger.arrivals import last_arrivals
 from headway.ledger.ledger import Ledger
 from headway.ledger.rows import rows_by_rank
 from headway.ledger.waits import drain, find_loads, inside_outside, match_batches
-from headway.trace.trace import Trace, concat
+from headway.trace.events.trace import Trace, concat
 from tests.runs_made import MS, NAMES, RunMaker
 
 moments = st.integers(0, 100)

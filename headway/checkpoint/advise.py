@@ -25,7 +25,7 @@ from headway.plan.setup import Setup
 from headway.sim.lane import LABEL
 from headway.sim.prediction import Prediction
 from headway.sim.program import Program
-from headway.trace.sweep import Ints
+from headway.trace.events.sweep import Ints
 
 BUDGET = 0.035
 """Share of the training time that saves may cost where no failure rate is known (CheckFreq's)."""

@@ -29,7 +29,7 @@ from headway.plan.setup import Setup
 from headway.sim.ddp_thread import COPIED
 from headway.sim.ddp_window import models_of
 from headway.sim.program import Program
-from headway.trace.vocabulary import COLLECTIVES
+from headway.trace.events.vocabulary import COLLECTIVES
 
 TRY_MB = 25
 """Size in MiB to try where none can be predicted: all buckets of 25, where DDP's default makes the first one 1."""

@@ -24,8 +24,16 @@ from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.edits import Workers
 from headway.sim.program import Program
-from headway.trace.loader_facts import LoaderFacts, facts_of, loaders_in, unkept, unmovable, unshared, unthreadable
-from headway.trace.runs import Run
+from headway.trace.events.loader_facts import (
+    LoaderFacts,
+    facts_of,
+    loaders_in,
+    unkept,
+    unmovable,
+    unshared,
+    unthreadable,
+)
+from headway.trace.recording.runs import Run
 
 WORKER_BYTES = 64 * 2**20
 """Memory of a forked worker beside what it shares with its rank."""

@@ -50,7 +50,7 @@ class Answers:
 
     def _explained(self) -> Explanation:
         # Here and not above: the ledger and its reports (numpy, pyarrow, rich) are not for the start of every rank.
-        from headway.trace.runs import is_run
+        from headway.trace.recording.runs import is_run
         from headway.verbs.explain import explain
 
         if not self.path or not is_run(Path(self.path)):

@@ -18,7 +18,7 @@ import numpy as np
 from headway.ledger.arrivals import Lateness
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.sampled_lines import SampledLine
-from headway.trace.sweep import Ints
+from headway.trace.events.sweep import Ints
 
 
 def blank_subs() -> Ints:

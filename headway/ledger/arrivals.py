@@ -24,11 +24,11 @@ from headway.ledger.rows import NAME_ID, Rows
 from headway.ledger.saved import Saves
 from headway.ledger.sheet import Sheet
 from headway.ledger.timeline import OpenWaits, RankBook
-from headway.trace.intervals import merged
-from headway.trace.nesting import number_alike
-from headway.trace.pauses import elapsed
-from headway.trace.posts import message_key, posted_ns
-from headway.trace.sweep import Ints
+from headway.trace.events.intervals import merged
+from headway.trace.events.nesting import number_alike
+from headway.trace.events.sweep import Ints
+from headway.trace.recording.pauses import elapsed
+from headway.trace.sync.posts import message_key, posted_ns
 
 BLAME_BUCKETS = tuple(BLAME)
 BLAME_CODES = np.array([SUB_CODE[sub] for sub in BLAME.values()], np.int64)

@@ -24,10 +24,10 @@ from headway.ledger.rows import NAME_ID, NAMES, Life, Rows, life_of, name_codes,
 from headway.ledger.saved import saved_steps
 from headway.ledger.sheet import Sheet
 from headway.ledger.timeline import book_rank, trained_until
-from headway.trace.parts import Parts
-from headway.trace.sweep import Ints
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import GC_CALLED, IN_BACKGROUND
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import GC_CALLED, IN_BACKGROUND
 
 _BEHIND = [NAME_ID[name] for name in IN_BACKGROUND]
 

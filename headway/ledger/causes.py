@@ -5,7 +5,7 @@ and totals; what other ranks waited because of a cause counts as lost to it
 too, so causes may overlap. With a predictor the seconds lost are
 counterfactual: the recorded run replayed without the cause.
 
->>> from headway.trace.trace import Trace
+>>> from headway.trace.events.trace import Trace
 >>> trace = Trace.from_columns({"rank": [0] * 3, "start_ns": [0, 0, 20], "duration_ns": [100, 100, 30]},
 ...                            name=[0, 1, 2], names=["process", "step", "host.gc"])
 >>> [(cause.cause, cause.lost_device_s) for cause in find_causes(Ledger.of(trace))]

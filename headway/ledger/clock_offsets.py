@@ -4,11 +4,11 @@ Use it before comparing times of different ranks. What communicates ends at
 about the same moment for all its members, and never before the last of them
 has started. Where that is broken by more than clock noise, offsets are
 estimated from the ends of what the ranks did together
-(`headway.trace.end_differences`), without drift: published traces count each
+(`headway.trace.sync.end_differences`), without drift: published traces count each
 step from zero. A trace whose clocks agree is left alone, to the last bit.
 Offsets are kept in `trace.ranks`, never written into the times.
 
->>> from headway.trace.synthetic import Job, generate
+>>> from headway.trace.generated.synthetic import Job, generate
 >>> trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace
 >>> aligned(trace) is trace
 True
@@ -26,9 +26,9 @@ from headway.core.units import NS_PER_S
 from headway.ledger.dependencies import STREAMS, Dependencies, infer
 from headway.ledger.operation_table import OperationTable, arrange, clock_ns
 from headway.ledger.whatif_groups import CLOCK_NOISE_S
-from headway.trace.end_differences import estimate
-from headway.trace.meetings import Meetings
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.sync.end_differences import estimate
+from headway.trace.sync.meetings import Meetings
 
 Ints = NDArray[np.int64]
 

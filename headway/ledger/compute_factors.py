@@ -8,7 +8,7 @@ DP ranks, the last stage with the other stages, a micro-batch with the usual
 of each place it passes.
 
 >>> from headway.ledger.operation_table import arrange
->>> from headway.trace.synthetic import Fault, Job, generate
+>>> from headway.trace.generated.synthetic import Fault, Job, generate
 >>> job = Job(dp=3, pp=2, num_microbatches=4, num_steps=4)
 >>> made = generate(job, seed=1, faults=[Fault("worker", 1.5, dp=2, stage=1)])
 >>> factors(arrange(made.trace)).worker.round(1).tolist()

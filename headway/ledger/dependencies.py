@@ -1,6 +1,6 @@
 """What an operation of a pipeline- and data-parallel training step waits for, inferred from the trace alone.
 
-Use it on operation traces (`headway.trace.straggler`). Every step and every
+Use it on operation traces (`headway.trace.readers.straggler`). Every step and every
 DP rank runs the same operations, so the order is inferred once, from the
 first DP rank of the first step, and tiled: `arrange` puts the rows into
 [steps, dp, operations], `infer` finds the order, `compile_dag` builds one
@@ -9,7 +9,7 @@ op before their ends: an end is the latest arrival plus the own transfer time.
 The model is that of the straggler what-if study (arXiv 2505.05713).
 
 >>> from headway.ledger.operation_table import arrange
->>> from headway.trace.synthetic import Job, generate
+>>> from headway.trace.generated.synthetic import Job, generate
 >>> table = arrange(generate(Job(dp=2, pp=2, num_microbatches=2, num_steps=2), seed=1).trace)
 >>> order, forward = infer(table), table.find(1, "forward-compute", 1)
 >>> [table.label(op) for op in order.source[order.target == forward]]

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from headway.core.units import NS_PER_S
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

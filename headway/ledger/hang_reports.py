@@ -34,10 +34,10 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.ledger.hang import RECV, SEND, Group, RankReport, Wait
-from headway.trace import flight
-from headway.trace.meetings import verb_of
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import COLLECTIVES, KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import COLLECTIVES, KIND
+from headway.trace.readers import flight
+from headway.trace.sync.meetings import verb_of
 
 DEFAULT_GROUP = 0
 """The process group of all ranks."""

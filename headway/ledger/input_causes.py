@@ -17,7 +17,7 @@ from headway.ledger.evidence import also_waited, blamed_s, booked_s, mean_of, sh
 from headway.ledger.input_counts import count_words
 from headway.ledger.input_hints import LoaderState, hint_of
 from headway.ledger.ledger import Ledger
-from headway.trace.loader_facts import LoaderFacts, facts_of, loaders_in, unmovable
+from headway.trace.events.loader_facts import LoaderFacts, facts_of, loaders_in, unmovable
 
 FETCH = ("input.fetch", "input.unsplit")
 PREP = ("input.prep", "input.cpu_wait")

@@ -25,7 +25,7 @@ from headway.ledger.waits import (
     inside_outside,
     match_batches,
 )
-from headway.trace.sweep import Ints, Pieces, share_out
+from headway.trace.events.sweep import Ints, Pieces, share_out
 
 PART_CODES = np.array([SUB_CODE[sub] for sub in PART_SUBS], np.int64)
 

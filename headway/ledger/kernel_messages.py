@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.nesting import number_alike
-from headway.trace.sweep import Ints
+from headway.trace.events.nesting import number_alike
+from headway.trace.events.sweep import Ints
 
 
 @dataclass(frozen=True, slots=True)

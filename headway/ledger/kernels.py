@@ -7,7 +7,7 @@ launching threads were doing then (a launch gap is `host.launch`), else it was
 idle. Without device rows the training thread is the device. Every rank is
 accounted for the longest window of all.
 
->>> from headway.trace.trace import Trace
+>>> from headway.trace.events.trace import Trace
 >>> trace = Trace.from_columns({"start_ns": [0, 10], "duration_ns": [10, 30], "kind": [0, 4], "lane": [1, 0],
 ...                             "rank": [0, 0]}, name=[0, 0], names=["k"], lanes=["main", "stream 7"])
 >>> account = profile_account(trace)
@@ -30,12 +30,12 @@ from headway.ledger.account import Account, SpanFacts, blank_subs
 from headway.ledger.arrivals import Lateness, last_arrivals
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.kernel_messages import Messages, peers_begun
-from headway.trace.kineto_names import LAUNCHING
-from headway.trace.nesting import number_alike
-from headway.trace.parts import Parts
-from headway.trace.sweep import Ints, Pieces, sweep
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, MOVING
+from headway.trace.events.nesting import number_alike
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints, Pieces, sweep
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, MOVING
+from headway.trace.profiler.kineto_names import LAUNCHING
 
 DEVICE_LANE = re.compile(r"(?:device (?P<device>\S+) )?stream (?P<stream>.+)")
 

@@ -31,9 +31,9 @@ from headway.ledger.kernels import profile_account
 from headway.ledger.operation_ledger import operation_account
 from headway.ledger.recorded import RECORDED, RecordedRun, recorded_account, recorded_trace_account
 from headway.ledger.sampled_lines import SampledLine
-from headway.trace.parts import Parts
-from headway.trace.sweep import Ints
-from headway.trace.trace import Trace
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
 
 SCHEMA = "headway.why/2"
 

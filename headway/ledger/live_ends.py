@@ -1,4 +1,4 @@
-"""Where the steps of a running rank end: by the rule of `headway.trace.basis`, as far as it can be known by now.
+"""Where the steps of a running rank end: by the rule of `trace.recording.basis`, as far as it can be known by now.
 
 Updates of the optimizer met first end steps, once gradients were seen only those that a gradient led to. A first
 update without any gradient is held back until the next one: a restore makes one to fill in the state. While no
@@ -6,7 +6,7 @@ optimizer has stepped, a backward with fresh gradients ends the step before it; 
 forward is an iteration, after the first twenty. Differences from the finished run: of several updates before the
 first gradient all stay counted, and several optimizers in loops of different depth are not told apart. Times in ns.
 
->>> from headway.trace.records import RECORD_DTYPE
+>>> from headway.trace.rings.records import RECORD_DTYPE
 >>> records = np.zeros(3, RECORD_DTYPE)
 >>> records["code"], records["start_ns"], records["c"] = BACKWARD, [10, 20, 30], [1, 0, 1]
 >>> LiveEnds().of(records).tolist()
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.sweep import Ints
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.sweep import Ints
+from headway.trace.events.vocabulary import SPANS
 
 UPDATE, BACKWARD, GRAD, FORWARD = (
     SPANS[name].code for name in ("optimizer.step", "segment.backward", "segment.grad", "forward")

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.live_rank import LEARNING, LiveRank, Records, RingFacts, Window
 from headway.ledger.live_sweep import book_windows
-from headway.trace.sweep import Ints
+from headway.trace.events.sweep import Ints
 
 USEFUL, STARTUP, RESTART, REWORK, IDLE, UNKNOWN = (
     BUCKETS.index(name) for name in ("useful", "startup", "restart", "rework", "idle", "unknown")

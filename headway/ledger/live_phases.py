@@ -5,7 +5,7 @@ soon as it is booked. What a later step would say of an earlier one is not
 known: a model counts as trained once it learned in the same window.
 Times in ns.
 
->>> from headway.trace.records import RECORD_DTYPE
+>>> from headway.trace.rings.records import RECORD_DTYPE
 >>> records, spans = phases(Window(0, 0, 0, np.array([100]), np.zeros(0, RECORD_DTYPE)))
 >>> len(records), len(spans[0])
 (0, 0)
@@ -16,13 +16,13 @@ from __future__ import annotations
 import numpy as np
 
 from headway.ledger.live_rank import Records, Window
-from headway.trace.basis import basis_of, gradients_of
-from headway.trace.evaluation import evaluations, mark_learning
-from headway.trace.gaps import gaps
-from headway.trace.intervals import Intervals
-from headway.trace.records import RECORD_DTYPE
-from headway.trace.rows import with_backwards
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.intervals import Intervals
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.recording.basis import basis_of, gradients_of
+from headway.trace.recording.evaluation import evaluations, mark_learning
+from headway.trace.recording.gaps import gaps
+from headway.trace.recording.rows import with_backwards
+from headway.trace.rings.records import RECORD_DTYPE
 
 FORWARD, SCRIPT = SPANS["forward"].code, SPANS["host.script"].code
 

@@ -3,7 +3,7 @@
 Fed with the records of one process in the order in which they were written.
 Times in ns on CLOCK_MONOTONIC.
 
->>> from headway.trace.records import RECORD_DTYPE
+>>> from headway.trace.rings.records import RECORD_DTYPE
 >>> records = np.zeros(2, RECORD_DTYPE)
 >>> records["code"], records["start_ns"], records["duration_ns"] = STEP, [10, 30], 5
 >>> rank = LiveRank(0, 1, 0)
@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.live_ends import LiveEnds
-from headway.trace.rows import training_thread
-from headway.trace.sweep import Ints
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.sweep import Ints
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.recording.rows import training_thread
 
 Records = NDArray[np.void]
 
@@ -52,7 +52,7 @@ OPEN_RECORDS = 1 << 16
 
 
 class RingFacts(Protocol):
-    """What is read of a ring's header; `headway.trace.records.RingHeader` has it."""
+    """What is read of a ring's header; `headway.trace.rings.records.RingHeader` has it."""
 
     @property
     def rank(self) -> int:
@@ -66,7 +66,7 @@ class RingFacts(Protocol):
 
     @property
     def role(self) -> str:
-        """One of `headway.trace.ring.ROLES`."""
+        """One of `headway.trace.rings.ring.ROLES`."""
         ...
 
     @property

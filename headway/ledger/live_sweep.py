@@ -25,10 +25,10 @@ from headway.ledger.live_phases import phases
 from headway.ledger.live_rank import DEVICE_WORK, Records, Window
 from headway.ledger.rows import NAME_ID, Rows
 from headway.ledger.timeline import GAP_PRECEDENCE, checkpoint_gaps
-from headway.trace.intervals import LAST, inside
-from headway.trace.records import RECORD_DTYPE
-from headway.trace.sweep import Ints, sweep
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.intervals import LAST, inside
+from headway.trace.events.sweep import Ints, sweep
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RECORD_DTYPE
 
 _SIZE = 1 + max(span.code for span in SPANS.values())
 _USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART, _HOST = (

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
 
 PASSES: dict[str, tuple[str, ...]] = {
     "forward": ("forward-compute", "segment.forward"),

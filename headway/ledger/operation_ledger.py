@@ -1,6 +1,6 @@
 """The ledger of an operation trace: where each rank's time went, to the nanosecond.
 
-Use it for traces of `headway.trace.straggler`. The wall is the traced steps,
+Use it for traces of `headway.trace.readers.straggler`. The wall is the traced steps,
 one behind the other, each from its first start to its last end; time between
 traced steps is not in the trace. Per rank, computes own their time; of the
 rest, communication after its last peer has arrived is `comm`; before that it
@@ -10,7 +10,7 @@ computes, then waits for the `straggler` until all pipelines have computed, as
 it does once it is through with the step. Time that no operation of the rank
 covers otherwise is a launch delay (`host.launch`).
 
->>> from headway.trace.synthetic import Job, generate
+>>> from headway.trace.generated.synthetic import Job, generate
 >>> trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace
 >>> account = operation_account(trace)
 >>> len(account.sub_ns), account.steps, all(amounts.sum() == account.wall_ns for amounts in account.sub_ns.values())
@@ -30,8 +30,8 @@ from headway.ledger.clock_offsets import aligned
 from headway.ledger.dependencies import COMPUTE, STREAMS, infer
 from headway.ledger.operation_table import OperationTable, arrange, clock_ns
 from headway.ledger.whatif_groups import COMMUNICATION
-from headway.trace.sweep import Ints, sweep
-from headway.trace.trace import Trace
+from headway.trace.events.sweep import Ints, sweep
+from headway.trace.events.trace import Trace
 
 BASIS = {"useful": "recorded", "comm": "recorded", "bubble": "recorded", "straggler": "recorded", "host": "remainder"}
 """Bucket -> how an operation trace knows it."""

@@ -6,7 +6,7 @@ puts their times side by side, in seconds from the start of the step. A trace
 that was float32 stays float32, because ends and transfer times of the
 published results are formed in that precision.
 
->>> from headway.trace.straggler import operations
+>>> from headway.trace.readers.straggler import operations
 >>> trace = operations({"rank": [0, 0], "step": [3, 4], "seq": [0, 0], "start_ns": [5, 9], "duration_ns": [2, 2]},
 ...                    optypes=["optimizer"] * 2, coordinates={0: (0, 0)})
 >>> arrange(trace).shape
@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S
-from headway.trace.clocks import common_ns
-from headway.trace.straggler import OPTYPES, coordinates_of
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.readers.straggler import OPTYPES, coordinates_of
+from headway.trace.sync.clocks import common_ns
 
 
 @dataclass(frozen=True, slots=True)

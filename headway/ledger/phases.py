@@ -15,9 +15,9 @@ import numpy as np
 
 from headway.ledger.buckets import REMAINDER_SUB, SUB_CODE
 from headway.ledger.rows import NAME_ID, Life, Rows
-from headway.trace.intervals import Intervals, inside, merged
-from headway.trace.segments import ON_DEVICE
-from headway.trace.sweep import Ints
+from headway.trace.events.intervals import Intervals, inside, merged
+from headway.trace.events.sweep import Ints
+from headway.trace.recording.segments import ON_DEVICE
 
 
 def evaluations_of(rows: Rows) -> Intervals:

@@ -15,8 +15,8 @@ import numpy as np
 
 from headway.ledger.buckets import SUB_CODE
 from headway.ledger.rows import NAME_ID, Rows
-from headway.trace.sweep import Ints
-from headway.trace.vocabulary import STAGE_PARTS
+from headway.trace.events.sweep import Ints
+from headway.trace.events.vocabulary import STAGE_PARTS
 
 STAGES = tuple(f"stage.{part}" for part in STAGE_PARTS)
 BACKWARDS = [NAME_ID[name] for name in ("stage.backward", "stage.input")]

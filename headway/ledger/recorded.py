@@ -28,10 +28,10 @@ from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.sampled import Windows, apply_windows, moved, window_shares
 from headway.ledger.sampled_lines import joined
 from headway.ledger.sheet import Sheet
-from headway.trace.basis import BASES
-from headway.trace.parts import Parts
-from headway.trace.sweep import Ints
-from headway.trace.trace import Trace
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
+from headway.trace.recording.basis import BASES
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
 """Names that only headway's recorder writes."""
@@ -47,7 +47,7 @@ WINDOW_FILE = re.compile(r"r(?P<rank>\d+)-w(?P<number>\d+)\.json(\.gz)?")
 
 @runtime_checkable
 class RecordedRun(Protocol):
-    """What `Ledger.of` needs of a run folder; `headway.trace.runs.Run` has it."""
+    """What `Ledger.of` needs of a run folder; `headway.trace.recording.runs.Run` has it."""
 
     @property
     def meta(self) -> Mapping[str, Any]:

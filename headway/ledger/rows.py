@@ -4,7 +4,7 @@ Everything that books a recorded run starts here. Times are aligned: each
 rank's clock offset (none on one host) is added to its raw clock, after what
 `headway trace align` has found of it.
 
->>> from headway.trace.trace import Trace
+>>> from headway.trace.events.trace import Trace
 >>> trace = Trace.from_columns({"rank": [0, 0], "start_ns": [5, 0]}, name=[0, 1], names=["host.gc", "process"])
 >>> [NAMES[rows.name[0]] for rows in rows_by_rank(trace).values()]
 ['process']
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.clocks import aligned_ns
-from headway.trace.parts import Parts
-from headway.trace.rows import LOADER_LANE
-from headway.trace.sweep import Ints
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.recording.rows import LOADER_LANE
+from headway.trace.sync.clocks import aligned_ns
 
 NAMES: tuple[str, ...] = tuple(SPANS)
 NAME_ID: dict[str, int] = {name: index for index, name in enumerate(NAMES)}

@@ -37,9 +37,9 @@ from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_C
 from headway.ledger.kernels import WAITED, DeviceBook, device_books, lateness_of
 from headway.ledger.phases import by_host, evaluations_of
 from headway.ledger.rows import NAMES, Rows
-from headway.trace.intervals import inside
-from headway.trace.sweep import Ints, share_out, sweep
-from headway.trace.trace import Trace, concat
+from headway.trace.events.intervals import inside
+from headway.trace.events.sweep import Ints, share_out, sweep
+from headway.trace.events.trace import Trace, concat
 
 SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy", "comm.p2p", "bubble.p2p")
 """What a window can show of a device at work; a last column, 'own', holds the time in which it did not work."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.ledger.rows import Life, Rows
-from headway.trace.sweep import Ints
+from headway.trace.events.sweep import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from headway.ledger.input_hints import LoaderState, hint_of
 from headway.ledger.ledger import Ledger
 from headway.ledger.pipeline_waits import KINDS
 from headway.ledger.sampled_lines import SampledLine
-from headway.trace.loader_facts import loaders_in
+from headway.trace.events.loader_facts import loaders_in
 
 LEAST_SAMPLES = 8
 """Samples below which no line is named: the next one could turn the shares over."""

@@ -1,13 +1,13 @@
 """Straggler what-if analysis of an operation trace: how much slower than without stragglers, and whose fault.
 
-Use it on traces of pipeline- and data-parallel jobs (`headway.trace.straggler`).
+Use it on traces of pipeline- and data-parallel jobs (`headway.trace.readers.straggler`).
 S, the slowdown, compares the job replayed as it was with the job replayed
 with every operation at the ideal of its type; the same replay with one DP
 rank, stage or operation type as it was gives that one's share. All
 dependencies are inferred from the trace. Numbers are those of the published
 study (arXiv 2505.05713); lists of causes are ours (`root_cause`).
 
->>> from headway.trace.synthetic import Job, generate
+>>> from headway.trace.generated.synthetic import Job, generate
 >>> report = analyse(generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace)
 >>> 1.0 <= report.slowdown < 1.2, sorted(report.by)
 (True, ['dp', 'optype', 'pp', 'worker'])
@@ -30,8 +30,8 @@ from headway.ledger.dependencies import blocks, infer
 from headway.ledger.operation_table import OperationTable, arrange, clock_ns
 from headway.ledger.root_cause import Correlation, correlation, find_causes
 from headway.ledger.whatif_groups import WhatIf, launch_delays, merged
-from headway.trace.straggler import Sizes, sizes_of
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.readers.straggler import Sizes, sizes_of
 
 DECOMPOSED_FROM = 1.03
 """A slowdown below this is not taken apart in `detail` (the published files hold null there)."""

@@ -30,8 +30,8 @@ from headway.ledger.input_waits import INPUT_IDS, book_evaluation, book_input
 from headway.ledger.phases import by_host, device_phases, evaluations_of, phase_of, remainder
 from headway.ledger.rows import NAME_ID, NAMES, Life, Rows
 from headway.ledger.sheet import Sheet
-from headway.trace.intervals import inside
-from headway.trace.sweep import Ints, Pieces, sweep
+from headway.trace.events.intervals import inside
+from headway.trace.events.sweep import Ints, Pieces, sweep
 
 COMM_NAMES = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
 """Names whose time is split by the arrivals of other ranks."""

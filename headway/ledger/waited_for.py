@@ -23,8 +23,8 @@ from headway.core.errors import HeadwayError
 from headway.ledger.dependencies import infer
 from headway.ledger.operation_table import arrange, clock_ns
 from headway.sim.observed import observe
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, SPANS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, SPANS
 
 Pairs = NDArray[np.int64]
 """[2, e] Rows: the first ended, or came, before the second could go on."""

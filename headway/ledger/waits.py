@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.ledger.rows import Rows
-from headway.trace.nesting import enclosing, number_alike
-from headway.trace.sweep import Ints
+from headway.trace.events.nesting import enclosing, number_alike
+from headway.trace.events.sweep import Ints
 
 PART_SUBS = ("input.fetch", "input.cpu_wait", "input.prep", "input.transfer")
 """Sub-lines of the columns of `Loads.parts`."""

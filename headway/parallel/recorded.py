@@ -24,7 +24,7 @@ from headway.ledger.pipeline_waits import KINDS
 from headway.sim.edits import Scenario, scenario_of
 from headway.sim.program import Program
 from headway.sim.stage_orders import RecordedPipeline
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 REASONS = ("transfers", "unequal", "order", "work")
 """What a step is made of."""

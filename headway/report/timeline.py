@@ -6,7 +6,7 @@ colour what the ledger's table does not name, such as profiler kernels. Spans
 too short to see are joined with their neighbours and counted, so a page stays
 small however long the window is. Times in integer nanoseconds.
 
->>> from headway.trace.trace import Trace
+>>> from headway.trace.events.trace import Trace
 >>> spans = {"start_ns": [0, 40], "duration_ns": [40, 10], "rank": [0, 0], "name": [0, 1], "kind": [5, 7]}
 >>> line = timeline(Trace.from_columns(spans, names=["input.next", "optimizer.step"]))
 >>> [(row.name, row.bucket.tolist()) for row in line.rows], line.end_ns - line.start_ns
@@ -28,9 +28,9 @@ from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.charts import encode
 from headway.report.figures import clean
-from headway.trace.clocks import on_common_clock
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.sync.clocks import on_common_clock
 
 MOST_SPANS = 12_000
 """Spans drawn; of more, the shortest are joined."""

@@ -28,7 +28,7 @@ from headway.core.host_load import load_beside
 from headway.core.mounts import place_of
 from headway.core.units import GIB, MIB, format_bytes
 from headway.runtime.host_memory import cgroup_memory, meminfo
-from headway.trace import ring_folders
+from headway.trace.rings import ring_folders
 
 Value = int | float | str | None
 

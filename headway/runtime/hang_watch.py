@@ -41,10 +41,10 @@ from headway.ledger.hang_reports import of_dumps
 from headway.runtime import flight_answers, process_probe
 from headway.runtime.hang_proof import LOOK_S, LOOKS, proven
 from headway.runtime.recording import write_json
-from headway.trace.assemble import json_object
-from headway.trace.records import Page, RingHeader, RingReader
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
+from headway.trace.recording.assemble import json_object
+from headway.trace.rings.records import Page, RingHeader, RingReader
 
 SCHEMA = "headway.hang-watch/1"
 

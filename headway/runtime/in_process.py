@@ -37,7 +37,7 @@ from headway.runtime.cells import Cells
 from headway.runtime.exit_class import RankEnd, classify
 from headway.runtime.probes import now, write_json
 from headway.runtime.rank_variables import number
-from headway.trace.ring import warn
+from headway.trace.rings.ring import warn
 
 DEFAULT_FOLDER = "headway-runs"
 

@@ -26,7 +26,7 @@ from headway.core.errors import HeadwayError, InputError
 from headway.core.units import NS_PER_S
 from headway.core.worker import Worker
 from headway.runtime.probes import now
-from headway.trace.ring import warn
+from headway.trace.rings.ring import warn
 
 if TYPE_CHECKING:
     from headway.ledger.live_ledger import LiveFigures, LiveLedger
@@ -183,7 +183,7 @@ class Reports:
     def __init__(self, session: Session) -> None:
         """Read the ring of `session` from its beginning."""
         # Here and not above: numpy and the ledger are not for the start of every rank.
-        from headway.trace.follow import RunFollower
+        from headway.trace.rings.follow import RunFollower
 
         recorder = session.probes.recorder
         self._follower = RunFollower(Path(recorder.folder), rank=recorder.rank)

@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.runtime.device import device_of
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 SYNC = SPANS["host.sync"].code
 

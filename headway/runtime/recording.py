@@ -33,7 +33,7 @@ from headway.core.whole_file import whole_file
 from headway.runtime import redact
 from headway.runtime.host_memory import host_memory
 from headway.runtime.problems import Problems
-from headway.trace import ring_folders
+from headway.trace.rings import ring_folders
 
 if TYPE_CHECKING:
     from headway.runtime.drain import Drainer

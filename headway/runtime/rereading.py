@@ -37,7 +37,7 @@ from headway.core.own_children import unheard
 from headway.runtime.device import in_use
 from headway.runtime.draws import own_generators, restorer
 from headway.runtime.probes import NEVER, RECORDING, Probes, now
-from headway.trace.vocabulary import READ_AGAIN
+from headway.trace.events.vocabulary import READ_AGAIN
 
 LATER = (8, 64)
 """Optimizer steps after the first load at which its indices are read again."""

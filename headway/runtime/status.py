@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from headway.core.units import format_fraction, format_rate, format_seconds
 from headway.runtime.drain import Drainer
 from headway.runtime.streams import Streams, write_all
-from headway.trace.records import RingHeader
+from headway.trace.rings.records import RingHeader
 
 if TYPE_CHECKING:
     from headway.ledger.live_ledger import LiveLedger

@@ -40,7 +40,7 @@ from headway.runtime.flight_answers import flight_entries
 from headway.runtime.probes import NEVER, Probes, now
 from headway.runtime.rank_variables import number
 from headway.runtime.window_schedule import Schedule, opening_step, spacing, takes_part
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 WINDOW = SPANS["window"].code
 

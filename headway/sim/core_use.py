@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
 
 if TYPE_CHECKING:
     from headway.sim.lane import Lane

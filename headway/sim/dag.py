@@ -29,7 +29,7 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import CycleError, HeadwayError, InputError
 
 if TYPE_CHECKING:
-    from headway.trace.trace import Trace
+    from headway.trace.events.trace import Trace
 
 SHOWN = 12
 """How many operations of a cycle a message spells out; `CycleError.operations` has them all."""

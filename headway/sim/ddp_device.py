@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.sim.ddp_window import CALL, Ints
-from headway.trace.kineto_names import OP
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import MOVING
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import MOVING
+from headway.trace.profiler.kineto_names import OP
 
 MARKS = ("DistributedDataParallel.forward",)
 """Operations of the host whose moment counts, whatever they launch."""

@@ -26,8 +26,8 @@ from headway.sim.ddp_device import rows_of
 from headway.sim.ddp_step import Step
 from headway.sim.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
 from headway.sim.ddp_window import Ints
-from headway.trace.kineto_names import FORWARD
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.profiler.kineto_names import FORWARD
 
 
 @dataclass(frozen=True, slots=True)

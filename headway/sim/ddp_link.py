@@ -20,7 +20,7 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.trace.nesting import union_ns
+from headway.trace.events.nesting import union_ns
 
 IDLE_LATENCY_NS = 350_000
 """A small all-reduce of two gloo ranks on an idle host: 0.3 to 0.4 ms measured."""

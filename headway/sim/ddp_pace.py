@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.sim.ddp_window import Ints
-from headway.trace.runs import Run
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.recording.runs import Run
 
 WARM = 8
 """First steps, which are no measure of others."""

@@ -33,8 +33,8 @@ from headway.sim.ddp_step import Step, compiled, makespan_ns, step_of
 from headway.sim.ddp_thread import WAIT, thread_of
 from headway.sim.ddp_window import Window, models_of, windows_of
 from headway.sim.edits import Scenario
-from headway.trace.runs import Run
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.recording.runs import Run
 
 MAX_DISCREPANCY = 0.05
 """A replay that misses the windows by more refuses what-ifs (the cut of the straggler study)."""

@@ -26,7 +26,7 @@ from headway.sim.ddp_link import Carried, Link
 from headway.sim.ddp_thread import CALL, WAIT, Thread
 from headway.sim.ddp_window import Ints
 from headway.sim.greedy import greedy
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
 
 PIECE_BYTES = 256 * KIB
 """A collective goes over the link in pieces of this size: the grain at which several share it."""

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.sim.ddp_device import DeviceWindow
 from headway.sim.ddp_window import Ints, collectives
-from headway.trace.nesting import leaves
-from headway.trace.trace import Trace
+from headway.trace.events.nesting import leaves
+from headway.trace.events.trace import Trace
 
 ITEMS: tuple[str, ...] = ("work", "grad", "call", "wait", "copy")
 """Kinds of items, by value."""

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
-from headway.trace.assemble import json_object
-from headway.trace.runs import Run
-from headway.trace.trace import Trace, concat
+from headway.trace.events.trace import Trace, concat
+from headway.trace.recording.assemble import json_object
+from headway.trace.recording.runs import Run
 
 Ints = NDArray[np.int64]
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_US
 from headway.sim.lane import COMPUTE, LABEL, Lane
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
 
 CHAINED_NS = 50 * NS_PER_US
 """Work that begins this soon after what came before follows it without a pause."""

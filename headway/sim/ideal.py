@@ -14,8 +14,8 @@ from headway.sim.edits import Edit
 from headway.sim.greedy import greedy
 from headway.sim.lane import LABEL, LABELS
 from headway.sim.program import Program
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, SPANS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, SPANS
 
 LOSSLESS: tuple[str, ...] = ("input=instant", "straggler=none", "checkpoint=none", "host=none")
 """Edits that leave compute and communication as they are and take everything else away."""

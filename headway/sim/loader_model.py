@@ -21,7 +21,7 @@ from headway.sim.edits import Scenario
 from headway.sim.lane import Lane
 from headway.sim.loader_costs import Costs, between_loads, first_loads, measure_handoff
 from headway.sim.recording import Batches, Recording
-from headway.trace.loader_facts import LoaderFacts, bound, facts_of, uncacheable
+from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, uncacheable
 
 MAX_PRESSURE = 10.0
 """Beyond this, run-queue wait says more about single wake-ups than about the host."""

@@ -33,9 +33,9 @@ from headway.sim.observed_edges import DEVICE, EDGE_CLASSES, FINDERS, Ints, Oper
 from headway.sim.program import Program
 from headway.sim.replay import replay
 from headway.sim.row_edges import listed_dag
-from headway.trace.clocks import on_common_clock
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.sync.clocks import on_common_clock
 
 DELAYS: tuple[str, ...] = ("none", "host", "all")
 """Which residual gaps stay: launch gaps only; those of host threads too; all of them."""

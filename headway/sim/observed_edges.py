@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.trace.kineto_names import FORWARD, OP
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.profiler.kineto_names import FORWARD, OP
 
 EDGE_CLASSES: dict[str, str] = {
     "program": "operations of one thread or stream run in the order of their start",

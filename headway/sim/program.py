@@ -35,12 +35,12 @@ from headway.sim.prediction import Prediction
 from headway.sim.recording import Recording, first_steady
 from headway.sim.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.unroll import Occupancy, Unrolled, edited_segments, unroll
-from headway.trace.loader_facts import loaders_in
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
+from headway.trace.events.loader_facts import loaders_in
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
 
 if TYPE_CHECKING:
-    from headway.trace.runs import Run
+    from headway.trace.recording.runs import Run
 
 BUSY = 0.15
 """Cores that others want from which on they are named beside a replay that misses."""

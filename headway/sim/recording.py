@@ -20,12 +20,12 @@ from headway.sim.core_use import cores_used
 from headway.sim.device_work import DeviceWork
 from headway.sim.lane import COMPUTE, GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
 from headway.sim.stage_work import Messages, StageWork, cuts_of
-from headway.trace.nesting import enclosing
-from headway.trace.parts import Parts
-from headway.trace.pauses import without_pauses
-from headway.trace.sweep import sweep
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import GC_CALLED, READ_AGAIN
+from headway.trace.events.nesting import enclosing
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import sweep
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import GC_CALLED, READ_AGAIN
+from headway.trace.recording.pauses import without_pauses
 
 Events = Mapping[str, NDArray[Any]]
 """Columns of a trace."""

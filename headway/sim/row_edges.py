@@ -20,7 +20,7 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.sim.dag import Dag
 from headway.sim.observed_edges import FINDERS, Ints, Operations
-from headway.trace.trace import Trace, in_order
+from headway.trace.events.trace import Trace, in_order
 
 
 def listed(trace: Trace) -> Trace:

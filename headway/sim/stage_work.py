@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from headway.sim.lane import Lane
 from headway.sim.pipeline.actions import B, F, I, W
-from headway.trace.nesting import number_alike
-from headway.trace.posts import message_key, posted_ns
-from headway.trace.trace import Trace
+from headway.trace.events.nesting import number_alike
+from headway.trace.events.trace import Trace
+from headway.trace.sync.posts import message_key, posted_ns
 
 Ints = NDArray[np.int64]
 

@@ -30,7 +30,7 @@ from headway.core.whole_file import whole_file
 from headway.ledger.compare import steps_per_s
 from headway.ledger.ledger import Ledger
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 

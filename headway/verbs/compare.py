@@ -19,7 +19,7 @@ from headway.ledger.ledger import Ledger
 from headway.report.figures import ending
 from headway.report.paper import draw, paragraph
 from headway.report.terminal import render_compare
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.fault import ettr_beside, ettr_sentence
 from headway.verbs.learned_step import judged, sentence
 from headway.verbs.output import emit

@@ -23,12 +23,12 @@ from headway.plan.setup import Setup
 from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
 from headway.sim.ideal import replayed_trace
 from headway.sim.program import Program
-from headway.trace.assemble import json_object
-from headway.trace.formats import open_parts
-from headway.trace.loader_facts import loaders_in
-from headway.trace.parts import Parts
-from headway.trace.runs import Run, is_run, merge
-from headway.trace.trace import Trace
+from headway.trace.events.loader_facts import loaders_in
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.readers.formats import open_parts
+from headway.trace.recording.assemble import json_object
+from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.script_terms import script_terms
 from headway.verbs.verified import withdrawn
 

@@ -22,7 +22,7 @@ from headway.ledger.attempts import book_run
 from headway.ledger.ledger import Ledger
 from headway.ledger.metrics import ettr_of_steps
 from headway.report.paper import ScreenOptions, add_row, draw, grid
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.hang import mesh_of
 from headway.verbs.output import emit
 from headway.verbs.source import run_at

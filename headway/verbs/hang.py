@@ -12,8 +12,8 @@ from headway.core.mesh import Mesh
 from headway.ledger.hang import Verdict, localise
 from headway.ledger.hang_reports import of_dumps, of_watch
 from headway.report.hang import render_hang
-from headway.trace.runs import is_run
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.recording.runs import is_run
 from headway.verbs.output import emit
 from headway.verbs.source import newest_run
 

@@ -22,8 +22,8 @@ from headway.ledger.compare import is_full
 from headway.ledger.ledger import Ledger
 from headway.sim.dag import Dag
 from headway.sim.replay import replay
-from headway.trace.loader_facts import LoaderFacts
-from headway.trace.runs import Run
+from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.runs import Run
 from headway.verbs.named import imported
 
 TABLE = Path("headway-costs.jsonl")

@@ -26,7 +26,7 @@ from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport
 from headway.runtime.launch import RUNS, ExitReport, LaunchOptions, check, launch
 from headway.runtime.recording import claim_folder, next_folder
 from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 STEPS = 60
 """Steps of each phase by default, warm-up included."""

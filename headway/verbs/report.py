@@ -23,9 +23,9 @@ from headway.report.facts import created, facts_of
 from headway.report.html import ReportData, write_report
 from headway.report.timeline import Timeline, rank_groups, timeline
 from headway.sim.ideal import replayed_trace
-from headway.trace.clocks import on_common_clock
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.explain import Explanation, explain, ideal_of
 from headway.verbs.model_flops import ModelSpec
 from headway.verbs.output import emit

@@ -16,7 +16,7 @@ from headway.ledger.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.recording import write_json
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.explain import Explanation, explain_run, outcomes
 from headway.verbs.verified import verified, withdrawn
 

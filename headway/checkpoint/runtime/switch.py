@@ -46,7 +46,7 @@ from headway.runtime import state_account
 from headway.runtime.exit_class import FAILED_AT_EXIT
 from headway.runtime.file_looks import before_looks, related
 from headway.runtime.remedy import Applied, Context, Refused
-from headway.trace.ring import warn
+from headway.trace.rings.ring import warn
 
 NAME = "checkpoint.async"
 

@@ -19,9 +19,9 @@ from headway.core.units import NS_PER_S
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.compare import steps_per_s
 from headway.ledger.ledger import Ledger
-from headway.trace.in_force import in_force
-from headway.trace.loader_facts import LoaderFacts
-from headway.trace.runs import Run
+from headway.trace.events.in_force import in_force
+from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.runs import Run
 
 BATCH, NOISE = "cluster.batch", "cluster.noise"
 """Names of the remedy, and of what measures for it."""

@@ -30,7 +30,7 @@ from headway.runtime.exit_class import RankEnd, is_secondary, traceback_of
 from headway.runtime.hang_proof import HALTED
 from headway.runtime.problems import Problems
 from headway.runtime.supervision import Failure, Supervisor
-from headway.trace.assemble import json_object
+from headway.trace.recording.assemble import json_object
 
 if TYPE_CHECKING:
     from headway.runtime.agent import Group, RankSpec
