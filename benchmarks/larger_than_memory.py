@@ -31,7 +31,7 @@ BAR_BYTES = 2 << 30
 RANKS, PEER_RANKS = 2, 8
 IN_MEMORY = """
 import json, sys
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.trace.events.trace import Trace
 print(json.dumps(Ledger.of(Trace.open(sys.argv[1])).to_json()))
 """

@@ -16,8 +16,8 @@ from ds_analyzer import BATCH_SIZE, EXAMPLE_BYTES, Examples, Storage, loader_of,
 
 from headway.data.stalls import attribute, from_phases
 from headway.runtime.launch import LaunchOptions, launch
-from headway.sim.intervals import MAX_DISCREPANCY
-from headway.sim.program import Program
+from headway.sim.graph.intervals import MAX_DISCREPANCY
+from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 
 JOBS = {

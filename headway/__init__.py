@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headway.data.runtime.fleets.fleet import Fleet as Fleet
     from headway.integrations.notebook import open_run as open_run
     from headway.integrations.notebook import run as run
-    from headway.ledger.ledger import Ledger as Ledger
+    from headway.ledger.answers.ledger import Ledger as Ledger
     from headway.plan.planner import Plan as Plan
     from headway.plan.proposal import Proposal as Proposal
     from headway.plan.setup import Setup as Setup
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headway.runtime.annotate import log_to as log_to
     from headway.runtime.annotate import steps as steps
     from headway.runtime.annotate import timer as timer
-    from headway.sim.dag import Dag as Dag
+    from headway.sim.graph.dag import Dag as Dag
     from headway.trace.events.trace import Trace as Trace
 
 __version__ = "0.1.0"
@@ -42,10 +42,10 @@ __version__ = "0.1.0"
 PUBLIC: dict[str, str] = {
     "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
     "Checkpointer": "headway.checkpoint.runtime.engine:Checkpointer",
-    "Dag": "headway.sim.dag:Dag",
+    "Dag": "headway.sim.graph.dag:Dag",
     "Fleet": "headway.data.runtime.fleets.fleet:Fleet",
     "HeadwayError": "headway.core.errors:HeadwayError",
-    "Ledger": "headway.ledger.ledger:Ledger",
+    "Ledger": "headway.ledger.answers.ledger:Ledger",
     "Plan": "headway.plan.planner:Plan",
     "Proposal": "headway.plan.proposal:Proposal",
     "Setup": "headway.plan.setup:Setup",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.sim.ddp_window import Window, joined
+from headway.sim.ddp.ddp_window import Window, joined
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND
 from headway.trace.profiler.kineto_names import FORWARD

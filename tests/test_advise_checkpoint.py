@@ -25,10 +25,10 @@ from headway.checkpoint.advise import (
     recorded_saves,
 )
 from headway.checkpoint.costs import best_interval_s
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 from tests.runs_made import MS, RunMaker, joined, write_folder
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import CycleError, InputError
-from headway.ledger.clock_offsets import meetings_of
-from headway.ledger.rows import rows_by_rank
-from headway.sim.observed import observe
+from headway.ledger.booking.rows import rows_by_rank
+from headway.ledger.operations.clock_offsets import meetings_of
+from headway.sim.traced.observed import observe
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND
 from headway.trace.generated.synthetic import Job, generate

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.ledger.attempts import kept_steps
-from headway.ledger.causes import find_causes
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.runs.attempts import kept_steps
 from headway.trace.events.trace import Trace
 from tests.runs_made import MS, NAMES, Made, RunMaker, cut_short, joined
 

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from headway.ledger.buckets import (
+from headway.ledger.kinds.buckets import (
     BLAME,
     BUCKET_CODE_OF_SUB,
     BUCKET_OF,

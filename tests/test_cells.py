@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headway
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.pace import step_seconds
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 from headway.trace.events.intervals import merged, without
 from headway.trace.events.trace import concat
 from headway.trace.recording.pauses import elapsed, without_pauses

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.sim.dag import Dag
-from headway.sim.observed import observe
-from headway.sim.replay import replay
-from headway.sim.row_edges import listed, listed_dag
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.replay import replay
+from headway.sim.traced.observed import observe
+from headway.sim.traced.row_edges import listed, listed_dag
 from headway.trace.events.trace import COLUMNS, Trace, in_order
 from headway.trace.events.vocabulary import KIND
 from headway.trace.profiler.messages import delimited, prefixed

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.ledger.ledger import Ledger
-from headway.sim.program import Program
+from headway.ledger.answers.ledger import Ledger
+from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 from tests.accelerator import recorded_loop
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.mesh import Mesh
 from headway.cost.flops import flops_per_token
-from headway.ledger.group_creation import Creation, creation
-from headway.ledger.hang import localise
-from headway.ledger.machines import machine_times
+from headway.ledger.jobs.group_creation import Creation, creation
+from headway.ledger.jobs.hang import localise
+from headway.ledger.jobs.machines import machine_times
 from headway.report.hang import hang_part, render_hang, rows_of_grid, sentences
 from headway.report.html import ReportData, page
 from headway.report.job_lines import job_lines, mfu_lines

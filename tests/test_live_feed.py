@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.runtime import live_feed
 from headway.runtime.finalise import finalise
 from headway.runtime.live_feed import LiveFeed, finalised, records_of

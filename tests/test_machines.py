@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.machines import LEAST_MACHINES, PASSES, MachineTimes, machine_times
+from headway.ledger.jobs.machines import LEAST_MACHINES, PASSES, MachineTimes, machine_times
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.generated.synthetic import Fault, Job, generate

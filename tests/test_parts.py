@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger import arrivals
-from headway.ledger.buckets import SUBS
-from headway.ledger.causes import find_causes
-from headway.ledger.ledger import Ledger
-from headway.ledger.sheet import Sheet
-from headway.sim.program import Program
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking import arrivals
+from headway.ledger.booking.sheet import Sheet
+from headway.ledger.kinds.buckets import SUBS
+from headway.sim.recorded.program import Program
 from headway.trace.events import parquet
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import COLUMNS, Trace, concat

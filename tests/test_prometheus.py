@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.core.errors import InputError
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.live_ledger import LiveLedger
+from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.live.live_ledger import LiveLedger
 from headway.runtime.launch import LaunchOptions, check
 from headway.runtime.live_feed import Finalised, records_of
 from headway.runtime.prometheus import LedgerCollector, Metrics, check_port

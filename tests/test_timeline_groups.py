@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.waited_for import waited_for
+from headway.ledger.jobs.waited_for import waited_for
 from headway.report.charts import decode
 from headway.report.html import ReportData, write_report
 from headway.report.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline

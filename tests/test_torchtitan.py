@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from headway.trace.readers.torchtitan import parse

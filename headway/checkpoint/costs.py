@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from headway.core.errors import InputError
-from headway.ledger.metrics import daly_interval_s, ettr, optimal_interval_s
+from headway.ledger.answers.metrics import daly_interval_s, ettr, optimal_interval_s
 
 ROUNDING = 1e-9
 """Share of a step by which a quotient may exceed a whole number and still be that number: 0.3 / 0.1 is 3 steps."""
@@ -83,7 +83,7 @@ def budget_steps(*, cost_s: float, step_s: float, budget: float) -> int:
 def young_daly(stall_s: float, mtbf_s: float) -> float:
     """Return the seconds of work between checkpoints that lose least: Young's sqrt(2 c M), with Daly's correction.
 
-    `headway.ledger.metrics.daly_interval_s` (Daly 2006, eq. 37). A checkpoint that costs nothing is taken all the time
+    `ledger.answers.metrics.daly_interval_s` (Daly 2006, eq. 37). A checkpoint that costs nothing is taken all the time
     (0); a job that never fails needs none (inf). Within 1 % of the exact optimum of `wall_factor` for
     stall_s <= mtbf_s / 2; `best_interval_s` is that optimum.
     """
@@ -99,7 +99,7 @@ def young_daly(stall_s: float, mtbf_s: float) -> float:
 def wall_factor(interval_s: float, *, stall_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
     """Return the expected wall seconds per second of useful work.
 
-    The inverse of `headway.ledger.metrics.ettr`; with mtbf_s = inf it is 1 + stall_s / interval_s.
+    The inverse of `headway.ledger.answers.metrics.ettr`; with mtbf_s = inf it is 1 + stall_s / interval_s.
     """
     positive("interval_s", interval_s)
     positive("stall_s", stall_s, zero=True)
@@ -114,7 +114,7 @@ def wall_factor(interval_s: float, *, stall_s: float, mtbf_s: float, restart_s: 
 def best_interval_s(stall_s: float, mtbf_s: float) -> float:
     """Return the seconds of work between checkpoints at which `wall_factor` is least.
 
-    `headway.ledger.metrics.optimal_interval_s`, and the limits of `young_daly`.
+    `headway.ledger.answers.metrics.optimal_interval_s`, and the limits of `young_daly`.
     """
     positive("stall_s", stall_s, zero=True)
     positive("mtbf_s", mtbf_s, infinite=True)

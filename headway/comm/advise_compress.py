@@ -20,9 +20,9 @@ from headway.core.errors import HeadwayError, InputError
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.ddp_compress import MIN_BYTES, RAW
-from headway.sim.ddp_replay import CODECS_FILE
-from headway.sim.program import Program
+from headway.sim.ddp.ddp_compress import MIN_BYTES, RAW
+from headway.sim.ddp.ddp_replay import CODECS_FILE
+from headway.sim.recorded.program import Program
 
 NAME, GRANT = "comm.compress", "lossy"
 

@@ -17,7 +17,7 @@ from headway.runtime import in_process
 from headway.runtime.in_process import Shown
 
 if TYPE_CHECKING:
-    from headway.ledger.ledger import Ledger
+    from headway.ledger.answers.ledger import Ledger
     from headway.verbs.explain import Explanation
 
 

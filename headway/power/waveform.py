@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.core.errors import FormatError, InputError
 from headway.cost.power import PowerModel
-from headway.ledger.rows import NAME_ID, NAMES, Rows, rows_by_rank
+from headway.ledger.booking.rows import NAME_ID, NAMES, Rows, rows_by_rank
 from headway.power.grid_spec import Watts, checked_power
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints, sweep

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.units import NS_PER_S, format_rate
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.live_ledger import LiveFigures, LiveSeries, RankState
+from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.live.live_ledger import LiveFigures, LiveSeries, RankState
 from headway.report import frames, sections
 from headway.report.charts import MOST_LINES, share_chart, step_chart
 from headway.report.figures import count, plural, seconds

@@ -1,6 +1,6 @@
 """Machines by speed: the heat maps of the page, and the lines on the terminal that name those that stand out.
 
-The heat maps come from `headway.ledger.machines.MachineTimes`, the text from
+The heat maps come from `headway.ledger.jobs.machines.MachineTimes`, the text from
 the `machines` entry of a `headway.why/2` object.
 
 >>> entry = {"machines": 4, "basis": "peers", "slowdown": {"a": 1.0, "b": 1.0, "c": 1.01, "d": 1.4}, "outliers": [
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.ledger.machines import BASES, LEAST_MACHINES, MachineTimes
+from headway.ledger.jobs.machines import BASES, LEAST_MACHINES, MachineTimes
 from headway.report.charts import HeatMap
 from headway.report.figures import Json, clean, count, device_seconds, finite, plural, speedup
 from headway.report.sections import section, text

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.units import format_rate
-from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
+from headway.ledger.kinds.buckets import ONCE_PER_RUN, SUB_LINES
 from headway.report.charts import HeatMap
 from headway.report.figures import (
     BUCKET_STYLES,

@@ -1,7 +1,7 @@
 """A window of a trace as rows of spans: what the report's timeline draws.
 
 One row per rank and lane, the training thread first. Spans are coloured by
-the bucket that their name is booked to (`headway.ledger.buckets`); kinds
+the bucket that their name is booked to (`headway.ledger.kinds.buckets`); kinds
 colour what the ledger's table does not name, such as profiler kernels. Spans
 too short to see are joined with their neighbours and counted, so a page stays
 small however long the window is. Times in integer nanoseconds.
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
+from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.charts import encode
 from headway.report.figures import clean
 from headway.trace.events.trace import Trace
@@ -223,7 +223,7 @@ def timeline(
     `MOST_GROUPED_RANKS`, for the reader to choose among. Clocks that were
     aligned are put on one; the window is a stretch of that one. `links` [2, e] are
     rows of `trace`, the second waited for the first
-    (`headway.ledger.waited_for`). Raises `InputError` when the window ends
+    (`headway.ledger.jobs.waited_for`). Raises `InputError` when the window ends
     before it starts.
     """
     trace = on_common_clock(trace)

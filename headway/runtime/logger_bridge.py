@@ -29,7 +29,7 @@ from headway.runtime.probes import now
 from headway.trace.rings.ring import warn
 
 if TYPE_CHECKING:
-    from headway.ledger.live_ledger import LiveFigures, LiveLedger
+    from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
     from headway.runtime.bootstrap import Session
 
 Write = Callable[[Mapping[str, float], int], object]
@@ -193,7 +193,7 @@ class Reports:
 
     def next(self) -> tuple[dict[str, float], int] | None:
         """Return values by name, and the number of complete steps; None when no step was completed since."""
-        from headway.ledger.live_ledger import LiveLedger
+        from headway.ledger.live.live_ledger import LiveLedger
 
         for header, records in self._follower.poll():
             if header.attempt == self._attempt:

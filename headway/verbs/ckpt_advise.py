@@ -18,10 +18,10 @@ from headway.checkpoint.bandwidth import measure
 from headway.checkpoint.choices import SETTINGS, Job, Way, job_with, protections, ways
 from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.setup import Setup
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 

@@ -9,8 +9,8 @@ from typing import Any
 from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
-from headway.ledger.hang import Verdict, localise
-from headway.ledger.hang_reports import of_dumps, of_watch
+from headway.ledger.jobs.hang import Verdict, localise
+from headway.ledger.jobs.hang_reports import of_dumps, of_watch
 from headway.report.hang import render_hang
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import is_run

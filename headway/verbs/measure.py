@@ -25,7 +25,7 @@ from headway.core.units import format_bytes
 from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
 from headway.runtime.launch import RUNS, ExitReport, LaunchOptions, check, launch
 from headway.runtime.recording import claim_folder, next_folder
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 
 STEPS = 60

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 from headway.catalog import CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError
 from headway.core.planfile import granted
-from headway.ledger.cause import Cause
-from headway.ledger.loader_roles import evaluation_loaders
+from headway.ledger.kinds.cause import Cause
+from headway.ledger.runs.loader_roles import evaluation_loaders
 from headway.plan.loader_rows import loader_rows
 from headway.plan.pace import step_seconds
 from headway.plan.planner import SCHEMA

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.ledger.straggler import analyse
+from headway.ledger.operations.straggler import analyse
 from headway.report.terminal import render_trace_info
-from headway.sim.program import Program
-from headway.sim.row_edges import listed
+from headway.sim.recorded.program import Program
+from headway.sim.traced.row_edges import listed
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers import chrome, perfetto

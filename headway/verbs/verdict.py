@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from headway.core.planfile import PlanFile
-from headway.ledger.compare import steps_per_s, whole_speedup
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.compare import steps_per_s, whole_speedup
+from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.recording import write_json

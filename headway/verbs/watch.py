@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from headway.core.errors import HeadwayError, InputError
-from headway.ledger.live_ledger import LiveSeries
+from headway.ledger.live.live_ledger import LiveSeries
 from headway.report.facts import created, facts_of
 from headway.report.html import page
 from headway.report.live import LiveView, live_charts, live_key, live_page, live_parts

@@ -16,9 +16,9 @@ from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
 from headway.core.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import NS_PER_S
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.compare import steps_per_s
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.buckets import BUCKETS
 from headway.trace.events.in_force import in_force
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run
