@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from _command import ROOT
 from safetensors.torch import save_file
 
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.trace.events.trace import Trace
 from headway.trace.readers import straggler
 from headway.trace.readers.formats import save_any

@@ -34,7 +34,7 @@ from _command import ROOT
 from _other_load import quota, spinning
 
 from headway.catalog import ADVISERS
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup

@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.core.errors import HeadwayError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
 from headway.sim.recorded.program import Program

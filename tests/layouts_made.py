@@ -12,7 +12,7 @@ from headway.checkpoint.messages import Hello, Layout, Persist, Value
 from headway.checkpoint.runtime.image import Image, Part, pickled, plan
 from headway.checkpoint.runtime.shards import Holders, pieces
 from headway.checkpoint.saving import persist_rank
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.commit import commit
 from headway.storage.draft import Draft
 

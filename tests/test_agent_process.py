@@ -21,11 +21,11 @@ from headway.checkpoint import link as links
 from headway.checkpoint.agent import pace_from, socket_path
 from headway.checkpoint.link import AgentLink, ask, environment, finish
 from headway.checkpoint.messages import FROM_AGENT, FROM_CALLER, Committed, Failed, Finish, Hello, Persist, Persisted
-from headway.core.arena import shared_memory
-from headway.core.channel import Listener, connect, pair
 from headway.core.errors import InputError
-from headway.core.pace import Pace
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
+from headway.core.machine.arena import shared_memory
+from headway.core.wire.channel import Listener, connect, pair
+from headway.core.wire.pace import Pace
 from headway.storage.commit import committed
 
 SIZE = 1 << 20

@@ -14,7 +14,7 @@ import torch
 import headway
 from headway.checkpoint import CheckpointPolicy
 from headway.core.errors import BackgroundError, InputError
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from headway.checkpoint.runtime.switch import Later, behind
 from headway.core.errors import BackgroundError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.exit_class import HEADER
 from headway.runtime.remedy import Refused
 from headway.storage import verify

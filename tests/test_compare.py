@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.host_load import HostLoad
+from headway.core.machine.host_load import HostLoad
 from headway.ledger.answers.compare import compare, steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS

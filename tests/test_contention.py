@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.host_load import HostLoad
+from headway.core.machine.host_load import HostLoad
 from headway.sim.recorded.contention import Contention
 from headway.sim.recorded.lane import COMPUTE
 from headway.sim.recorded.loader_costs import Costs

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.fault.expected import expected
 from headway.fault.fleet import Failed, Scenario, Times, simulate
 from headway.fault.incident import Blamed, Incident

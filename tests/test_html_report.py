@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.host_load import HostSeries
+from headway.core.machine.host_load import HostSeries
 from headway.report.charts import HeatMap, decode
 from headway.report.figures import BUCKET_STYLES
 from headway.report.html import TITLES, ReportData, page, write_report

@@ -17,7 +17,7 @@ from headway.checkpoint.runtime import image as images
 from headway.checkpoint.runtime.image import RECORD_BYTES, Image, Part, fits_torch, locate, pickled, plan, template
 from headway.checkpoint.saving import payloads
 from headway.core.errors import FormatError, HeadwayError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile
+from headway.core.files.planfile import PlanFile
 from headway.core.units import MIB
 from headway.cost.specs import Link, shipped
 from headway.plan.optimiser import KINDS, QUIET_ROUNDS, SAFE, optimise

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headway.catalog import ADVISERS, REMEDIES
 from headway.core.errors import BarMissedError, InputError
-from headway.core.planfile import ALLOWANCES, read_plan
+from headway.core.files.planfile import ALLOWANCES, read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_given_up, unless_in_force

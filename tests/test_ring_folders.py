@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.mounts import Mount, place_of
+from headway.core.files.mounts import Mount, place_of
 from headway.runtime.drain import Drainer
 from headway.runtime.finalise import finalise
 from headway.runtime.launch import LaunchOptions, launch

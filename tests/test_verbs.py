@@ -17,7 +17,7 @@ import pytest
 
 from headway.catalog import CAUSES_OF_REMEDY, REMEDIES
 from headway.core.errors import BarMissedError, InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.causes import Fix, find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause

@@ -57,11 +57,11 @@ from headway.checkpoint.messages import (
     Redundant,
 )
 from headway.checkpoint.sums import check_sums
-from headway.core.channel import Channel, Listener, Peer
 from headway.core.errors import HeadwayError, InputError
-from headway.core.pace import Pace
-from headway.core.private import runtime_directory
-from headway.core.wires import ChannelClosed, Packets
+from headway.core.files.private import runtime_directory
+from headway.core.wire.channel import Channel, Listener, Peer
+from headway.core.wire.pace import Pace
+from headway.core.wire.wires import ChannelClosed, Packets
 from headway.storage.draft import Draft
 from headway.storage.manifest import CommitRecord, image_name
 from headway.storage.object_commit import ObjectDraft

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from headway.checkpoint.reads import Read, Transfer
 from headway.core.errors import DamageError
-from headway.core.host import host_cores
+from headway.core.machine.host import host_cores
 from headway.core.units import MIB
 from headway.storage.digests import Digested, damaged_blocks
 from headway.storage.store import LocalStore, Store

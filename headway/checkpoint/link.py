@@ -40,9 +40,9 @@ from headway.checkpoint.messages import (
     Persisted,
     Redundant,
 )
-from headway.core.channel import Channel, Peer, connect, hold_lock
 from headway.core.errors import HeadwayError, InputError
-from headway.core.wires import ChannelClosed, Packets
+from headway.core.wire.channel import Channel, Peer, connect, hold_lock
+from headway.core.wire.wires import ChannelClosed, Packets
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from headway.core.errors import InputError
-from headway.core.pace import Pace
 from headway.core.units import MIB
+from headway.core.wire.pace import Pace
 from headway.storage.digests import Digested, Digester, block_bytes_for
 
 if TYPE_CHECKING:

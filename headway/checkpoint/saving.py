@@ -27,8 +27,8 @@ from headway.checkpoint.keep import Keep
 from headway.checkpoint.messages import Hello, Layout, Persist, Phase, Slot
 from headway.checkpoint.persist import Payload, Written, persist
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
-from headway.core.pace import Pace
-from headway.core.whole_file import whole_file
+from headway.core.files.whole_file import whole_file
+from headway.core.wire.pace import Pace
 from headway.storage.commit import Committed, commit, committed, newest, remove
 from headway.storage.commit import recover as recover_drafts
 from headway.storage.digests import crc32

@@ -28,7 +28,7 @@ from headway.checkpoint.messages import Hello, Layout, Persist, Phase
 from headway.checkpoint.persist import persist
 from headway.checkpoint.saving import ABANDONED, GONE, is_superseded, lost_part, manifest_of, payloads
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage import object_commit
 from headway.storage.manifest import MANIFEST, CommitRecord, image_name, rank_folder
 from headway.storage.object_commit import ObjectDraft, abandon, committed, finish_rank, ranks_done, record_at, remove

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headway.checkpoint.fetch import Files, LocalFiles, Room, Source, StoreFiles, too_short
-from headway.core.bounds import RoomError
 from headway.core.errors import DamageError, FormatError
+from headway.core.files.bounds import RoomError
 from headway.storage.digests import Digested, crc32_combine, unpack_digests
 from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import HeadwayError, InputError
+from headway.core.files.bounded_json import read_json
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup

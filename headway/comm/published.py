@@ -35,8 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.comm.strategy_search import Pricing
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.tables import pick
 from headway.sim.graph.dag import kernels
 

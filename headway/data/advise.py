@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.bounded_json import read_json
+from headway.core.files.bounded_json import read_json
 from headway.core.units import format_bytes, format_fraction
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.loader_roles import evaluation_loaders

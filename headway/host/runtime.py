@@ -37,7 +37,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from headway.core.errors import HeadwayError, InputError
-from headway.core.worker import Worker
+from headway.core.processes.worker import Worker
 from headway.host.handlers import files, later
 from headway.runtime.file_looks import before_looks, related
 from headway.runtime.probes import NEVER, now

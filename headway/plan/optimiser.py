@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy
+from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.search import smallest_true
 from headway.core.tables import pick
 from headway.core.units import MIB, format_bytes

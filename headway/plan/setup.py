@@ -39,7 +39,7 @@ class Limits:
     """Loader workers per rank, at most."""
 
     allow: tuple[str, ...] = ()
-    """What the user has granted, entries of `headway.core.planfile.ALLOWANCES`: none of them implies another."""
+    """What the user has granted, entries of `headway.core.files.planfile.ALLOWANCES`: none of them implies another."""
 
     def __post_init__(self) -> None:
         """Check the values."""

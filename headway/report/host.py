@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.core.host_load import HostSeries
+from headway.core.machine.host_load import HostSeries
 from headway.core.units import format_bytes
 from headway.report.figures import seconds
 from headway.report.sections import section

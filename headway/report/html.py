@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 import headway
 from headway.core.errors import InputError
-from headway.core.host_load import HostSeries
-from headway.core.whole_file import whole_file
+from headway.core.files.whole_file import whole_file
+from headway.core.machine.host_load import HostSeries
 from headway.report import frames, sections
 from headway.report.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.figures import BUCKET_STYLES, Json, clean

@@ -22,10 +22,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from headway.core.cgroups import lines_of, number_in
-from headway.core.host import available_cores
-from headway.core.host_load import load_beside
-from headway.core.mounts import place_of
+from headway.core.files.mounts import place_of
+from headway.core.machine.cgroups import lines_of, number_in
+from headway.core.machine.host import available_cores
+from headway.core.machine.host_load import load_beside
 from headway.core.units import GIB, MIB, format_bytes
 from headway.runtime.host_memory import cgroup_memory, meminfo
 from headway.trace.rings import ring_folders

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from headway.core.whole_file import whole_file
+from headway.core.files.whole_file import whole_file
 from headway.runtime.rehearsals import settle
 from headway.trace.events import parquet
 from headway.trace.recording.assemble import build, json_object

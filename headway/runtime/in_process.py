@@ -29,8 +29,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from headway.core.host import host_cores
-from headway.core.private import private_folder
+from headway.core.files.private import private_folder
+from headway.core.machine.host import host_cores
 from headway.runtime import bootstrap, redact
 from headway.runtime.annotate import Evaluation, Timer, mark_epoch
 from headway.runtime.cells import Cells

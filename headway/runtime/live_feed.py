@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.bounded_json import read_json
+from headway.core.files.bounded_json import read_json
 from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
 from headway.trace.events import parquet
 from headway.trace.events.trace import Trace

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import HeadwayError, InputError
+from headway.core.processes.worker import Worker
 from headway.core.units import NS_PER_S
-from headway.core.worker import Worker
 from headway.runtime.probes import now
 from headway.trace.rings.ring import warn
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.hidden_thread import HiddenThread
+from headway.core.processes.hidden_thread import HiddenThread
 from headway.runtime.device import device_type
 from headway.runtime.gap_stacks import GapStacks
 from headway.runtime.gradients import Gradients

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from headway.comm import EXACT_RANKS
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, granted, write_plan
+from headway.core.files.planfile import PlanFile, granted, write_plan
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.optimised import render_optimised

@@ -12,7 +12,7 @@ from cyclopts import Parameter, Token
 
 from headway.cluster.adaptive.recorded import learned
 from headway.core.errors import InputError
-from headway.core.host_load import HostLoad
+from headway.core.machine.host_load import HostLoad
 from headway.ledger.answers.compare import SCHEMA, unlike_loads
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.catalog import DRILL, REMEDIES
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import format_fraction, format_seconds
 from headway.fault.incident import read_incidents
 from headway.fault.runtime.drill import schedule, score

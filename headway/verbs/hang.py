@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.mesh import Mesh
 from headway.ledger.jobs.hang import Verdict, localise
 from headway.ledger.jobs.hang_reports import of_dumps, of_watch

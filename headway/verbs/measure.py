@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from headway.catalog import MEASUREMENTS
-from headway.core.bounded_json import read_json
 from headway.core.errors import BarMissedError, InputError
-from headway.core.host import host_cores
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes
 from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
 from headway.runtime.launch import RUNS, ExitReport, LaunchOptions, check, launch

@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from headway.catalog import CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError
-from headway.core.planfile import granted
+from headway.core.files.planfile import granted
 from headway.ledger.kinds.cause import Cause
 from headway.ledger.runs.loader_roles import evaluation_loaders
 from headway.plan.loader_rows import loader_rows

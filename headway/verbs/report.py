@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.host_load import HostSeries
+from headway.core.machine.host_load import HostSeries
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.jobs.waited_for import waited_for

@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from headway.catalog import PARAMETERS, REHEARSALS, REMEDIES
 from headway.core.errors import HeadwayError, InputError
-from headway.core.planfile import PlanFile, read_plan
+from headway.core.files.planfile import PlanFile, read_plan
 from headway.core.tables import pick
 from headway.plan.parameters import check_parameters
 from headway.runtime.launch import ExitReport, launch

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headway.core.planfile import PlanFile
+from headway.core.files.planfile import PlanFile
 from headway.ledger.answers.compare import steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict

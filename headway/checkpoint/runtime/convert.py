@@ -42,8 +42,8 @@ from headway.checkpoint.runtime.image_file import Value, write_image
 from headway.checkpoint.runtime.plugins import draft_at
 from headway.checkpoint.runtime.sources import INDEX, TORCH_SUFFIXES, Source, open_source
 from headway.core.errors import InputError
+from headway.core.files.whole_file import whole_file
 from headway.core.tables import pick
-from headway.core.whole_file import whole_file
 from headway.storage.boxes import Box
 from headway.storage.commit import commit
 from headway.storage.draft import Draft, abandon, finish_rank, open_draft

@@ -53,7 +53,7 @@ from headway.checkpoint.runtime.tickets import SaveTicket
 from headway.checkpoint.runtime.writers import CAPTURES, REPLAYS, Writers, before
 from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.runtime.device import capturing, host_has_devices

@@ -37,9 +37,9 @@ from headway.checkpoint.persist import persist
 from headway.checkpoint.runtime.room import take_room
 from headway.checkpoint.runtime.shards import dtype_name
 from headway.checkpoint.saving import payloads
-from headway.core.arena import shared_memory
 from headway.core.errors import FormatError, HeadwayError
-from headway.core.pace import Pace
+from headway.core.machine.arena import shared_memory
+from headway.core.wire.pace import Pace
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -25,7 +25,7 @@ from headway.checkpoint.messages import Slot
 from headway.checkpoint.persist import WINDOW_BYTES, Sink
 from headway.checkpoint.runtime.image import Part, aligned, fits_torch, pickled, plan, template
 from headway.core.errors import InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.digests import Digested, Digester, block_bytes_for, crc32
 from headway.storage.draft import Draft
 from headway.storage.durable import durable_file

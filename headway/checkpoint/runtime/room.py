@@ -24,11 +24,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headway.core.channel import hold_lock
 from headway.core.errors import HeadwayError, InputError
-from headway.core.host import host_id
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
+from headway.core.machine.host import host_id
 from headway.core.units import format_bytes
+from headway.core.wire.channel import hold_lock
 from headway.runtime.host_memory import host_memory, meminfo, tightest_group
 
 LOG = logging.getLogger(__name__)

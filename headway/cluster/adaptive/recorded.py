@@ -12,9 +12,9 @@ import numpy as np
 from headway.cluster.adaptive.noise import NoiseScale
 from headway.cluster.adaptive.speed import fit_speed
 from headway.cluster.adaptive.useful import Limits, best_batch, gain
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.host_load import HostLoad
+from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction, format_rate, format_seconds
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS, ONCE_PER_RUN

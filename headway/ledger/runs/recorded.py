@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from headway.core.bounded_json import read_json
+from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction
 from headway.ledger.booking.account import Account, SpanFacts, blank_subs, bound_of
 from headway.ledger.booking.arrivals import Lateness

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, FormatError, InputError
-from headway.core.regular_file import read_text
+from headway.core.files.regular_file import read_text
 from headway.sim.graph.dag import Dag
 
 LAYER = re.compile(

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import BarMissedError, InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.units import NS_PER_S, format_fraction
 from headway.cost.codecs import CodecTimes
 from headway.sim.ddp.ddp_compress import MIN_BYTES, Compression, with_codec

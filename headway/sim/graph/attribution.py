@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
-from headway.core.host import host_cores
+from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.sim.graph.dag import Dag, kernels
 from headway.sim.graph.replay import Span, checked_durations

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.host_load import HostLoad
+from headway.core.machine.host_load import HostLoad
 
 MOST_CYCLES = 50_000
 """Quanta of a rival in one replay; longer replays get longer quanta."""

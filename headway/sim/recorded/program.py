@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import BarMissedError, InputError
-from headway.core.host_load import HostLoad
+from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.graph.intervals import CONTENDED_FRACTION, most_discrepancy, speedup_interval

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.files.settings_files import read_toml
 from headway.core.rng import stream
-from headway.core.settings_files import read_toml
 from headway.storage.disks.afr import DAYS_PER_YEAR, Floats
 from headway.storage.disks.state import STEP_DAYS, STEP_GAP_DAYS
 from headway.storage.disks.transitions import Transition

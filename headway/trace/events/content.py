@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from headway.core.bounds import unpacked_room
 from headway.core.errors import FormatError
-from headway.core.regular_file import open_regular
+from headway.core.files.bounds import unpacked_room
+from headway.core.files.regular_file import open_regular
 
 GZIP_MAGIC = b"\x1f\x8b"
 PARQUET_MAGIC = b"PAR1"

@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from headway.core.bounded_json import cost_of, decode_json
-from headway.core.bounds import check_room
 from headway.core.errors import FormatError
+from headway.core.files.bounded_json import cost_of, decode_json
+from headway.core.files.bounds import check_room
 
 ZERO = msgspec.Raw(b"0")
 ABSENT = msgspec.Raw(b"")

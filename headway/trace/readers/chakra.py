@@ -39,11 +39,11 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from headway.core.bounded_json import decode_json
-from headway.core.bounds import check_room
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounded_json import decode_json
+from headway.core.files.bounds import check_room
+from headway.core.files.whole_file import whole_file
 from headway.core.units import NS_PER_US
-from headway.core.whole_file import whole_file
 from headway.trace.events.nesting import leaves
 from headway.trace.events.process_groups import group_id
 from headway.trace.events.tables import numbered, plain_tables

@@ -27,10 +27,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.bounded_json import cost_of
-from headway.core.bounds import check_room
 from headway.core.errors import FormatError, InputError
-from headway.core.whole_file import whole_file
+from headway.core.files.bounded_json import cost_of
+from headway.core.files.bounds import check_room
+from headway.core.files.whole_file import whole_file
 from headway.trace.events.tables import numbered, plain_tables
 from headway.trace.events.trace import COLUMNS, Trace
 from headway.trace.events.vocabulary import KIND, KINDS

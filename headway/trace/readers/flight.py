@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.bounded_json import decode_json
 from headway.core.errors import FormatError
+from headway.core.files.bounded_json import decode_json
+from headway.core.files.unpickler import UNREADABLE, unpickle
 from headway.core.units import NS_PER_MS
-from headway.core.unpickler import UNREADABLE, unpickle
 from headway.trace.events.process_groups import group_id, parse_ranks
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND

@@ -35,14 +35,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from headway.core.bounded_json import decode_json
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounded_json import decode_json
+from headway.core.files.regular_file import read_regular
+from headway.core.files.settings_files import parse_yaml
+from headway.core.files.whole_file import whole_file
 from headway.core.integers import narrowed
-from headway.core.regular_file import read_regular
-from headway.core.settings_files import parse_yaml
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S
-from headway.core.whole_file import whole_file
 from headway.trace.events.parquet import check_rows
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND

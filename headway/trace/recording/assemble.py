@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.trace.events.intervals import inside
 from headway.trace.events.nesting import Nesting
 from headway.trace.events.steps import step_of

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
-from headway.core.host_load import HostLoad
+from headway.core.files.bounded_json import read_json
+from headway.core.machine.host_load import HostLoad
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import json_object, trace_of_rings

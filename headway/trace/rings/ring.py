@@ -276,7 +276,7 @@ def _thread_name() -> str:
     threading = sys.modules.get("threading")  # never imported here: it would cost every start a millisecond
     if threading is None or threading.get_ident() == threading.main_thread().ident:
         return ""
-    hidden = sys.modules.get("headway.core.hidden_thread")
+    hidden = sys.modules.get("headway.core.processes.hidden_thread")
     if hidden is not None and threading.get_ident() in hidden.running:
         return str(hidden.running[threading.get_ident()])
     thread = threading._active.get(threading.get_ident())  # current_thread() would register a dummy thread

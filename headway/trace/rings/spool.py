@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError
+from headway.core.files.bounded_json import read_json
 from headway.trace.rings.records import RECORD_DTYPE, RingHeader, RingReader
 from headway.trace.rings.ring_folders import live_folder, ring_folders
 

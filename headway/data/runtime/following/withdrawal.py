@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from headway.core.host_load import LoadSampler
+from headway.core.machine.host_load import LoadSampler
 from headway.data.runtime.examples.outcome import Report
 from headway.runtime.remedy import Context
 from headway.trace.rings.ring import warn

@@ -32,7 +32,7 @@ encrypted.
 >>> one.close("enough")
 >>> other.receive(timeout_s=1.0)
 Traceback (most recent call last):
-headway.core.wires.ChannelClosed: the other end closed the channel: enough
+headway.core.wire.wires.ChannelClosed: the other end closed the channel: enough
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.core.errors import InputError
-from headway.core.handshake import Strangers, prove_caller
-from headway.core.wires import ChannelClosed as ChannelClosed
-from headway.core.wires import Frames, Packets, Wire
+from headway.core.wire.handshake import Strangers, prove_caller
+from headway.core.wire.wires import ChannelClosed as ChannelClosed
+from headway.core.wire.wires import Frames, Packets, Wire
 
 MOST_PATH_BYTES = 107
 """Longest path of a unix socket (`sun_path`, with its closing zero)."""

@@ -1,7 +1,7 @@
 """A ring of equal slots in shared memory: one process fills them, others read them in place, nothing is copied between.
 
 Use it to hand large payloads (batches) from process to process. The memory
-has no name (memfd): pass `Ring.fd` over a `headway.core.channel`, and it is
+has no name (memfd): pass `Ring.fd` over a `headway.core.wire.channel`, and it is
 gone with its last holder. The writer takes a free slot, fills it in place and
 publishes it for some readers; `slot` and `generation` then travel in a
 message. A slot is free again when every one of those readers has released it.

@@ -18,7 +18,7 @@ import socket
 import zlib
 from pathlib import Path
 
-from headway.core.cgroups import cpu_quota
+from headway.core.machine.cgroups import cpu_quota
 
 ROOT = Path("/")
 

@@ -8,7 +8,7 @@ here stays below it, because estimates are not exact and text is kept as well.
 
 >>> check_room(10**9, 300, "a.pkl", "containers")
 Traceback (most recent call last):
-headway.core.bounds.RoomError: a.pkl asks for room for 1000000000 bytes of containers, and has 300 bytes: \
+headway.core.files.bounds.RoomError: a.pkl asks for room for 1000000000 bytes of containers, and has 300 bytes: \
 no program writes such a file. Use another copy.
 """
 

@@ -19,9 +19,9 @@ import json
 import os
 from typing import Any
 
-from headway.core.bounds import check_room
 from headway.core.errors import FormatError
-from headway.core.regular_file import read_regular
+from headway.core.files.bounds import check_room
+from headway.core.files.regular_file import read_regular
 
 OBJECT_BYTES, ARRAY_BYTES, ENTRY_BYTES, TEXT_BYTES = 200, 72, 40, 56
 """What a value costs in memory: an object with its table, an array, one entry of either, a text."""

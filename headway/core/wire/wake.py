@@ -1,6 +1,6 @@
 """A bell for a thread that waits in a selector: any thread may ring, also after the waiting one has left.
 
->>> from headway.core.host import readable
+>>> from headway.core.machine.host import readable
 >>> with Wake() as wake:
 ...     wake.ring(), wake.ring()
 ...     readable(wake.fileno(), 0.0), wake.clear(), readable(wake.fileno(), 0.0)

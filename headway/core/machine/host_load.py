@@ -28,9 +28,9 @@ from typing import Any
 
 import msgspec
 
-from headway.core.apart import DETACHED
-from headway.core.cgroups import cpu_quota, first_line, lines_of, sharing, throttled_s
-from headway.core.host import ROOT, affinity_cores, available_cores
+from headway.core.machine.apart import DETACHED
+from headway.core.machine.cgroups import cpu_quota, first_line, lines_of, sharing, throttled_s
+from headway.core.machine.host import ROOT, affinity_cores, available_cores
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 

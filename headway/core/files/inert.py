@@ -3,7 +3,7 @@
 `StandIn` is what every class and function becomes; `MAKERS` are the few
 classes that are themselves, made here so that none is asked for more than
 what is there already; `Room` counts memory, and what keys cost to hash. The
-machine that uses them is `headway.core.unpickler`.
+machine that uses them is `headway.core.files.unpickler`.
 
 >>> room = Room(100)
 >>> MAKERS[list](room, ((1, 2),)), MAKERS[set](room, ([3],))
@@ -19,8 +19,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from headway.core.bounds import RoomError, room_for
 from headway.core.errors import FormatError
+from headway.core.files.bounds import RoomError, room_for
 
 LIST_BYTES, DICT_BYTES, SET_BYTES, TUPLE_BYTES = 72, 80, 232, 56
 """What an empty container costs in memory, with the collector's part."""

@@ -30,7 +30,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from headway.core.wires import ChannelClosed, Frames
+from headway.core.wire.wires import ChannelClosed, Frames
 
 HANDSHAKE_S = 2.0
 """Longest that a handshake may take."""

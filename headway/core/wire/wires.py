@@ -1,7 +1,7 @@
 """Whole messages as bytes over a connected socket: packets on one machine, length-prefixed frames between machines.
 
 A wire moves bytes and, on one machine, file descriptors beside them; it knows
-nothing of what they mean. `headway.core.channel` puts structs on it. What goes
+nothing of what they mean. `headway.core.wire.channel` puts structs on it. What goes
 wrong with the peer is a `ChannelClosed`, and the wire is closed by then; a
 wait that ends is a `TimeoutError`, and the wire goes on.
 

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from headway.core.errors import FormatError, InputError
-from headway.core.regular_file import read_regular
+from headway.core.files.regular_file import read_regular
 
 MOST_TEXT_BYTES = 200_000
 """Characters of a file: the parsers take 10 to 20 microseconds for each."""

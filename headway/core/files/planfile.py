@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
-from headway.core.whole_file import whole_file
+from headway.core.files.bounded_json import read_json
+from headway.core.files.whole_file import whole_file
 
 SCHEMA = "headway.plan-file/1"
 """Value of the key "schema"."""

@@ -14,9 +14,9 @@ import signal
 import warnings
 from collections.abc import Callable
 
-from headway.core.apart import die_with_parent, step_apart
-from headway.core.host import readable
-from headway.core.own_children import unheard
+from headway.core.machine.apart import die_with_parent, step_apart
+from headway.core.machine.host import readable
+from headway.core.processes.own_children import unheard
 
 LONGEST_S = 86400.0
 """A child that has worked for so long without an answer hangs, unless the caller says otherwise."""
@@ -27,7 +27,7 @@ def said(work: Callable[[], bytes], timeout_s: float = LONGEST_S, *, apart: str 
 
     One that raises, dies, or says nothing for `timeout_s` seconds and is ended, has said b"". Where the script has its
     children waited for by others, nobody knows how it ended: 0 then. With `apart`, a key of
-    `headway.core.apart.SHARED`, `work` can only read.
+    `headway.core.machine.apart.SHARED`, `work` can only read.
     """
     with unheard():
         return _said(work, timeout_s, apart)

@@ -19,7 +19,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 
-from headway.core.native import native
+from headway.core.machine.native import native
 
 VECTOR_BYTES = 64
 """Bytes of one load and store: a cache line; LLVM splits it where registers are shorter."""

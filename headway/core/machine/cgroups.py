@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from headway.core.mounts import mounts
+from headway.core.files.mounts import mounts
 
 US_PER_S = 1_000_000
 

@@ -23,7 +23,7 @@ from typing import Generic, Literal, TypeVar
 
 from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, HeadwayError, InputError
-from headway.core.hidden_thread import HiddenThread, forget
+from headway.core.processes.hidden_thread import HiddenThread, forget
 
 T = TypeVar("T")
 
