@@ -11,8 +11,7 @@ import numpy as np
 from _one_f_one_b import actions, cpu_seconds, edges
 from replay_vs_python import python_replay
 
-from headway.sim import Dag
-from headway.sim.graph import replay
+from headway.sim import Dag, replay
 
 STAGES, REPLICAS, MICROBATCHES, ROUNDS, BATCH = 64, 160, 128, 5, 8
 COMPILE_S, SCENARIO_S = 2.0, 0.1

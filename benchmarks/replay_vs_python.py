@@ -13,8 +13,7 @@ import statistics
 import numpy as np
 from _one_f_one_b import actions, cpu_seconds, to_dag
 
-from headway.sim import Dag
-from headway.sim.graph import greedy, replay
+from headway.sim import Dag, greedy, replay
 
 STAGES, MICROBATCHES, ROUNDS = 64, 256, 5
 OPS, LANES = 100_000, 512

@@ -12,8 +12,7 @@ import simpy
 from _one_f_one_b import Action, cpu_seconds, edges, to_dag
 from _one_f_one_b import actions as one_f_one_b
 
-from headway.sim import Dag
-from headway.sim.graph import replay
+from headway.sim import Dag, replay
 
 STAGES, MICROBATCHES, ROUNDS = 64, 256, 5
 CLAIM = 100

@@ -14,8 +14,7 @@ import statistics
 import numpy as np
 from _one_f_one_b import cpu_seconds
 
-from headway.sim import Dag
-from headway.sim.graph import greedy, replay
+from headway.sim import Dag, greedy, replay
 
 OPS, DEVICES, ROUNDS = 20_000, 128, 5
 CLAIM = 30

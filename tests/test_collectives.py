@@ -17,8 +17,7 @@ from headway.cost.collectives import (
     two_level_all_reduce_seconds,
 )
 from headway.cost.specs import Link
-from headway.sim import Dag
-from headway.sim.graph import replay
+from headway.sim import Dag, replay
 
 LINK = Link("test", bytes_per_s=1e9, latency_s=1e-5, source="made up")
 EVERY = [(kind, algorithm) for kind, table in COLLECTIVES.items() for algorithm in table]

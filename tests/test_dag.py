@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import CycleError, InputError
-from headway.sim import Dag
-from headway.sim.graph import replay
+from headway.sim import Dag, replay
 from headway.sim.graph.kernels import csr
 from tests import oracles
 from tests.paths import ROOT

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from headway.sim import Dag
-from headway.sim.graph import greedy
+from headway.sim import Dag, greedy
 from tests import oracles_replayer
 from tests.strategies import Case, cases
 

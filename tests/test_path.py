@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 
 from headway.core.errors import InputError
-from headway.sim import Dag, critical_path, slack
-from headway.sim.graph import replay
+from headway.sim import Dag, critical_path, replay, slack
 from tests import oracles
 from tests.strategies import Case, cases
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim import Dag
-from headway.sim.graph import replay
+from headway.sim import Dag, replay
 from tests import oracles
 from tests.strategies import Case, cases
 

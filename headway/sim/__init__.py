@@ -1,7 +1,6 @@
 """Floor 2: time. A Dag of operations, compiled kernels that replay it, and what-ifs on top.
 
->>> from headway.sim import Dag
->>> from headway.sim.graph import replay
+>>> from headway.sim import Dag, replay
 >>> replay(Dag.from_edges(2, [0], [1]), [3, 4]).makespan_ns
 7
 """
