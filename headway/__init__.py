@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from headway import checkpoint as checkpoint
     from headway import data as data
     from headway import storage as storage
-    from headway.checkpoint.policy import CheckpointPolicy as CheckpointPolicy
+    from headway.checkpoint.policies.policy import CheckpointPolicy as CheckpointPolicy
     from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
     from headway.core.errors import HeadwayError as HeadwayError
     from headway.data.runtime.fleets.fleet import Fleet as Fleet
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PUBLIC: dict[str, str] = {
-    "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
+    "CheckpointPolicy": "headway.checkpoint.policies.policy:CheckpointPolicy",
     "Checkpointer": "headway.checkpoint.runtime.engine:Checkpointer",
     "Dag": "headway.sim.graph.dag:Dag",
     "Fleet": "headway.data.runtime.fleets.fleet:Fleet",

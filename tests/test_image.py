@@ -12,10 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.persist import persist
-from headway.checkpoint.runtime import image as images
-from headway.checkpoint.runtime.image import RECORD_BYTES, Image, Part, fits_torch, locate, pickled, plan, template
-from headway.checkpoint.saving import payloads
+from headway.checkpoint.agents.persist import persist
+from headway.checkpoint.agents.saving import payloads
+from headway.checkpoint.runtime.images import image as images
+from headway.checkpoint.runtime.images.image import (
+    RECORD_BYTES,
+    Image,
+    Part,
+    fits_torch,
+    locate,
+    pickled,
+    plan,
+    template,
+)
 from headway.core.errors import FormatError, HeadwayError
 from headway.core.wire.pace import Pace
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.checkpoint.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, overlap_steps
+from headway.checkpoint.policies.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, overlap_steps
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
