@@ -18,7 +18,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.ledger.jobs.hang import Verdict, Wait, localise
 from headway.ledger.jobs.hang_reports import of_dumps, of_watch
-from headway.report.hang import hang_part, render_hang
+from headway.report.page.hang import hang_part, render_hang
 from headway.trace.events.trace import Trace, concat
 from headway.trace.readers import flight
 from headway.verbs.hang import verdict_of

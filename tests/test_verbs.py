@@ -25,8 +25,8 @@ from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.report.figures import verdict
+from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
-from headway.report.timeline import timeline
 from headway.runtime.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.recording import Exit
 from headway.sim.whatif.edits import EDITS

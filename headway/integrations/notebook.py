@@ -42,7 +42,7 @@ class Answers:
 
     def report(self, out: str | os.PathLike[str] = "report.html") -> Path:
         """Write the report, one self-contained HTML page, to `out`; returns where it is."""
-        from headway.report.html import write_report
+        from headway.report.page.html import write_report
         from headway.verbs.report import report_data
 
         write_report(report_data(self._explained()), Path(out))
@@ -102,9 +102,9 @@ def open_run(path: str | os.PathLike[str]) -> RecordedRun:
 
 def draw(path: Path) -> Shown:
     """Return the ledger of a run folder as text and as a fragment of a page."""
-    from headway.report.notebook import fragment
+    from headway.report.page.notebook import fragment
     from headway.report.paper import screen_of
-    from headway.report.terminal import render_why
+    from headway.report.text.terminal import render_why
 
     found = RecordedRun(os.path.relpath(path))
     why = found.why()

@@ -18,7 +18,7 @@ from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import ending
 from headway.report.paper import draw, paragraph
-from headway.report.terminal import render_compare
+from headway.report.text.terminal import render_compare
 from headway.trace.recording.runs import Run
 from headway.verbs.fault import ettr_beside, ettr_sentence
 from headway.verbs.learned_step import judged, sentence

@@ -15,7 +15,7 @@ from headway.core.units import format_bytes, format_seconds
 from headway.data.stalls import attribute, what_if
 from headway.ledger.answers.input_counts import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.report.terminal import render_stalls, render_whatif
+from headway.report.text.terminal import render_stalls, render_whatif
 from headway.sim.recorded.program import Program
 from headway.verbs.measure import STEPS, measure
 from headway.verbs.output import emit

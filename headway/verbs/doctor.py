@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from headway.report.terminal import render_doctor
+from headway.report.text.terminal import render_doctor
 from headway.runtime.doctor import check
 from headway.verbs.output import emit
 

@@ -11,7 +11,7 @@ from headway.core.files.bounded_json import read_json
 from headway.core.mesh import Mesh
 from headway.ledger.jobs.hang import Verdict, localise
 from headway.ledger.jobs.hang_reports import of_dumps, of_watch
-from headway.report.hang import render_hang
+from headway.report.page.hang import render_hang
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import is_run
 from headway.verbs.output import emit

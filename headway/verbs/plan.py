@@ -18,7 +18,7 @@ from headway.plan.loader_rows import loader_rows
 from headway.plan.pace import step_seconds
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup
-from headway.report.terminal import render_hints, render_plan
+from headway.report.text.terminal import render_hints, render_plan
 from headway.verbs.explain import explain_run, is_launched
 from headway.verbs.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.output import emit

@@ -18,10 +18,10 @@ from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.jobs.waited_for import waited_for
 from headway.ledger.kinds.buckets import BUCKETS
-from headway.report.charts import HeatMap
 from headway.report.facts import created, facts_of
-from headway.report.html import ReportData, write_report
-from headway.report.timeline import Timeline, rank_groups, timeline
+from headway.report.page.charts import HeatMap
+from headway.report.page.html import ReportData, write_report
+from headway.report.page.timeline import Timeline, rank_groups, timeline
 from headway.sim.recorded.ideal import replayed_trace
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace

@@ -69,7 +69,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     A run too broken to explain still gets its ending.
     """
     # Loaded after the run: until here nothing of the analysis has cost the launcher a start-up.
-    from headway.report.terminal import render_run
+    from headway.report.text.terminal import render_run
 
     answer: dict[str, Any] = {
         "schema": "headway.run/1",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headway.core.errors import InputError
 from headway.ledger.operations.clock_offsets import meetings_of
-from headway.report.alignment import render_alignment
+from headway.report.text.alignment import render_alignment
 from headway.trace.events.trace import Trace
 from headway.trace.sync.alignment import WINDOW_S, Alignment
 from headway.trace.sync.alignment import align as align_trace

@@ -53,7 +53,7 @@ MOST_DEATHS = 2
 KEEP_LOG_S = 7 * 86400.0
 """How long the log of an agent that was killed stays in the runtime directory."""
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE = Path(__file__).resolve().parents[3]
 """The folder that holds the package `headway`: the agent runs the same release."""
 
 Told = Persisted | Committed | Redundant | Failed

@@ -14,9 +14,9 @@ from __future__ import annotations
 import numpy as np
 
 from headway.ledger.jobs.machines import BASES, LEAST_MACHINES, MachineTimes
-from headway.report.charts import HeatMap
 from headway.report.figures import Json, clean, count, device_seconds, finite, plural, speedup
-from headway.report.sections import section, text
+from headway.report.page.charts import HeatMap
+from headway.report.page.sections import section, text
 
 MOST_OUTLIERS = 5
 """Machines named; the rest is counted."""

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
-from headway.report.charts import encode
 from headway.report.figures import clean
+from headway.report.page.charts import encode
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from headway.trace.sync.clocks import on_common_clock

@@ -13,10 +13,10 @@ True
 
 from __future__ import annotations
 
-from headway.report import sections
 from headway.report.figures import BUCKET_STYLES, Json, device_seconds, finite, named_causes, predicted, verdict
-from headway.report.html import asset
-from headway.report.sections import text
+from headway.report.page import sections
+from headway.report.page.html import asset
+from headway.report.page.sections import text
 
 MOST_CAUSES = 3
 """Causes named below the ledger; the report has all of them."""

@@ -30,16 +30,16 @@ import headway
 from headway.core.errors import InputError
 from headway.core.files.whole_file import whole_file
 from headway.core.machine.host_load import HostSeries
-from headway.report import frames, sections
-from headway.report.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.figures import BUCKET_STYLES, Json, clean
-from headway.report.hang import hang_part
-from headway.report.host import host_part
-from headway.report.machines import machines_part
-from headway.report.sections import text
-from headway.report.timeline import Timeline
+from headway.report.page import frames, sections
+from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
+from headway.report.page.hang import hang_part
+from headway.report.page.host import host_part
+from headway.report.page.machines import machines_part
+from headway.report.page.sections import text
+from headway.report.page.timeline import Timeline
 
-ASSETS = Path(__file__).parent / "assets"
+ASSETS = Path(__file__).parent.parent / "assets"
 """Template, style and script of the page; uPlot and its licence."""
 
 

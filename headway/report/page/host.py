@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from headway.core.machine.host_load import HostSeries
 from headway.core.units import format_bytes
 from headway.report.figures import seconds
-from headway.report.sections import section
+from headway.report.page.sections import section
 
 WIDTH, HEIGHT = 1000, 72
 """Units of a chart; it is stretched to the width of the page."""

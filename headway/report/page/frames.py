@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.report.charts import HeatMap
 from headway.report.figures import count, plural
-from headway.report.sections import heat_table, legend, section, text
+from headway.report.page.charts import HeatMap
+from headway.report.page.sections import heat_table, legend, section, text
 
 CHART_KEYS = "Drag to zoom, double-click for everything. Keys: arrows, + and -, Home."
 SELECTION_KEYS = (

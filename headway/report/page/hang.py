@@ -23,8 +23,8 @@ from rich.text import Text
 
 from headway.core.mesh import Mesh
 from headway.report.figures import Json, clean, count, plural
+from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
-from headway.report.sections import section, text
 
 MOST_ORIGINS = 8
 """Origins told in a sentence each; the rest is counted."""

@@ -19,11 +19,11 @@ from typing import Any
 from headway.core.units import NS_PER_S, format_rate
 from headway.ledger.kinds.buckets import BUCKETS
 from headway.ledger.live.live_ledger import LiveFigures, LiveSeries, RankState
-from headway.report import frames, sections
-from headway.report.charts import MOST_LINES, share_chart, step_chart
 from headway.report.figures import count, plural, seconds
-from headway.report.html import Live, ReportData, head_part, page
-from headway.report.sections import text
+from headway.report.page import frames, sections
+from headway.report.page.charts import MOST_LINES, share_chart, step_chart
+from headway.report.page.html import Live, ReportData, head_part, page
+from headway.report.page.sections import text
 
 CAUSES = ("input", "comm", "bubble", "straggler", "checkpoint", "host")
 """Buckets that a live verdict blames: what a remedy could win back."""

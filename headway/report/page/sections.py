@@ -18,7 +18,6 @@ import numpy as np
 
 from headway.core.units import format_rate
 from headway.ledger.kinds.buckets import ONCE_PER_RUN, SUB_LINES
-from headway.report.charts import HeatMap
 from headway.report.figures import (
     BUCKET_STYLES,
     GAIN_WORTH_NAMING,
@@ -40,6 +39,7 @@ from headway.report.figures import (
     total_device_s,
     verdict,
 )
+from headway.report.page.charts import HeatMap
 from headway.report.screens import WHOLE_PLAN, applied, by_hand, nothing_to_apply, prediction_error
 
 MILD_SLOWDOWN = 1.1

@@ -13,8 +13,8 @@ there is nothing to say.
 from __future__ import annotations
 
 from headway.report.figures import Json, clean, finite, percent, plural, seconds
-from headway.report.hang import sentences
-from headway.report.machines import machine_lines
+from headway.report.page.hang import sentences
+from headway.report.page.machines import machine_lines
 
 SLOW_CREATION_S = 1.0
 """Creation of groups is told from here on, or when the job has several."""

@@ -40,7 +40,6 @@ from headway.report.figures import (
     total_device_s,
     verdict,
 )
-from headway.report.job_lines import job_lines
 from headway.report.paper import (
     ScreenOptions,
     add_row,
@@ -63,6 +62,7 @@ from headway.report.screens import (
     render_trace_info,
     render_whatif,
 )
+from headway.report.text.job_lines import job_lines
 
 __all__ = [
     "ScreenOptions",
