@@ -87,7 +87,7 @@ def kernels(profile, ahead_ns):
 def main():
     """Train."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     for name in ("load", "host", "device"):
         parser.add_argument(f"--{name}-ms", type=float, default=0.0)
     parser.add_argument("--read-every", type=int, default=0)
@@ -106,7 +106,7 @@ def main():
     data.width = options.width
     model = Model(8, 8).to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rate = cycles_per_ms(torch.cuda.synchronize)
+    rate = cycles_per_ms()
 
     def part(share):
         cycles = int(share * options.device_ms * rate / options.launches)
