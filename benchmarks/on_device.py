@@ -48,13 +48,10 @@ TOKEN = "HEADWAY_ON_DEVICE"
 
 MIXES = {
     "host": Mix("host", 0.2, 20, 8, 0), "device": Mix("device", 2, 1, 12, 0),
-    "read": Mix("read", 1, 1, 12, 0, read_every=1), "loader": Mix("loader", 20, 7, 6, 0),
+    "read": Mix("read", 1, 1, 12, 0, read_every=1), "loader": Mix("loader", 24, 10, 8, 0),
     "copy": Mix("copy", 1, 0.5, 12, 0, copy_ms=1.0),
 }  # fmt: skip
 """What bounds a job -> the job; on a device `copy_ms` stands for examples of 2 MB each in pageable memory."""
-
-SHARED_WORDS = {True: ("--module", "--", "benchmarks._pretend_device", "--"), False: ("--",)}
-"""Whether the device is emulated -> what stands before a script's path."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,10 @@ def shared(name: str) -> Callable[[Host], dict[str, Any]]:
             if name in ("profiler", "sharing"):
                 raise NotAskedError("an emulated device has no driver")
             stand_in()
-        check = device_checks.CHECKS[name][1]
-        found = device_checks.start(SHARED_WORDS[host.pretend]) if name == "start" else check()
+        if name == "start" and host.pretend:
+            found = device_checks.start(("--module", "--", "benchmarks._pretend_device", "--"))
+        else:
+            found = device_checks.CHECKS[name][1]()
         return {"value": found.value, "limit": found.limit, "met": found.ok}
 
     return look
@@ -136,7 +135,8 @@ def truth(name: str) -> Callable[[Host], dict[str, Any]]:
         if name == "loader" or not host.pretend:
             after, _ = host.job(replace(mix, load_ms=0.0))
             measured = program.measured_s / Program.from_run(Run.open(after)).measured_s
-            met = met and abs(promised["input.fetch=none"] / measured - 1) <= 0.1
+            # On the emulated device the host's cores are shared with what else runs there.
+            met = met and abs(promised["input.fetch=none"] / measured - 1) <= (0.2 if host.pretend else 0.1)
         return {"bound": bound, "by_bucket": rounded(points), "unknown": unknown, "predicted": promised,
                 "measured": measured, "met": met}  # fmt: skip
 

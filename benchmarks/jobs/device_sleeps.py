@@ -80,7 +80,7 @@ def kernels(profile, ahead_ns):
     found = [event for event in profile.profiler.kineto_results.events() if "CUDA" in str(event.device_type())]
     return [
         (event.start_ns() - ahead_ns, event.start_ns() - ahead_ns + event.duration_ns())
-        for event in found if not event.name().startswith(("Memcpy", "Memset"))
+        for event in found if not (event.is_user_annotation() or event.name().startswith(("Memcpy", "Memset")))
     ]  # fmt: skip
 
 

@@ -195,7 +195,7 @@ def cycles_per_ms() -> float:
     for _ in range(5):
         torch.cuda.synchronize()
         begin_ns = time.perf_counter_ns()
-        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # torch's own, without types
         torch.cuda.synchronize()
         rates.append(20e12 / (time.perf_counter_ns() - begin_ns))
     return statistics.median(rates)
@@ -216,7 +216,7 @@ def lock() -> Finding:
     cycles = int(300 * cycles_per_ms())
     thread = threading.Thread(target=count, daemon=True)
     thread.start()
-    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch's
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch's own, without types
     for _ in range(
         8192
     ):  # CUDA's queue holds 1024 launches; the first mark that waits does so until the kernel is done
