@@ -47,8 +47,8 @@ TOKEN = "HEADWAY_ON_DEVICE"
 """Variable by whose value everything that a check started is found."""
 
 MIXES = {
-    "host": Mix("host", 0.2, 20, 8, 0), "device": Mix("device", 2, 1, 12, 0),
-    "read": Mix("read", 1, 1, 12, 0, read_every=1), "loader": Mix("loader", 24, 10, 8, 0),
+    "host": Mix("host", 0.2, 30, 12, 0), "device": Mix("device", 2, 1, 12, 0),
+    "read": Mix("read", 1, 1, 12, 0, read_every=1), "loader": Mix("loader", 36, 18, 12, 0),
     "copy": Mix("copy", 1, 0.5, 12, 0, copy_ms=1.0),
 }  # fmt: skip
 """What bounds a job -> the job; on a device `copy_ms` stands for examples of 2 MB each in pageable memory."""
@@ -285,7 +285,7 @@ if rank == 0:
     print("exposed", exposed / sum(begin.elapsed_time(done) for begin, _, done in events[50:]), flush=True)
 dist.destroy_process_group()
 """
-"""100 steps on NCCL with a collective that nothing hides, and what it takes of them; rank 1 leaves out that of a step."""
+"""100 steps on NCCL with a collective that nothing hides, and its share of them; rank 1 leaves out that of a step."""
 
 
 def on_two_devices(host: Host, skip: int, *words: str) -> tuple[Path, str]:
