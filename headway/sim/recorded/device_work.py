@@ -12,7 +12,7 @@ it has done what came before, and is done no sooner than the host has launched t
 
 The host waits where it was seen to wait (rows 'host.sync'), and where its launches fill the queue: a device that is
 never idle while the host is no further ahead than it ever was holds the host up, whose own time is then what the steps
-took in which it got ahead. Times are int64 ns.
+took in which it got ahead. A host that was never held up gets a few steps ahead, and no further. Times are int64 ns.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ LEAST_WAIT_NS = 500 * NS_PER_US
 AFTER_WAIT = 0.2
 """A segment that goes on after the device is done for more of the wait than this need not have waited."""
 
+AHEAD_STEPS = 8
+"""A host that was never held up gets so many steps ahead of its device in a replay, and no further: how many launches
+its queue holds is not known, and in the long run the device's pace is the same whatever it holds."""
+
 FEW = 2
 """Steps in which the host got ahead that say what it takes by itself."""
 
@@ -57,6 +61,10 @@ class DeviceWork:
 
     ahead_ns: NDArray[np.int64]
     """[w] How far the host was ahead of its end then; 0 where the host was not held up."""
+
+    freed_segment: NDArray[np.int64]
+    """[w] Segment of the training thread that cannot begin before the stretch is done; -1 = none. Where the host was
+    held up, `ahead_ns` says that; else it is the first one `AHEAD_STEPS` later."""
 
     own: NDArray[np.float64]
     """[k] Share of the training thread's compute in each step that is its own, and no wait for the queue."""
@@ -93,11 +101,17 @@ class DeviceWork:
         queued = np.append(compute, lane.label.size)[behind] - 1
         waits, after_wait = _waits(lane, start, end, launched)
         ahead, own = _held_up(lane, step, end - start, end - launched, paused, busy, waits)
+        freed = np.full(found.size, -1, np.int64)
+        if not ahead.any():
+            first = np.searchsorted(lane.step, step + AHEAD_STEPS)
+            last = np.append(step[1:] != step[:-1], True) & (first < lane.step.size)
+            freed[last] = first[last]
         return cls(
             duration_ns=end - start,
             after_segment=np.minimum(np.where(paused, at_once, queued), launched_segment),
             launched_segment=launched_segment,
             ahead_ns=ahead,
+            freed_segment=freed,
             own=own,
             waits=waits,
             after_wait_ns=after_wait,

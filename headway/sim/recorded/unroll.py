@@ -368,6 +368,8 @@ def _device(ops: _Ops, work: DeviceWork, begin: NDArray[np.int64], end: NDArray[
     held = np.flatnonzero((work.ahead_ns > 0) & (by >= 0) & (work.launched_segment + 1 < begin.size))
     lag = np.rint(left[held] - total[by[held]]).astype(np.int64)
     ops.link(done + by[held], begin[work.launched_segment[held] + 1], lag)
+    freed = np.flatnonzero(work.freed_segment >= 0)
+    ops.link(done + freed, begin[work.freed_segment[freed]])
     # Where it waits, for all that it had launched by then.
     last = np.searchsorted(work.launched_segment, work.waits, side="left") - 1
     ops.link(done + last[last >= 0], begin[work.waits[last >= 0]])
