@@ -11,7 +11,7 @@ from typing import Any
 import _link
 import numpy as np
 
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 JOB = ROOT / "benchmarks" / "jobs" / "ddp_steps.py"

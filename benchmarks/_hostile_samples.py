@@ -15,10 +15,10 @@ import torch.distributed.checkpoint as dcp
 from _command import ROOT
 from safetensors.torch import save_file
 
-from headway.core.planfile import PlanFile, Remedy, write_plan
-from headway.trace import straggler
-from headway.trace.formats import save_any
-from headway.trace.trace import Trace
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.trace.events.trace import Trace
+from headway.trace.readers import straggler
+from headway.trace.readers.formats import save_any
 
 WORDS = (
     b"1e999999999", b"9" * 5000, b"-1", b"true", b"null", b"1.5", b'"[[[["', b"[" * 20_000, b'{"a":' * 20_000,

@@ -3,7 +3,7 @@
 Claim: of all pairs 85 to 95 % of the measured gains lie inside their intervals, and the median error is at most 5 %.
 Each job runs unmodified, and again with one remedy applied, beside the same other load: none, 0.5 and 1 core taken by
 other processes, CPU quotas of 1 and 1.5 cores (`quota_by` says how). `fitted` are the constants of the model's error
-that `headway/sim/intervals.py` should hold. They are cross-validated: the intervals of each job are also drawn with
+that `sim/graph/intervals.py` should hold. They are cross-validated: the intervals of each job are also drawn with
 constants that were fitted on the other jobs alone. `curve` is the calibration curve: nominal share of an interval ->
 share of the measured gains inside, with the stored constants and cross-validated. `--full`: at least 200 pairs in about
 50 minutes; a job that fails is counted and left out. `--pairs FILE` appends each pair to FILE as a JSON line, and
@@ -34,13 +34,13 @@ from _command import ROOT
 from _other_load import quota, spinning
 
 from headway.catalog import ADVISERS
-from headway.core.planfile import PlanFile, Remedy, write_plan
-from headway.ledger.ledger import Ledger
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.sim.intervals import MODEL_ERROR, NOMINAL, Z_NOMINAL, ModelError
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.sim.graph.intervals import MODEL_ERROR, NOMINAL, Z_NOMINAL, ModelError
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 
 JOB = ROOT / "benchmarks" / "jobs" / "injected.py"
 JOBS = {

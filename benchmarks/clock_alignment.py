@@ -17,10 +17,10 @@ import numpy as np
 from _command import ROOT
 
 from headway.core.units import NS_PER_S, NS_PER_US
-from headway.trace.alignment import align
-from headway.trace.end_differences import estimate
-from headway.trace.meetings import match
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.sync.alignment import align
+from headway.trace.sync.end_differences import estimate
+from headway.trace.sync.meetings import match
 
 sys.path.insert(0, str(ROOT))
 from tests.clocks_made import Wrong, one_group, pipeline, three_axes

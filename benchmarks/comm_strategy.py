@@ -19,7 +19,7 @@ from headway.comm.published import COSTS, Gradients, Setup, read_models, read_se
 from headway.comm.stages import stages
 from headway.comm.strategy_search import Pricing, search
 from headway.core.rng import stream
-from headway.sim.stage_chains import StageChains
+from headway.sim.ddp.stage_chains import StageChains
 
 BARS, LONGEST_S, NEAR, DRAWS, SEED = {"gpu": 0.11, "cpu": 0.20}, 0.5, 1.03, 100, 38
 

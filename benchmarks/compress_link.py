@@ -20,7 +20,7 @@ import _link
 from headway.comm.advise_compress import CANDIDATES, propose_compression
 from headway.plan.proposal import Proposal
 from headway.plan.setup import Setup
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 
 RATES = (100.0, 400.0, 1600.0, None)
 """Mbit/s; None = plain loopback."""

@@ -14,8 +14,8 @@ from pathlib import Path
 import _ddp_runs as runs
 import _link
 
-from headway.sim.ddp_replay import DdpReplay
-from headway.sim.edits import Scenario
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.whatif.edits import Scenario
 
 
 def measure(model: str, rate_mbit: float | None, steps: int, folder: Path) -> dict[str, float]:

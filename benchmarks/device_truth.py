@@ -26,12 +26,12 @@ from pathlib import Path
 import numpy as np
 
 from headway.core.errors import HeadwayError
-from headway.core.planfile import PlanFile, Remedy, write_plan
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.ledger import Ledger
-from headway.sim.program import Program
-from headway.trace.intervals import Intervals, merged, without
-from headway.trace.runs import Run
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.buckets import BUCKETS
+from headway.sim.recorded.program import Program
+from headway.trace.events.intervals import Intervals, merged, without
+from headway.trace.recording.runs import Run
 from tests.accelerator import Truth, recorded_loop
 
 STEPS = 150

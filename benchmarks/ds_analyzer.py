@@ -23,9 +23,9 @@ from torch.utils.data import Dataset
 from headway.data import DataLoader
 from headway.data.stalls import attribute
 from headway.runtime.launch import LaunchOptions, launch
-from headway.sim.intervals import MAX_DISCREPANCY
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.sim.graph.intervals import MAX_DISCREPANCY
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 
 FULL = "--full" in sys.argv
 CACHES = (0.0, 0.25, 0.5, 0.75, 1.0) if FULL else (0.0, 0.5, 1.0)

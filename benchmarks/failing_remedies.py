@@ -35,7 +35,7 @@ import torch.distributed.checkpoint as dcp
 from torch.utils.data import DataLoader, Dataset
 
 from headway.catalog import REMEDIES
-from headway.core.planfile import Remedy
+from headway.core.files.planfile import Remedy
 from headway.data.runtime.guard.decisions import Budget
 from headway.runtime.remedy import Context, apply_one
 

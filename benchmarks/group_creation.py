@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWor
 from headway.core.mesh import Mesh
 from headway.runtime.probe_comm import new_group as recorded_new_group
 from headway.runtime.probes import Probes
-from headway.trace.ring import Recorder
+from headway.trace.rings.ring import Recorder
 
 WORLDS, FULL = (32, 64, 128), (32, 64, 128, 256)
 WAYS = {"global barriers": ("1", False), "in order": ("1", True), "torch's default": ("0", False)}

@@ -42,7 +42,7 @@ def read(command: tuple[str, ...], path: Path) -> int:
     """Run one command of headway on `path` in this process; return its exit code."""
     from headway.cli import main
     from headway.core.errors import HeadwayError
-    from headway.core.planfile import read_plan
+    from headway.core.files.planfile import read_plan
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         if command == ("PLAN",):

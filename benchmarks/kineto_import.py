@@ -23,9 +23,9 @@ PARSERS = ("json", "ijson_batch_and_compress")
 
 OURS = """
 import json, resource, sys, time
-import headway.trace.kineto
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+import headway.trace.profiler.kineto
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
 began = time.process_time()
 trace = Trace.open(sys.argv[1])
 cpu_s = time.process_time() - began

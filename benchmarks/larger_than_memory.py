@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from _command import ROOT
 
-from headway.trace import parquet
-from headway.trace.trace import COLUMNS, Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events import parquet
+from headway.trace.events.trace import COLUMNS, Trace
+from headway.trace.events.vocabulary import KIND
 
 sys.path.insert(0, str(ROOT))
 from tests.runs_made import MS, RunMaker
@@ -31,8 +31,8 @@ BAR_BYTES = 2 << 30
 RANKS, PEER_RANKS = 2, 8
 IN_MEMORY = """
 import json, sys
-from headway.ledger.ledger import Ledger
-from headway.trace.trace import Trace
+from headway.ledger.answers.ledger import Ledger
+from headway.trace.events.trace import Trace
 print(json.dumps(Ledger.of(Trace.open(sys.argv[1])).to_json()))
 """
 

@@ -17,11 +17,11 @@ from dataclasses import replace
 import numpy as np
 from _command import ROOT
 
-from headway.ledger.buckets import BUCKET_OF
-from headway.ledger.ledger import Ledger
-from headway.ledger.rows import NAMES, rows_by_rank
-from headway.trace.sweep import sweep
-from headway.trace.trace import Trace, concat
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking.rows import NAMES, rows_by_rank
+from headway.ledger.kinds.buckets import BUCKET_OF
+from headway.trace.events.sweep import sweep
+from headway.trace.events.trace import Trace, concat
 
 sys.path.insert(0, str(ROOT))
 from tests.runs_made import MS, Made, RunMaker

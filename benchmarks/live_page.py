@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from _command import ROOT
 
-from headway.ledger.ledger import Ledger
-from headway.trace.runs import Run
+from headway.ledger.answers.ledger import Ledger
+from headway.trace.recording.runs import Run
 
 RANKS, STEPS_PER_S, ROUNDS, ROUND_S, RUN_S = 8, 50, 4, 5.0, 45
 CLAIM = 0.01

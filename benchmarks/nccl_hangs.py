@@ -12,10 +12,10 @@ import json
 import sys
 from collections import Counter
 
-from headway.ledger.hang import Verdict, localise
-from headway.ledger.hang_reports import of_dumps
-from headway.trace import flight
-from headway.trace.trace import concat
+from headway.ledger.jobs.hang import Verdict, localise
+from headway.ledger.jobs.hang_reports import of_dumps
+from headway.trace.events.trace import concat
+from headway.trace.readers import flight
 from tests.hung_nccl import HungDevices, hung_devices
 
 HANGS, CLAIM = 200, 0.95

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shared_preparation import Process
 
-from headway.core.channel import connect
+from headway.core.wire.channel import connect
 from headway.data.serving.messages import FROM_SERVER
 
 JOBS, COUNT, BATCH, EPOCHS = 4, 400, 20, 2

@@ -4,7 +4,7 @@ Claim: with opportunistic sampling and a cache of 20 % the jobs read storage at 
 each item exactly once per job and epoch and no augmented example twice to a job, and finish in at most 0.55x the time
 of four loaders; in the default order ("auto") jobs in step read N with no cache at all. Peer: four loaders, each with a
 quarter of the cache, never evicted, and one storage for all (a token bucket: whoever asks is served in turn). Simulated
-time (`headway.sim.process`) around the real service; nothing sleeps, no byte is read. Jobs wander: a batch takes 0.5 to
+time (`sim.graph.process`) around the real service; nothing sleeps, no byte is read. Jobs wander: a batch takes 0.5 to
 1.5 times its mean. `--full`: 5 seeds.
 """
 
@@ -19,7 +19,7 @@ from headway.data.serving.batches import Ended
 from headway.data.serving.jobs import Terms
 from headway.data.serving.service import Service
 from headway.data.serving.stock import ServiceOptions
-from headway.sim.process import Process
+from headway.sim.graph.process import Process
 
 NUM, BATCH, EPOCHS, JOBS, THREADS, EXAMPLE_BYTES = 2000, 20, 3, 4, 4, 100
 READ_S, PREP_S, STEP_S = 1 / 1000, 1 / 2000, 20 / 2500

@@ -22,7 +22,7 @@ from _command import headway
 from headway.cost.power import PowerModel
 from headway.power.smoothing import fill
 from headway.power.waveform import of_run
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 JOB = Path(__file__).with_name("jobs") / "alternating.py"
 PARAMETERS = {"on_after_s": 0.01, "off_within_s": 0.005, "level": 0.75}

@@ -15,7 +15,7 @@ from _command import headway
 from headway.cost.power import PowerModel
 from headway.power.smoothing import slowed
 from headway.power.waveform import of_run
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 JOB = Path(__file__).with_name("jobs") / "ramped.py"
 RAMPS_S, IDLE, STEP_S = (2.0, 5.0, 10.0), 0.1, 0.01

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import BarMissedError, InputError
-from headway.report.charts import decode
-from headway.report.html import ReportData, page, write_report
+from headway.report.page.charts import decode
+from headway.report.page.html import ReportData, page, write_report
 from tests.report_data import demo_report
 
 RANKS, STEPS, ROUNDS = 8, 20_000, 5

@@ -58,7 +58,7 @@ def windows_cost(folder: Path, steps: int) -> tuple[float, float, int, float]:
 
 def window_steps(run: Path) -> list[int]:
     """Return the first step of each window."""
-    from headway.trace.runs import Run
+    from headway.trace.recording.runs import Run
 
     trace = Run.open(run).trace
     return sorted(trace.events["step"][trace.named("window")].tolist())

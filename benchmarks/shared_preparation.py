@@ -23,7 +23,7 @@ from pathlib import Path
 
 from peers.env import python_of
 
-from headway.core.channel import connect
+from headway.core.wire.channel import connect
 from headway.data.serving.messages import FROM_SERVER, Ask
 from headway.data.source import SyntheticJpeg
 

@@ -16,9 +16,9 @@ from ds_analyzer import BATCH_SIZE, EXAMPLE_BYTES, Examples, Storage, loader_of,
 
 from headway.data.stalls import attribute, from_phases
 from headway.runtime.launch import LaunchOptions, launch
-from headway.sim.intervals import MAX_DISCREPANCY
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.sim.graph.intervals import MAX_DISCREPANCY
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 
 JOBS = {
     "storage": (0.004, 0.002, 0.0003, 2), "preparation": (0.004, 0.0003, 0.003, 1), "compute": (0.03, 0.002, 0.0003, 2),

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from headway.ledger.straggler import StragglerReport, analyse, root_causes
-from headway.ledger.whatif_groups import WhatIf
-from headway.trace import straggler
+from headway.ledger.operations.straggler import StragglerReport, analyse, root_causes
+from headway.ledger.operations.whatif_groups import WhatIf
+from headway.trace.readers import straggler
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "straggler"
 NAMES, KINDS, ROUNDS = ("AR", "SE"), ("result", "ms", "mw"), 5

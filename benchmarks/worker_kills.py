@@ -22,8 +22,8 @@ import msgspec
 import numpy as np
 import psutil
 
+from headway.core.files.whole_file import whole_file
 from headway.core.rng import stream
-from headway.core.whole_file import whole_file
 from headway.data.fleet.keeper import Keeper
 from headway.data.fleet.reader import Reader
 from headway.data.fleet.splits import BatchKeys, Pass

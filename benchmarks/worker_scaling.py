@@ -3,7 +3,7 @@
 Claim: over three steps of demand, of what a worker makes, of both, or with nobody reading in between, in at most 5
 periods the number of workers is within one of ceil(demand / rate) (1 while nobody reads), it changes at most twice
 after that, and readers wait at most 2 % of the time in a whole run, and at most 2 % in each step after its first 5
-periods. A simulation (`headway.sim.process`): rates of 11.6, 8.0 and 36.9 thousand examples/s per worker and demands of
+periods. A simulation (`sim.graph.process`): rates of 11.6, 8.0 and 36.9 thousand examples/s per worker and demands of
 24, 9 and 55 workers' worth are DPP's RM1 to RM3 (Zhao et al., ISCA 2022, from memory), in batches that take a worker
 half a second; batches vary (log-normal). Peer: the number that suffices. `--full` for more seeds; `--seed N` begins
 elsewhere.

@@ -2,9 +2,9 @@
 
 import sys
 
-from headway.ledger.ledger import Ledger
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.ledger.answers.ledger import Ledger
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 
 run = Run.open(sys.argv[1] if len(sys.argv) > 1 else "tests/golden/runs/before")
 

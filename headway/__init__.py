@@ -5,7 +5,7 @@ resolved on first use, through one literal table.
 
 >>> import headway
 >>> headway.Trace.__module__
-'headway.trace.trace'
+'headway.trace.events.trace'
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from headway import checkpoint as checkpoint
     from headway import data as data
     from headway import storage as storage
-    from headway.checkpoint.policy import CheckpointPolicy as CheckpointPolicy
+    from headway.checkpoint.policies.policy import CheckpointPolicy as CheckpointPolicy
     from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
     from headway.core.errors import HeadwayError as HeadwayError
     from headway.data.runtime.fleets.fleet import Fleet as Fleet
     from headway.integrations.notebook import open_run as open_run
     from headway.integrations.notebook import run as run
-    from headway.ledger.ledger import Ledger as Ledger
+    from headway.ledger.answers.ledger import Ledger as Ledger
     from headway.plan.planner import Plan as Plan
     from headway.plan.proposal import Proposal as Proposal
     from headway.plan.setup import Setup as Setup
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from headway.runtime.annotate import log_to as log_to
     from headway.runtime.annotate import steps as steps
     from headway.runtime.annotate import timer as timer
-    from headway.sim.dag import Dag as Dag
-    from headway.trace.trace import Trace as Trace
+    from headway.sim.graph.dag import Dag as Dag
+    from headway.trace.events.trace import Trace as Trace
 
 __version__ = "0.1.0"
 
 PUBLIC: dict[str, str] = {
-    "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
+    "CheckpointPolicy": "headway.checkpoint.policies.policy:CheckpointPolicy",
     "Checkpointer": "headway.checkpoint.runtime.engine:Checkpointer",
-    "Dag": "headway.sim.dag:Dag",
+    "Dag": "headway.sim.graph.dag:Dag",
     "Fleet": "headway.data.runtime.fleets.fleet:Fleet",
     "HeadwayError": "headway.core.errors:HeadwayError",
-    "Ledger": "headway.ledger.ledger:Ledger",
+    "Ledger": "headway.ledger.answers.ledger:Ledger",
     "Plan": "headway.plan.planner:Plan",
     "Proposal": "headway.plan.proposal:Proposal",
     "Setup": "headway.plan.setup:Setup",
-    "Trace": "headway.trace.trace:Trace",
+    "Trace": "headway.trace.events.trace:Trace",
     "checkpoint": "headway.checkpoint",
     "data": "headway.data",
     "epoch": "headway.runtime.annotate:epoch",

@@ -35,7 +35,7 @@ REMEDIES: dict[str, str] = {
     "comm.order": "headway.comm.runtime.fsdp:order",
     "comm.compress": "headway.comm.runtime.compress:compression",
     "parallel.schedule": "headway.parallel.runtime.schedule:schedule",
-    "checkpoint.async": "headway.checkpoint.runtime.switch:behind",
+    "checkpoint.async": "headway.checkpoint.runtime.torch_calls.switch:behind",
     "fault.guard": "headway.fault.runtime.loss_guard:guard",
     "host.gc": "headway.host.runtime:collect_together",
     "host.logging": "headway.host.runtime:log_on_a_thread",

@@ -268,7 +268,7 @@ def leave_stdout() -> None:
 
 def complain(text: str) -> None:
     """Write one line of our own on stderr; a name in it does not steer the terminal."""
-    from headway.core.beside import say_beside
+    from headway.core.processes.beside import say_beside
     from headway.report.paper import STEERING
 
     say_beside(f"headway: {text.translate(STEERING)}\n")

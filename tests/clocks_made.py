@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headway.trace.clocks import aligned_ns
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.sync.clocks import aligned_ns
 
 US, MS, S = 1_000, 1_000_000, 1_000_000_000
 

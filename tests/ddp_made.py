@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.sim.ddp_window import Window, joined
-from headway.trace.kineto_names import FORWARD
-from headway.trace.trace import Trace, concat
-from headway.trace.vocabulary import KIND
+from headway.sim.ddp.ddp_window import Window, joined
+from headway.trace.events.trace import Trace, concat
+from headway.trace.events.vocabulary import KIND
+from headway.trace.profiler.kineto_names import FORWARD
 
 US, MS = 1_000, 1_000_000
 LANES = ("main", "thread 1", "thread 2", "profiler")

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from headway.checkpoint.messages import Hello, Layout, Persist, Value
-from headway.checkpoint.runtime.image import Image, Part, pickled, plan
-from headway.checkpoint.runtime.shards import Holders, pieces
-from headway.checkpoint.saving import persist_rank
-from headway.core.pace import Pace
+from headway.checkpoint.agents.messages import Hello, Layout, Persist, Value
+from headway.checkpoint.agents.saving import persist_rank
+from headway.checkpoint.runtime.images.image import Image, Part, pickled, plan
+from headway.checkpoint.runtime.images.shards import Holders, pieces
+from headway.core.wire.pace import Pace
 from headway.storage.commit import commit
 from headway.storage.draft import Draft
 

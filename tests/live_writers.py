@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from headway.trace.ring import Recorder
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.ring import Recorder
 
 CODE = {name: span.code for name, span in SPANS.items()}
 

@@ -9,8 +9,8 @@ import numpy as np
 from headway.sim.pipeline.actions import Action, B, F, I, Orders, PipelineProgram, W
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.simulate import ProgramTimes, StageCosts, simulate
-from headway.trace.trace import Trace, concat
-from headway.trace.vocabulary import STAGE_PARTS
+from headway.trace.events.trace import Trace, concat
+from headway.trace.events.vocabulary import STAGE_PARTS
 from tests.runs_made import Rows
 
 NAME = dict(zip((F, B, I, W), (f"stage.{part}" for part in STAGE_PARTS), strict=True))

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headway.runtime import bootstrap
-from headway.trace.records import read_ring
-from headway.trace.vocabulary import SPAN_OF_CODE
+from headway.trace.events.vocabulary import SPAN_OF_CODE
+from headway.trace.rings.records import read_ring
 from tests.paths import ROOT
 
 INJECT = ROOT / "headway" / "runtime" / "inject"

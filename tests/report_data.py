@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from headway.report.charts import HeatMap
-from headway.report.html import ReportData
-from headway.report.timeline import timeline
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, SPANS
+from headway.report.page.charts import HeatMap
+from headway.report.page.html import ReportData
+from headway.report.page.timeline import timeline
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, SPANS
 
 WALL_S = 41.302
 LEDGER_NS = {

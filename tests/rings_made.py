@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.trace.assemble import build, by_rank
-from headway.trace.ring import MAIN, Recorder
-from headway.trace.spool import stems
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.recording.assemble import build, by_rank
+from headway.trace.rings.ring import MAIN, Recorder
+from headway.trace.rings.spool import stems
 
 
 class Process:

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.trace.trace import COLUMNS, Trace, concat
-from headway.trace.vocabulary import GC_CALLED, KIND, SPANS
+from headway.trace.events.trace import COLUMNS, Trace, concat
+from headway.trace.events.vocabulary import GC_CALLED, KIND, SPANS
 
 Cost = int | Callable[[int, int], int]
 """Nanoseconds, or a function of (rank, step) that returns them."""
@@ -67,7 +67,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Made:
-    """A made run. It unpacks into (trace, meta, truth) and looks like `headway.trace.runs.Run`."""
+    """A made run. It unpacks into (trace, meta, truth) and looks like `headway.trace.recording.runs.Run`."""
 
     trace: Trace
     """Rows of the last attempt, all ranks."""
@@ -464,7 +464,7 @@ def write_folder(made: Made, path: Path) -> Path:
     """Write the run as a run folder: run.json and one Parquet file per rank and attempt."""
     import json
 
-    from headway.trace import parquet
+    from headway.trace.events import parquet
 
     (path / "events").mkdir(parents=True, exist_ok=True)
     (path / "run.json").write_text(json.dumps(made.meta))

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from headway.core.channel import connect
 from headway.core.errors import HeadwayError
+from headway.core.wire.channel import connect
 from headway.data.serving.messages import FROM_SERVER
 from tests.test_server import until
 

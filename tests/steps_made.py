@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from headway.cost.specs import Link
-from headway.sim.hops import Network
-from headway.sim.moves import fuse_ops, fusible
-from headway.sim.training_step import Block, Profile, TrainingStep
+from headway.sim.graph.hops import Network
+from headway.sim.training.moves import fuse_ops, fusible
+from headway.sim.training.training_step import Block, Profile, TrainingStep
 
 WIRE = Link("wire", bytes_per_s=1e9, latency_s=1e-6, source="made up")
 FASTER = Link("faster", bytes_per_s=3e9, latency_s=2e-6, source="made up")

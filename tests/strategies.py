@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from headway.sim.dag import Dag
+from headway.sim.graph.dag import Dag
 from tests import oracles
 
 

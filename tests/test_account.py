@@ -16,10 +16,10 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.account import Clocks
-from headway.ledger.ledger import Ledger
-from headway.sim.recording import Recording
-from headway.trace.assemble import trace_of_rings
-from headway.trace.runs import Run
+from headway.ledger.answers.ledger import Ledger
+from headway.sim.recorded.recording import Recording
+from headway.trace.recording.assemble import trace_of_rings
+from headway.trace.recording.runs import Run
 from tests.recorded import recording, rows
 
 MS = 1_000_000

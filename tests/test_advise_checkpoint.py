@@ -24,12 +24,12 @@ from headway.checkpoint.advise import (
     propose,
     recorded_saves,
 )
-from headway.checkpoint.costs import best_interval_s
-from headway.ledger.ledger import Ledger
+from headway.checkpoint.policies.costs import best_interval_s
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 from tests.runs_made import MS, RunMaker, joined, write_folder
 
 SAVES: dict[str, Any] = {"save_ns": lambda rank, step: 40 * MS if step % 10 == 5 else 0}

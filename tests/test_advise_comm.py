@@ -13,13 +13,13 @@ from headway.comm.advise import SEARCH, propose
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.runtime.ddp_facts import facts_of
-from headway.sim.ddp_buckets import limits
-from headway.sim.ddp_replay import DdpReplay
-from headway.sim.ddp_window import Window
-from headway.sim.program import Program
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace, concat
-from headway.trace.vocabulary import COLLECTIVES, KIND
+from headway.sim.ddp.ddp_buckets import limits
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.ddp.ddp_window import Window
+from headway.sim.recorded.program import Program
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace, concat
+from headway.trace.events.vocabulary import COLLECTIVES, KIND
 from tests.ddp_made import GRADIENT, Job, changed, play, play_on_devices
 from tests.runs_made import MS, Rows, RunMaker
 from tests.spawn import on_ranks

@@ -14,8 +14,8 @@ from headway.data.advise import neighbours, propose, worker_counts
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.program import Program
-from headway.trace.loader_facts import LoaderFacts
+from headway.sim.recorded.program import Program
+from headway.trace.events.loader_facts import LoaderFacts
 from tests.runs_made import MS, Made, RunMaker
 
 

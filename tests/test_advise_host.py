@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from headway.host.advise import COLLECT_EVERY, propose
-from headway.ledger.causes import find_causes
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 from tests.runs_made import MS, RunMaker
 
 

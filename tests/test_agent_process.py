@@ -16,16 +16,25 @@ from unittest import mock
 import psutil
 import pytest
 
-from headway.checkpoint import agent as agents
-from headway.checkpoint import link as links
-from headway.checkpoint.agent import pace_from, socket_path
-from headway.checkpoint.link import AgentLink, ask, environment, finish
-from headway.checkpoint.messages import FROM_AGENT, FROM_CALLER, Committed, Failed, Finish, Hello, Persist, Persisted
-from headway.core.arena import shared_memory
-from headway.core.channel import Listener, connect, pair
+from headway.checkpoint.agents import agent as agents
+from headway.checkpoint.agents import link as links
+from headway.checkpoint.agents.agent import pace_from, socket_path
+from headway.checkpoint.agents.link import AgentLink, ask, environment, finish
+from headway.checkpoint.agents.messages import (
+    FROM_AGENT,
+    FROM_CALLER,
+    Committed,
+    Failed,
+    Finish,
+    Hello,
+    Persist,
+    Persisted,
+)
 from headway.core.errors import InputError
-from headway.core.pace import Pace
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
+from headway.core.machine.arena import shared_memory
+from headway.core.wire.channel import Listener, connect, pair
+from headway.core.wire.pace import Pace
 from headway.storage.commit import committed
 
 SIZE = 1 << 20
@@ -83,7 +92,7 @@ def test_a_save_is_persisted_then_committed_and_its_image_can_be_had_from_memory
 
 
 def test_the_agent_imports_no_torch_and_shows_up_under_its_own_name():
-    code = "import sys, headway.checkpoint.agent; print('torch' in sys.modules, 'numba' in sys.modules)"
+    code = "import sys, headway.checkpoint.agents.agent; print('torch' in sys.modules, 'numba' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert answer.stdout.split() == ["False", "False"]
@@ -103,7 +112,7 @@ TRAINER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from tests.test_agent_process import link_to, save, told
-from headway.checkpoint.messages import Committed
+from headway.checkpoint.agents.messages import Committed
 with link_to({folder!r}) as link:
     link.persist(save(1))
     told(link, Committed)

@@ -10,7 +10,7 @@ import torch
 
 import headway
 from headway.runtime import bootstrap
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
 from tests.recorded import recording, rows, run_script
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.arena import Arena, shared_memory
 from headway.core.errors import InputError
+from headway.core.machine.arena import Arena, shared_memory
 
 
 @given(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from headway.trace.ring import LOADER
-from headway.trace.spool import stems
-from headway.trace.vocabulary import KIND
+from headway.trace.events.vocabulary import KIND
+from headway.trace.rings.ring import LOADER
+from headway.trace.rings.spool import stems
 from tests.rings_made import Process, built, rows
 
 

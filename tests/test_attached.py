@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.runtime.attached import launch_line_id, place_of
 from headway.runtime.bootstrap import rank_of
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.launching import DDP, script, wait_for
 from tests.paths import ROOT
 

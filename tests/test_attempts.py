@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.ledger.attempts import kept_steps
-from headway.ledger.causes import find_causes
-from headway.ledger.ledger import Ledger
-from headway.trace.trace import Trace
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.runs.attempts import kept_steps
+from headway.trace.events.trace import Trace
 from tests.runs_made import MS, NAMES, Made, RunMaker, cut_short, joined
 
 SAVING = RunMaker(ranks=2, steps=20, save_ns=lambda rank, step: 6 * MS * (step in (5, 12)))

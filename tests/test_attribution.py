@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim import Dag, attribute, replay
-from headway.sim import attribution as attribution_module
-from headway.sim.attribution import MODES
+from headway.sim.graph import attribution as attribution_module
+from headway.sim.graph.attribution import MODES
 from tests import oracles
 from tests.strategies import Case, cases
 

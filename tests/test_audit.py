@@ -17,7 +17,7 @@ from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.data.audit import KINDS, VERDICTS, AuditSum, Leg, Pass, judge, legs_of
 from headway.data.orders.order import TAILS, Sequence, in_order, permute
-from headway.trace.deliveries import EVERY
+from headway.trace.recording.deliveries import EVERY
 from headway.verbs.data_audit import audit
 from tests.recorded import recording
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headway.checkpoint.bandwidth import PIECE_BYTES, Rates, measure
+from headway.checkpoint.policies.bandwidth import PIECE_BYTES, Rates, measure
 from headway.core.errors import InputError
 
 RATES = Rates(copy=8e9, checksum=16e9, write=5e8, read=2e9, sync_s=0.01)

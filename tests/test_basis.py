@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.basis import basis_of
-from headway.trace.steps import counted
+from headway.trace.events.steps import counted
+from headway.trace.recording.basis import basis_of
 from tests.training_rows import Thread
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.data.runtime.caching.cache import cache
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.following import alone

@@ -11,7 +11,7 @@ import pytest
 
 from headway.runtime.bootstrap import WATCHED, rank_of
 from headway.runtime.hooks import PostImport
-from headway.trace.records import read_ring
+from headway.trace.rings.records import read_ring
 from tests.paths import ROOT
 from tests.recorded import INJECT, environment, recording, rows, run_script
 

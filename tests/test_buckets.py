@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from headway.ledger.buckets import (
+from headway.ledger.kinds.buckets import (
     BLAME,
     BUCKET_CODE_OF_SUB,
     BUCKET_OF,
@@ -18,7 +18,7 @@ from headway.ledger.buckets import (
     SUBS,
     bucket_of_sub,
 )
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 ORDER = ("host.gc", "checkpoint.save", "host.logging", "input.next", "comm.wait", "host.compile")
 """DESIGN's order on overlap, one name of each."""

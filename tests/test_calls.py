@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import headway
-from headway.checkpoint.runtime import calls
+from headway.checkpoint.runtime.torch_calls import calls
 from headway.core.errors import InputError
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.linear import minimise
-from headway.trace.causality import GRAIN_NS, MAX_DRIFT, project, violations
-from headway.trace.clocks import Clocks, stretch_of
-from headway.trace.meetings import Meetings
+from headway.trace.sync.causality import GRAIN_NS, MAX_DRIFT, project, violations
+from headway.trace.sync.clocks import Clocks, stretch_of
+from headway.trace.sync.meetings import Meetings
 
 US = 1_000
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from headway.core.errors import InputError
-from headway.ledger.cause import Cause, ranked
-from headway.ledger.causes import (
+from headway.ledger.answers.causes import (
     EDIT_OF_CAUSE,
     LEAST_FRACTION,
     MOST_RANKS,
@@ -20,9 +19,10 @@ from headway.ledger.causes import (
     by_chance,
     find_causes,
 )
-from headway.ledger.ledger import Ledger
-from headway.ledger.script_causes import LARGE
-from headway.trace.trace import concat
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.answers.script_causes import LARGE
+from headway.ledger.kinds.cause import Cause, ranked
+from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}

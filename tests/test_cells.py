@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headway
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.pace import step_seconds
-from headway.sim.program import Program
-from headway.trace.intervals import merged, without
-from headway.trace.pauses import elapsed, without_pauses
-from headway.trace.runs import Run
-from headway.trace.trace import concat
+from headway.sim.recorded.program import Program
+from headway.trace.events.intervals import merged, without
+from headway.trace.events.trace import concat
+from headway.trace.recording.pauses import elapsed, without_pauses
+from headway.trace.recording.runs import Run
 from tests.rings_made import Process, built, rows
 from tests.runs_made import MS, RunMaker
 from tests.runs_made import Rows as MadeRows

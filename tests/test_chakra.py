@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.sim.dag import Dag
-from headway.sim.observed import observe
-from headway.sim.replay import replay
-from headway.sim.row_edges import listed, listed_dag
-from headway.trace import chakra
-from headway.trace.chakra import CLASSES
-from headway.trace.messages import delimited, prefixed
-from headway.trace.trace import COLUMNS, Trace, in_order
-from headway.trace.vocabulary import KIND
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.replay import replay
+from headway.sim.traced.observed import observe
+from headway.sim.traced.row_edges import listed, listed_dag
+from headway.trace.events.trace import COLUMNS, Trace, in_order
+from headway.trace.events.vocabulary import KIND
+from headway.trace.profiler.messages import delimited, prefixed
+from headway.trace.readers import chakra
+from headway.trace.readers.chakra import CLASSES
 from tests.paths import shared
 from tests.test_trace import rows
 from tests.traces_made import traces

@@ -21,11 +21,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core import wires
-from headway.core.channel import ChannelClosed, Listener, TcpListener, connect, connect_tcp, pair
 from headway.core.errors import InputError
-from headway.core.handshake import MOST_STRANGERS, Strangers
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
+from headway.core.wire import wires
+from headway.core.wire.channel import ChannelClosed, Listener, TcpListener, connect, connect_tcp, pair
+from headway.core.wire.handshake import MOST_STRANGERS, Strangers
 
 
 class Text(msgspec.Struct, tag=True, frozen=True):
@@ -259,7 +259,7 @@ def test_a_socket_of_another_user_is_refused_by_the_caller():
     folder.chmod(0o777)
     path = folder / "s"
     code = (
-        "import os, sys, msgspec; from headway.core.channel import Listener; os.setuid(65534); "
+        "import os, sys, msgspec; from headway.core.wire.channel import Listener; os.setuid(65534); "
         f"listener = Listener({str(path)!r}, types=msgspec.Raw); os.chmod({str(path)!r}, 0o666); "
         "print('ready', flush=True); sys.stdin.read()"
     )
@@ -444,7 +444,7 @@ def test_the_runtime_folder_is_ours_alone(tmp_path, monkeypatch):
 def test_a_real_process_is_served_and_its_death_is_seen(tmp_path):
     listener = Listener(tmp_path / "s", types=TYPES)
     code = (
-        "import os, signal, msgspec; from headway.core.channel import connect; "
+        "import os, signal, msgspec; from headway.core.wire.channel import connect; "
         "Text = msgspec.defstruct('Text', [('text', str)], tag='Text'); "
         f"channel = connect({str(tmp_path / 's')!r}, types=Text); channel.send(Text('hello')); "
         "print(channel.receive()[0].text, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
@@ -463,7 +463,7 @@ def test_a_real_process_is_served_and_its_death_is_seen(tmp_path):
 
 def test_the_death_of_a_process_is_seen_also_while_a_fork_of_it_holds_its_sockets(tmp_path):
     code = (
-        "import os, signal, time, msgspec; from headway.core.channel import Listener; "
+        "import os, signal, time, msgspec; from headway.core.wire.channel import Listener; "
         "Text = msgspec.defstruct('Text', [('text', str)], tag='Text'); "
         f"listener = Listener({str(tmp_path / 's')!r}, types=Text); channel = listener.accept(20.0); "
         "fork = os.fork(); fork or time.sleep(100); channel.send(Text(str(fork))); time.sleep(100)"

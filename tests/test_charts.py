@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.report.charts import (
+from headway.report.page.charts import (
     HEAT_COLUMNS,
     HEAT_ROWS,
     MOST_LINES,

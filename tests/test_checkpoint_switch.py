@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from headway.checkpoint.runtime.switch import Later, behind
+from headway.checkpoint.runtime.torch_calls.switch import Later, behind
 from headway.core.errors import BackgroundError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.exit_class import HEADER
 from headway.runtime.remedy import Refused
 from headway.storage import verify
@@ -136,7 +136,7 @@ import os, sys, torch
 from tests.test_checkpoint_switch import Fuller
 import torch.distributed.checkpoint as dcp
 if "HEADWAY_RUN" not in os.environ:
-    from headway.checkpoint.runtime.switch import behind
+    from headway.checkpoint.runtime.torch_calls.switch import behind
     from tests.remedy_context import TestContext
     behind({}, TestContext("result-equivalent"))
 for place in sys.argv[2:]:

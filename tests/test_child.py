@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from headway.core.child import said
+from headway.core.processes.child import said
 
 
 def raises():

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.trace import chrome
-from headway.trace.arrows import arrows
-from headway.trace.kineto_names import FORWARD
-from headway.trace.trace import COLUMNS, Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import COLUMNS, Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.profiler.arrows import arrows
+from headway.trace.profiler.kineto_names import FORWARD
+from headway.trace.readers import chrome
 from tests.paths import shared
 from tests.traces_made import traces
 
@@ -189,8 +189,8 @@ def test_a_writer_killed_half_way_leaves_the_old_file_valid(suffix, tmp_path):
     code = textwrap.dedent(
         """
         import os, signal, sys
-        from headway.trace import chrome
-        from headway.trace.trace import Trace
+        from headway.trace.readers import chrome
+        from headway.trace.events.trace import Trace
 
         def rows(*arguments, write=chrome._rows):
             for number, row in enumerate(write(*arguments)):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.ledger.clock_offsets import NOISE_NS, aligned
-from headway.trace.synthetic import Job, generate
-from headway.trace.trace import Trace
+from headway.ledger.operations.clock_offsets import NOISE_NS, aligned
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Job, generate
 
 JOB = Job(dp=2, pp=3, num_microbatches=6, num_steps=3)
 NUM_RANKS = JOB.dp * JOB.pp

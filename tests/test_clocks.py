@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.clocks import (
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import COLLECTIVES
+from headway.trace.sync.clocks import (
     SYNCHRONISING,
     Clocks,
     aligned_ns,
@@ -19,8 +21,6 @@ from headway.trace.clocks import (
     refined,
     within,
 )
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import COLLECTIVES
 
 
 def host(arrivals: list[int], ends: list[int], *, clock_ns: int = 0, corr: int = 0, group: int = 0) -> Trace:

@@ -14,9 +14,9 @@ from headway.cluster.compare import FIDELITY
 from headway.cluster.logs.philly import read_queue
 from headway.cluster.logs.runs import RunRate, queue_rates
 from headway.core.errors import FormatError, InputError
-from headway.ledger.compare import steps_per_s
-from headway.ledger.ledger import Ledger
-from headway.trace.runs import Run
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.answers.ledger import Ledger
+from headway.trace.recording.runs import Run
 from tests.paths import GOLDEN, shared
 
 

@@ -19,9 +19,9 @@ from headway.cluster.prices.market import DAY_S, HOUR_S, Market, Offer, Terms
 from headway.cluster.prices.read import read_records
 from headway.cluster.prices.strategies import STUDY, follow, hindsight, online, study
 from headway.core.errors import FormatError, InputError
-from headway.ledger.compare import steps_per_s
-from headway.ledger.ledger import Ledger
-from headway.trace.runs import Run
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.answers.ledger import Ledger
+from headway.trace.recording.runs import Run
 from tests.paths import ROOT, shared
 
 FIRST = date(2020, 3, 1)

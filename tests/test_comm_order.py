@@ -11,7 +11,7 @@ import pytest
 
 from headway.catalog import PARAMETERS, REMEDIES
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.plan.parameters import check_parameters
 from headway.runtime.remedy import Applied, Refused
 from tests.recorded import FSDP2, run_script

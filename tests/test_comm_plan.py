@@ -9,11 +9,11 @@ import pytest
 
 from headway.catalog import PARAMETERS, REMEDIES
 from headway.core.errors import InputError
-from headway.core.planfile import read_plan
+from headway.core.files.planfile import read_plan
 from headway.plan.optimiser import KINDS
 from headway.plan.parameters import check_parameters
 from headway.report.optimised import render_optimised
-from headway.sim.ddp_replay import DdpReplay
+from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.verbs import comm
 from tests.ddp_made import MS, Job, changed, play
 

@@ -11,7 +11,7 @@ from headway.catalog import PARAMETERS
 from headway.comm.runtime import ddp as runtime
 from headway.comm.runtime.ddp import bucket, gradient_view, static_graph
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy
+from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.units import MIB
 from headway.plan.parameters import check_parameters
 from headway.runtime.remedy import Applied, Refused

@@ -12,7 +12,7 @@ from headway.comm.published import CODECS_US, Gradients, Setup
 from headway.comm.stages import CPU, INSIDE, front, option_stages, stages
 from headway.comm.strategy_search import Pricing, search
 from headway.core.errors import UnknownNameError
-from headway.sim.stage_chains import StageChains
+from headway.sim.ddp.stage_chains import StageChains
 
 SETUP = Setup("m", "dgc", hosts=4, ranks_per_host=8, inside="pcie", wire_fraction=0.02, two_level=True)
 

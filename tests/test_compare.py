@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.host_load import HostLoad
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.compare import compare, steps_per_s, whole_speedup
-from headway.ledger.ledger import Ledger
+from headway.core.machine.host_load import HostLoad
+from headway.ledger.answers.compare import compare, steps_per_s, whole_speedup
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.buckets import BUCKETS
 from tests.runs_made import MS, RunMaker
 
 BASE = RunMaker(steps=20, fetch_ns=2 * MS)

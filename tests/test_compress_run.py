@@ -13,8 +13,8 @@ import pytest
 
 from headway.comm.runtime.measure import measured
 from headway.core.errors import InputError
-from headway.core.planfile import read_plan
-from headway.sim.ddp_compress import RAW
+from headway.core.files.planfile import read_plan
+from headway.sim.ddp.ddp_compress import RAW
 from headway.verbs.comm_bench import bench
 from headway.verbs.plan import plan
 from headway.verbs.whatif import whatif

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.host_load import HostLoad
-from headway.sim.contention import Contention
-from headway.sim.lane import COMPUTE
-from headway.sim.loader_costs import Costs
-from headway.sim.program import Program
-from headway.sim.recording import Recording
-from headway.trace.trace import concat
+from headway.core.machine.host_load import HostLoad
+from headway.sim.recorded.contention import Contention
+from headway.sim.recorded.lane import COMPUTE
+from headway.sim.recorded.loader_costs import Costs
+from headway.sim.recorded.program import Program
+from headway.sim.recorded.recording import Recording
+from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import time_sliced
 

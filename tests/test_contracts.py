@@ -51,9 +51,9 @@ def test_what_leads_to_torch_is_a_runtime_room_or_starts_one():
 @pytest.mark.parametrize(
     ("file", "line", "broken"),
     [
-        ("headway/core/units.py", "import headway.ledger.ledger", "imports go down only"),
+        ("headway/core/units.py", "import headway.ledger.answers.ledger", "imports go down only"),
         ("headway/host/advise.py", "import headway.data.advise", "imports go down only"),
-        ("headway/checkpoint/policy.py", "import torch", "torch and ray"),
+        ("headway/checkpoint/policies/policy.py", "import torch", "torch and ray"),
         ("headway/report/facts.py", "import headway.runtime.lane", "nothing leads to torch"),
     ],
 )

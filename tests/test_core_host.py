@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from headway.core.host import host_cores, readable
+from headway.core.machine.host import host_cores, readable
 
 
 @pytest.fixture

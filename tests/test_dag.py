@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import CycleError, InputError
 from headway.sim import Dag, replay
-from headway.sim.kernels import csr
+from headway.sim.graph.kernels import csr
 from tests import oracles
 from tests.paths import ROOT
 from tests.strategies import Case, cases

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError
-from headway.sim.dag import Dag
-from headway.sim.ddp_buckets import assign, limits
-from headway.sim.ddp_edits import gradients_of
-from headway.sim.ddp_link import Carried, Link, fit
-from headway.sim.ddp_replay import DdpReplay
-from headway.sim.ddp_step import step_of
-from headway.sim.ddp_thread import CALL, COPY, GRAD, WAIT, thread_of
-from headway.sim.ddp_window import Window, collectives, flight_path, joined
-from headway.sim.edits import Scenario, scenario_of
-from headway.trace.trace import Trace, concat
+from headway.sim.ddp.ddp_buckets import assign, limits
+from headway.sim.ddp.ddp_edits import gradients_of
+from headway.sim.ddp.ddp_link import Carried, Link, fit
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.ddp.ddp_step import step_of
+from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, thread_of
+from headway.sim.ddp.ddp_window import Window, collectives, flight_path, joined
+from headway.sim.graph.dag import Dag
+from headway.sim.whatif.edits import Scenario, scenario_of
+from headway.trace.events.trace import Trace, concat
 from tests.ddp_made import COPY as COPIES
 from tests.ddp_made import MS, Job, changed, fluid, play, play_on_devices
 

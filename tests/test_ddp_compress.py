@@ -16,9 +16,9 @@ from headway.core.errors import InputError
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.ddp_replay import DdpReplay
-from headway.sim.edits import scenario_of
-from headway.sim.program import Program
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.recorded.program import Program
+from headway.sim.whatif.edits import scenario_of
 from tests.ddp_made import Job, play
 from tests.runs_made import MS, RunMaker
 

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.sim.ddp_pace import AFTER, SLOWEST, pace, paces_of
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.sim.ddp.ddp_pace import AFTER, SLOWEST, pace, paces_of
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
 
 MS = 1_000_000
 

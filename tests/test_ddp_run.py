@@ -15,10 +15,10 @@ from headway.core.errors import InputError
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.runtime.ddp_facts import facts_of, order_of
-from headway.sim.ddp_replay import DdpReplay
-from headway.sim.ddp_window import models_of, windows_of
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.ddp.ddp_window import models_of, windows_of
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 from headway.verbs.whatif import whatif
 from tests.ddp_made import Job, changed, play
 from tests.runs_made import MS, RunMaker

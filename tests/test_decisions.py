@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from headway.core.child import said
+from headway.core.processes.child import said
 from headway.data.runtime.caching.cache import cache
 from headway.data.runtime.examples.outcome import MOST_DECISIONS, Report
 from headway.data.runtime.guard import decisions

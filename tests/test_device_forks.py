@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
-from tests.recorded import rows, run_script
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.runtime.device import PRETEND
+from tests.paths import ROOT
+from tests.recorded import environment, rows, run_script
 
 SCRIPT = """
     import os, torch
@@ -63,3 +70,53 @@ def test_workers_of_a_job_on_a_device_are_recorded_in_silence_with_the_same_loss
     assert (tmp_path / "stderr").read_text() == ""
     assert len(rows(tmp_path / "run", role="loader")["input.load"]) == 6
     assert recorded == run_script(SCRIPT, tmp_path, ranks=1, recorded=False)
+
+
+TRAIN = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+from tests.accelerator import Accelerator, install
+
+install(Accelerator(), forward_ms=1, backward_ms=2, update_ms=0.2)
+
+class Rows(Dataset):
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.full((8,), index % 7 / 7.0)
+
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for batch in DataLoader(Rows(), 4, num_workers=int(sys.argv[1])):
+    optimizer.zero_grad()
+    loss = model(batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    print(loss.item().hex())
+"""
+
+
+@pytest.mark.slow  # seven jobs with torch
+def test_workers_of_an_emulated_device_are_recorded_and_tuned_in_silence(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    remedy = Remedy("data.workers", {"num_workers": 2}, 1.0, (1.0, 1.0), None)
+    write_plan(PlanFile((remedy,), predicted_speedup=1.0, interval=(1.0, 1.0)), tmp_path / "plan.json")
+    env = environment(None, **{PRETEND: "device", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore:This DataLoader"})
+
+    def losses(workers: int, *launch: str) -> str:
+        command = [sys.executable, *launch, "train.py", str(workers)]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    alone, run = losses(0), ["-m", "headway.cli", "run", "--quiet", "--windows", "0", "--out"]
+
+    for workers in (0, 2, 8):
+        assert losses(workers, *run, f"recorded-{workers}", "--") == alone
+        assert losses(workers, *run, f"applied-{workers}", "--apply", "plan.json", "--") == alone
+        [told] = json.loads((tmp_path / f"applied-{workers}" / "applied" / "r0.json").read_text())["remedies"]
+        assert (told["name"], told["applied"]) == ("data.workers", True)
+        assert told["facts"]["loaders"] == [{"dataset": "Rows", "before": workers, "num_workers": max(workers, 2)}]

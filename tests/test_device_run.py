@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.ledger.ledger import Ledger
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.ledger.answers.ledger import Ledger
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 from tests.accelerator import recorded_loop
 
 MIXES = {
@@ -33,6 +33,7 @@ def run(folder: Path, mix: tuple[int, int, int, int, int, int, str]) -> tuple[Ru
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix):
     recorded, work = run(tmp_path, mix)
+    forward_ms, backward_ms = mix[:2]
     ledger, program = Ledger.of(recorded), Program.from_run(recorded)
     busy_ns = sum(end - start for start, end in work)
     loading = program.predict(["input.fetch=none"], interval=False, max_discrepancy=0.2).speedup
@@ -51,6 +52,8 @@ def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix)
         assert twice >= 0.85 * min(2, most)  # as far as the work of the host itself, which a busy one slows, lets it
     elif mix[-1] == "input":
         assert loading >= 1.5
+        step_ms = 1e3 * program.measured_s
+        assert loading <= 1.15 * step_ms / (forward_ms + backward_ms + 1)  # the device is the next limit
     elif mix[2]:  # the host waits in the copy until the device is done, and that is no time of the copy
         assert loading <= 1.1
         assert ledger.spans["input.transfer"].total_ns > 3 * ledger.sub_ns["input.transfer"]

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.ledger.buckets import BUCKETS, SUBS
-from headway.ledger.causes import find_causes
-from headway.ledger.kernels import profile_account
-from headway.ledger.ledger import Ledger
-from headway.trace import kineto
-from headway.trace.trace import Trace, concat
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.buckets import BUCKETS, SUBS
+from headway.ledger.runs.kernels import profile_account
+from headway.trace.events.trace import Trace, concat
+from headway.trace.profiler import kineto
 from tests.runs_made import MS, Made, RunMaker
 from tests.test_sampled import on_device, steps_of
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.host import available_cores
+from headway.core.machine.host import available_cores
 from headway.runtime import doctor
 from headway.runtime.doctor import CHECKS, Finding, check
 from tests.paths import ROOT

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from headway.runtime.drain import DRAIN_S, WAITING_BYTES, Drainer, prune_windows
 from headway.runtime.finalise import finalise
 from headway.runtime.problems import Problems
-from headway.trace.parquet import read
-from headway.trace.spool import recorded, stems
+from headway.trace.events.parquet import read
+from headway.trace.rings.spool import recorded, stems
 from tests.paths import ROOT
 from tests.rings_made import Process
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import InputError
-from headway.trace.runs import Run, merge
+from headway.trace.recording.runs import Run, merge
 from tests.launching import DDP, alive, run, script, start, wait_for
 
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.trace.drift_windows import DRIFT, least_absolute
-from headway.trace.end_differences import estimate
-from headway.trace.meetings import Meetings, match
+from headway.trace.sync.drift_windows import DRIFT, least_absolute
+from headway.trace.sync.end_differences import estimate
+from headway.trace.sync.meetings import Meetings, match
 from tests.clocks_made import MS, US, Maker, S
 
 

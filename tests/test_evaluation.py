@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace import gaps as gap_rows
-from headway.trace.basis import basis_of, gradients_of
-from headway.trace.evaluation import LEARNS, evaluations, mark_learning
-from headway.trace.intervals import inside, merged, without
+from headway.trace.events.intervals import inside, merged, without
+from headway.trace.recording import gaps as gap_rows
+from headway.trace.recording.basis import basis_of, gradients_of
+from headway.trace.recording.evaluation import LEARNS, evaluations, mark_learning
 from tests.training_rows import Thread
 
 

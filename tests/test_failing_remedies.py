@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.core.planfile import Remedy
+from headway.core.files.planfile import Remedy
 from headway.data.runtime.remedies.workers import workers
 from headway.runtime.guard import guarded
 from headway.runtime.remedy import Refused, apply_one

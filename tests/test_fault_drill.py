@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.fault.expected import expected
 from headway.fault.fleet import Failed, Scenario, Times, simulate
 from headway.fault.incident import Blamed, Incident
@@ -18,7 +18,7 @@ from headway.fault.runtime.drill import NOTHING_TO_STRIKE, schedule, score
 from headway.fault.runtime.injectors import FAULTS
 from headway.fault.runtime.loss_guard import guard
 from headway.fault.runtime.supervise import of_hang
-from headway.ledger.metrics import ettr
+from headway.ledger.answers.metrics import ettr
 from headway.runtime.bad_loss import FEWEST, SPIKE, judge
 from headway.runtime.hang_proof import LOOKS, proven
 from headway.runtime.timers import LOOK_EVERY

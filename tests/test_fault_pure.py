@@ -19,8 +19,8 @@ from headway.fault import Scenario, backup_peers, dual_phase, simulate, standby_
 from headway.fault.advise import propose
 from headway.fault.fleet import PARTS, Times
 from headway.fault.plan import prepare
-from headway.ledger.hang import Origin, Verdict
-from headway.ledger.metrics import ettr
+from headway.ledger.answers.metrics import ettr
+from headway.ledger.jobs.hang import Origin, Verdict
 from headway.plan.proposal import Proposal, Refusal
 from headway.verbs.fault import plan, sim
 

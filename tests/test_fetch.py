@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from headway.checkpoint.fetch import Fetcher, LocalFiles, MemoryFiles, StoreFiles, fetch
-from headway.checkpoint.reads import Shard, plan_reads
+from headway.checkpoint.reading.fetch import Fetcher, LocalFiles, MemoryFiles, StoreFiles, fetch
+from headway.checkpoint.reading.reads import Shard, plan_reads
 from headway.core.errors import DamageError
 from headway.storage.boxes import Box, whole
 from headway.storage.digests import digest_of

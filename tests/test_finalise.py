@@ -8,10 +8,10 @@ import time
 import numpy as np
 
 from headway.runtime.finalise import facts, finalise, finalise_attempt
-from headway.trace import parquet
-from headway.trace.records import RECORD_DTYPE
-from headway.trace.spool import pack, stems
-from headway.trace.vocabulary import SPANS
+from headway.trace.events import parquet
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RECORD_DTYPE
+from headway.trace.rings.spool import pack, stems
 from tests.rings_made import Process
 
 

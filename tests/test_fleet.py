@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.silent_callers import one_pass
 from benchmarks.worker_kills import free_port, play
-from headway.core.channel import ChannelClosed, TcpListener
 from headway.core.errors import BackgroundError, InputError
+from headway.core.wire.channel import ChannelClosed, TcpListener
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
 from headway.data.fleet.messages import Ask, FromMaster, dial
 from headway.data.fleet.reader import PrepareError, Reader

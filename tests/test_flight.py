@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.trace import flight
-from headway.trace.process_groups import HASHED, group_id, parse_ranks
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, KINDS
+from headway.trace.events.process_groups import HASHED, group_id, parse_ranks
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, KINDS
+from headway.trace.readers import flight
 from tests.paths import GOLDEN
 
 ENTRY = {

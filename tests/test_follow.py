@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError
 from headway.runtime.drain import Drainer
 from headway.runtime.problems import Problems
-from headway.trace import follow
-from headway.trace.follow import RingFollower, RunFollower
-from headway.trace.records import IN_FLIGHT, PATIENCE, RECORD_DTYPE, read_ring
-from headway.trace.ring import CHILD, HEADER_BYTES, LOADER, SPAWNED, Recorder
-from headway.trace.spool import remove
+from headway.trace.rings import follow
+from headway.trace.rings.follow import RingFollower, RunFollower
+from headway.trace.rings.records import IN_FLIGHT, PATIENCE, RECORD_DTYPE, read_ring
+from headway.trace.rings.ring import CHILD, HEADER_BYTES, LOADER, SPAWNED, Recorder
+from headway.trace.rings.spool import remove
 
 
 def writer(rings, *, rank=0, capacity=256, role=0) -> Recorder:

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.trace import chakra
-from headway.trace.content import PIECE_BYTES, Content
-from headway.trace.formats import READERS, WRITERS, describe, open_any, recognise, save_any
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.trace.events.content import PIECE_BYTES, Content
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.readers import chakra
+from headway.trace.readers.formats import READERS, WRITERS, describe, open_any, recognise, save_any
 from tests.paths import GOLDEN, shared
 from tests.runs_made import RunMaker, write_folder
 from tests.traces_made import profile, span, traces

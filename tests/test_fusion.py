@@ -19,9 +19,9 @@ from headway.plan.fusion import (
     linear_parts,
     op_fusion_pays,
 )
-from headway.sim.hops import Network
-from headway.sim.step_view import StepView, Variants
-from headway.sim.training_step import Block, Profile, TrainingStep
+from headway.sim.graph.hops import Network
+from headway.sim.training.step_view import StepView, Variants
+from headway.sim.training.training_step import Block, Profile, TrainingStep
 
 times = st.integers(0, 10**6)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
-from headway.ledger.hang import RankReport, Wait, localise
+from headway.ledger.jobs.hang import RankReport, Wait, localise
 from tests.hung_jobs import HungJob, Play, hung_reports, random_job
 
 seeds = st.integers(0, 10**6)

@@ -16,11 +16,11 @@ from benchmarks.nccl_hangs import named_by
 from benchmarks.nccl_hangs import verdict_of as verdict_of_job
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
-from headway.ledger.hang import Verdict, Wait, localise
-from headway.ledger.hang_reports import of_dumps, of_watch
-from headway.report.hang import hang_part, render_hang
-from headway.trace import flight
-from headway.trace.trace import Trace, concat
+from headway.ledger.jobs.hang import Verdict, Wait, localise
+from headway.ledger.jobs.hang_reports import of_dumps, of_watch
+from headway.report.page.hang import hang_part, render_hang
+from headway.trace.events.trace import Trace, concat
+from headway.trace.readers import flight
 from headway.verbs.hang import verdict_of
 from tests.hung_nccl import FAULTS, hung_devices
 from tests.spawn import on_ranks

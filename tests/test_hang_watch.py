@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.hang import localise
-from headway.ledger.hang_reports import of_watch
+from headway.ledger.jobs.hang import localise
+from headway.ledger.jobs.hang_reports import of_watch
 from headway.runtime.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, summary
 from headway.runtime.launch import LaunchOptions, check
-from headway.trace.records import RECORD_DTYPE, Page
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RECORD_DTYPE, Page
 from headway.verbs.hang import verdict_of
 from tests.launching import run, script, wait_for
 

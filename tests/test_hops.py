@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.cost.collectives import collective_seconds
 from headway.cost.specs import Link
-from headway.sim.hops import IDENTITY, PATTERNS, Network, Pattern, expand, fit_links, own_times, pair
+from headway.sim.graph.hops import IDENTITY, PATTERNS, Network, Pattern, expand, fit_links, own_times, pair
 from tests.steps_made import WIRE, networks
 
 SERVERS = {"ring": 0, "tree": 0, "parameter_server": 3}

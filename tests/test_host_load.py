@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.apart import DETACHED
-from headway.core.host_load import HostLoad, HostSeries, LoadSampler, Reading, host_load, load_beside
+from headway.core.machine.apart import DETACHED
+from headway.core.machine.host_load import HostLoad, HostSeries, LoadSampler, Reading, host_load, load_beside
 
 CPU = min(os.sched_getaffinity(0))
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -75,10 +75,10 @@ def proc(root: Path, busy: int, processes: dict[int, tuple[int, str, int, int]],
 
 
 def test_a_child_that_ended_still_counts_as_the_jobs_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.core.host_load.os.sched_getaffinity", lambda pid: {CPU})
-    monkeypatch.setattr("headway.core.host_load.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("headway.core.machine.host_load.os.sched_getaffinity", lambda pid: {CPU})
+    monkeypatch.setattr("headway.core.machine.host_load.os.cpu_count", lambda: 1)
     clock = [100.0]
-    monkeypatch.setattr("headway.core.host_load.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("headway.core.machine.host_load.time.perf_counter", lambda: clock[0])
     sampler = LoadSampler(10, root=tmp_path)
     # In each second: the rank (11) computes 20 ticks, its worker (12) 30 until it is reaped, a stranger (13) 40, and
     # what the rank has detached (20, 21) 10 each until it ends.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.sim.ideal import LOSSLESS, replayed_trace
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.sim.recorded.ideal import LOSSLESS, replayed_trace
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 from tests.paths import GOLDEN
 
 

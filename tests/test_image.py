@@ -12,12 +12,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.persist import persist
-from headway.checkpoint.runtime import image as images
-from headway.checkpoint.runtime.image import RECORD_BYTES, Image, Part, fits_torch, locate, pickled, plan, template
-from headway.checkpoint.saving import payloads
+from headway.checkpoint.agents.persist import persist
+from headway.checkpoint.agents.saving import payloads
+from headway.checkpoint.runtime.images import image as images
+from headway.checkpoint.runtime.images.image import (
+    RECORD_BYTES,
+    Image,
+    Part,
+    fits_torch,
+    locate,
+    pickled,
+    plan,
+    template,
+)
 from headway.core.errors import FormatError, HeadwayError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,

@@ -13,7 +13,7 @@ import torch
 
 import headway
 from headway.runtime import bootstrap
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.paths import ROOT
 from tests.recorded import recording
 

@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 
 from headway.data import DataLoader
 from headway.data.runtime.examples import account
-from headway.ledger.input_counts import count_words
-from headway.trace.runs import Run
+from headway.ledger.answers.input_counts import count_words
+from headway.trace.recording.runs import Run
 from tests.recorded import recording
 
 

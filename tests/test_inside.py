@@ -9,8 +9,8 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import InputError
-from headway.core.inside import check_inside, check_links, remove_tree
-from headway.core.whole_file import whole_file
+from headway.core.files.inside import check_inside, check_links, remove_tree
+from headway.core.files.whole_file import whole_file
 from headway.storage.commit import Committed, recover, remove
 from headway.storage.draft import open_draft
 from headway.storage.redundancy.parity import encode_rank

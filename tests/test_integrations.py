@@ -17,7 +17,7 @@ import torch
 
 import headway
 from headway.integrations.trainer_report import TrainerReport
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.paths import ROOT
 
 FIGURES = {"headway/step_s", "headway/steps_per_s", "headway/goodput"}

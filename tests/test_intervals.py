@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.sim.intervals import Z_NOMINAL, ModelError, speedup_interval
+from headway.sim.graph.intervals import Z_NOMINAL, ModelError, speedup_interval
 
 
 @given(

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.mesh import Mesh
 from headway.cost.flops import flops_per_token
-from headway.ledger.group_creation import Creation, creation
-from headway.ledger.hang import localise
-from headway.ledger.machines import machine_times
-from headway.report.hang import hang_part, render_hang, rows_of_grid, sentences
-from headway.report.html import ReportData, page
-from headway.report.job_lines import job_lines, mfu_lines
-from headway.report.machines import machine_heat_maps, machine_lines, machines_part
-from headway.trace.synthetic import Fault, Job, generate
-from headway.trace.trace import Trace
+from headway.ledger.jobs.group_creation import Creation, creation
+from headway.ledger.jobs.hang import localise
+from headway.ledger.jobs.machines import machine_times
+from headway.report.page.hang import hang_part, render_hang, rows_of_grid, sentences
+from headway.report.page.html import ReportData, page
+from headway.report.page.machines import machine_heat_maps, machine_lines, machines_part
+from headway.report.text.job_lines import job_lines, mfu_lines
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Fault, Job, generate
 from headway.verbs.explain import explain
 from headway.verbs.hang import mesh_of
 from headway.verbs.model_flops import ModelSpec, mfu_entry

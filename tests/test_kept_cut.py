@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.runtime.kept_cut import KeptCut
-from headway.checkpoint.runtime.shards import pieces
+from headway.checkpoint.runtime.images.kept_cut import KeptCut
+from headway.checkpoint.runtime.images.shards import pieces
 from tests.reshard_cases import LAYOUTS, held, whole_state
 from tests.spawn import on_ranks
 

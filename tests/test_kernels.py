@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from headway.core.errors import HeadwayError
-from headway.sim import kernels
-from headway.sim.greedy import ORDERS
+from headway.sim.graph import kernels
+from headway.sim.graph.greedy import ORDERS
 
 KERNELS = {name: value for name, value in vars(kernels).items() if hasattr(value, "py_func")}
 
@@ -50,7 +50,7 @@ def test_the_heap_returns_ops_in_order_whatever_the_order_is(mode: int) -> None:
 
 
 def test_compiled_code_goes_where_numba_cache_dir_says(tmp_path) -> None:
-    code = "import numpy as np; from headway.sim.kernels import csr; x = np.zeros(1, np.int64); csr(1, x, x, x)"
+    code = "import numpy as np; from headway.sim.graph.kernels import csr; x = np.zeros(1, np.int64); csr(1, x, x, x)"
     done = run(code, NUMBA_CACHE_DIR=str(tmp_path))
 
     assert done.returncode == 0, done.stderr

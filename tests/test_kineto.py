@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.trace import json_events, kineto
-from headway.trace.kineto_names import CATEGORIES, FORWARD, OP, dtype_bytes
-from headway.trace.microseconds import to_ns
-from headway.trace.nesting import Nesting, union_ns
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, KINDS
+from headway.trace.events.nesting import Nesting, union_ns
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, KINDS
+from headway.trace.profiler import json_events, kineto
+from headway.trace.profiler.kineto_names import CATEGORIES, FORWARD, OP, dtype_bytes
+from headway.trace.profiler.microseconds import to_ns
 from tests.paths import shared
 from tests.traces_made import profile, span
 

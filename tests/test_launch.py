@@ -15,7 +15,7 @@ import pytest
 from headway.core.errors import InputError
 from headway.runtime.launch import LaunchOptions, launch
 from headway.runtime.rank_env import Port, check_host, num_processes, parse_hosts
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.launching import run, script
 from tests.paths import ROOT
 
@@ -230,7 +230,7 @@ def test_the_run_folder_keeps_its_bound_and_counts_what_it_gave_up(tmp_path):
         tmp_path,
         """
         import os, random, time
-        from headway.trace.ring import Recorder
+        from headway.trace.rings.ring import Recorder
         recorder = Recorder(os.environ["HEADWAY_RUN"] + "/rings")
         print("x" * 100_000)
         for index in range(100_000):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.launching import DDP, run, script
 
 

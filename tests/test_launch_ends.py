@@ -12,7 +12,7 @@ import time
 import pytest
 
 from headway.runtime.launch import LaunchOptions, launch
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.launching import DDP, alive, run, script, start, wait_for
 
 

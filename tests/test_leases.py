@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.leases import TERM, Leases
+from headway.core.wire.leases import TERM, Leases
 
 KEYS = ["a", "b", "c", "d"]
 HOLDERS = ["w0", "w1", "w2"]

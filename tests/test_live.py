@@ -7,9 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from headway.ledger.live_ledger import LiveLedger
-from headway.report.charts import decode
-from headway.report.live import LATE_NS, STATES, LiveView, live_charts, live_key, live_page, live_parts, live_why
+from headway.ledger.live.live_ledger import LiveLedger
+from headway.report.page.charts import decode
+from headway.report.serving.live import (
+    LATE_NS,
+    STATES,
+    LiveView,
+    live_charts,
+    live_key,
+    live_page,
+    live_parts,
+    live_why,
+)
 from headway.runtime.live_feed import Finalised, records_of
 from tests.runs_made import MS, RunMaker
 from tests.test_html_report import HOSTILE, _Outline
@@ -71,7 +80,7 @@ def test_every_part_that_changes_has_its_place_on_the_page(name):
 
 
 def test_a_report_does_not_follow_anything():
-    from headway.report.html import page
+    from headway.report.page.html import page
     from tests.report_data import demo_report
 
     text = page(demo_report())

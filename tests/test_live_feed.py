@@ -11,13 +11,13 @@ import time
 import numpy as np
 import pytest
 
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.runtime import live_feed
 from headway.runtime.finalise import finalise
 from headway.runtime.live_feed import LiveFeed, finalised, records_of
-from headway.trace.records import read_ring
-from headway.trace.ring import Recorder
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
+from headway.trace.rings.records import read_ring
+from headway.trace.rings.ring import Recorder
 from tests.live_writers import write_meta, write_step
 from tests.paths import ROOT
 from tests.rings_made import Process

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
-from headway.ledger.live_rank import Window
-from headway.ledger.live_sweep import book_windows
-from headway.trace.records import RECORD_DTYPE
-from headway.trace.vocabulary import SPANS
+from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
+from headway.ledger.live.live_rank import Window
+from headway.ledger.live.live_sweep import book_windows
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RECORD_DTYPE
 
 MS = 1_000_000
 COMM = ("comm.wait", "comm.collective", "comm.send", "comm.recv")

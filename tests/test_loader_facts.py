@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 
-from headway.trace.in_force import given_up, in_force
-from headway.trace.loader_facts import LoaderFacts, Rehearsal, loaders_in, unkept, unmovable, unshared, unthreadable
+from headway.trace.events.in_force import given_up, in_force
+from headway.trace.events.loader_facts import (
+    LoaderFacts,
+    Rehearsal,
+    loaders_in,
+    unkept,
+    unmovable,
+    unshared,
+    unthreadable,
+)
 
 RULES = {"processes": unmovable, "threads": unthreadable, "cache": unkept, "server": unshared}
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.loads import CHILDREN, Loads
+from headway.trace.recording.loads import CHILDREN, Loads
 from tests.rings_made import Process, built, rows
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.trace.meetings import VERBS, match, verb_of
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import COLLECTIVES, KIND
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import COLLECTIVES, KIND
+from headway.trace.sync.meetings import VERBS, match, verb_of
 
 
 def kineto(rows: list[dict], **tables) -> Trace:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.checkpoint import restore_into
-from headway.checkpoint.mending import Mending
+from headway.checkpoint.reading.mending import Mending
 from headway.core.errors import DamageError
 from headway.storage.commit import commit
 from headway.storage.manifest import MANIFEST, RankManifest, read_record

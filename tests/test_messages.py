@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.trace.messages import delimited, message_classes, prefixed
+from headway.trace.profiler.messages import delimited, message_classes, prefixed
 
 MADE = message_classes(
     "test_messages", {"Outer": {"number": (1, "int64"), "inner": (2, "*Inner")}, "Inner": {"name": (3, "string")}}

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger import metrics
-from headway.ledger.buckets import BUCKETS
+from headway.ledger.answers import metrics
+from headway.ledger.kinds.buckets import BUCKETS
 
 mtbf = st.floats(600.0, 1e6)
 short = st.floats(1.0, 100.0)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.units import MIB
-from headway.sim.hops import Network
-from headway.sim.moves import (
+from headway.sim.graph.hops import Network
+from headway.sim.training.moves import (
     MOVES,
     Move,
     apply,
@@ -21,7 +21,7 @@ from headway.sim.moves import (
     join_buckets,
     split_bucket,
 )
-from headway.sim.training_step import Block, Profile, TrainingStep
+from headway.sim.training.training_step import Block, Profile, TrainingStep
 from tests.steps_made import WIRE, few, steps
 
 

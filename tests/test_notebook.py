@@ -10,7 +10,7 @@ import torch
 
 import headway
 from headway.core.errors import InputError
-from headway.report.notebook import fragment
+from headway.report.page.notebook import fragment
 from headway.runtime.in_process import Run
 from tests.paths import ROOT
 from tests.report_data import demo_why

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("obstore", reason="object stores need the extra `s3`")
 pytest.importorskip("moto.server", reason="the S3 server of these tests is moto: pip install 'moto[s3]' flask")
 
-from headway.checkpoint.remote import BucketFiles
-from headway.core import store_user
+from headway.checkpoint.reading.remote import BucketFiles
 from headway.core.errors import DamageError, HeadwayError, InputError
+from headway.core.processes import store_user
 from headway.storage.commit import StepTakenError
 from headway.storage.object_commit import (
     ObjectDraft,

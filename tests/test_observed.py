@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError, UnknownNameError
-from headway.sim.dag import Dag
-from headway.sim.greedy import greedy
-from headway.sim.observed import MODELS, observe
-from headway.sim.observed_edges import EDGE_CLASSES, FINDERS
-from headway.sim.program import Program
-from headway.sim.replay import replay
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.greedy import greedy
+from headway.sim.graph.replay import replay
+from headway.sim.recorded.program import Program
+from headway.sim.traced.observed import MODELS, observe
+from headway.sim.traced.observed_edges import EDGE_CLASSES, FINDERS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
 from tests.paths import shared
 from tests.runs_made import RunMaker
 

@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile
+from headway.core.files.planfile import PlanFile
 from headway.core.units import MIB
 from headway.cost.specs import Link, shipped
 from headway.plan.optimiser import KINDS, QUIET_ROUNDS, SAFE, optimise
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
-from headway.sim.hops import Network
-from headway.sim.layer_profiles import resnet18
-from headway.sim.moves import MOVES, bucket_by_size, default_buckets, with_buckets
-from headway.sim.replay import replay
-from headway.sim.step_dag import expand_step
-from headway.sim.training_step import Block, Profile, TrainingStep
+from headway.sim.graph.hops import Network
+from headway.sim.graph.replay import replay
+from headway.sim.training.layer_profiles import resnet18
+from headway.sim.training.moves import MOVES, bucket_by_size, default_buckets, with_buckets
+from headway.sim.training.step_dag import expand_step
+from headway.sim.training.training_step import Block, Profile, TrainingStep
 from tests.steps_made import few, steps
 
 SLOW = Link("slow", bytes_per_s=25e9 / 8, latency_s=10e-6, source="made up")

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 
 
 @given(st.floats(1, 1e9), st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 2)), max_size=20))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.catalog import PARAMETERS, REMEDIES
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy
+from headway.core.files.planfile import PlanFile, Remedy
 from headway.plan.parameters import KINDS, check_parameters
 
 GOOD = {

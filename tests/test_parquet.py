@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.trace import parquet
-from headway.trace.trace import COLUMNS, Trace
+from headway.trace.events import parquet
+from headway.trace.events.trace import COLUMNS, Trace
 from tests.traces_made import traces
 
 
@@ -139,7 +139,7 @@ def test_a_writer_killed_half_way_leaves_the_old_file(tmp_path):
     code = textwrap.dedent(
         """
         import os, signal, sys
-        from headway.core.whole_file import whole_file
+        from headway.core.files.whole_file import whole_file
         with whole_file(sys.argv[1]) as draft:
             draft.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -163,7 +163,9 @@ def test_listed_edges_survive_and_others_are_not_invented(data, n, tmp_path_fact
     assert Trace.from_columns({"start_ns": np.arange(n)}) != trace
 
 
-@pytest.mark.parametrize("module", ["headway.ledger.live_ledger", "headway.trace.follow", "headway.runtime.status"])
+@pytest.mark.parametrize(
+    "module", ["headway.ledger.live.live_ledger", "headway.trace.rings.follow", "headway.runtime.status"]
+)
 def test_what_runs_beside_training_does_not_load_pyarrow(module):
     code = f"import {module}, sys; print('pyarrow' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.channel import ChannelClosed
 from headway.core.errors import InputError
+from headway.core.wire.channel import ChannelClosed
 from headway.data.caches import partitioned
 from headway.data.caches.partition import PartitionMap
 from headway.data.caches.partitioned import Partitioned

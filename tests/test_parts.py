@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger import arrivals
-from headway.ledger.buckets import SUBS
-from headway.ledger.causes import find_causes
-from headway.ledger.ledger import Ledger
-from headway.ledger.sheet import Sheet
-from headway.sim.program import Program
-from headway.trace import parquet
-from headway.trace.formats import describe, open_parts
-from headway.trace.parts import Parts
-from headway.trace.runs import Run
-from headway.trace.trace import COLUMNS, Trace, concat
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking import arrivals
+from headway.ledger.booking.sheet import Sheet
+from headway.ledger.kinds.buckets import SUBS
+from headway.sim.recorded.program import Program
+from headway.trace.events import parquet
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import COLUMNS, Trace, concat
+from headway.trace.readers.formats import describe, open_parts
+from headway.trace.recording.runs import Run
 from tests.paths import shared
 from tests.runs_made import MS, RunMaker, cut_short, joined, write_folder
 from tests.traces_made import traces

@@ -13,7 +13,7 @@ from torch._dynamo import callback as _callback  # so that every target is impor
 from headway.core.errors import InputError
 from headway.runtime.patches import PATCHES, Patch, install, replace_attribute, same_face
 from headway.runtime.probes import Probes
-from headway.trace.ring import Recorder
+from headway.trace.rings.ring import Recorder
 from tests.recorded import recording
 
 assert _callback

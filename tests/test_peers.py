@@ -9,8 +9,8 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from headway.core.channel import ChannelClosed, connect_tcp
 from headway.core.errors import InputError
+from headway.core.wire.channel import ChannelClosed, connect_tcp
 from headway.data.caches.peers import (
     ANSWERS,
     LOST,

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 
 from headway.core.errors import InputError
-from headway.trace import parquet, perfetto
-from headway.trace.kineto_names import FORWARD
-from headway.trace.parts import Parts
-from headway.trace.perfetto import ANNOTATED, BEGIN, CLASSES, CLEARED, END, INSTANT
-from headway.trace.trace import COLUMNS, Trace, concat
-from headway.trace.vocabulary import KIND, KINDS
+from headway.trace.events import parquet
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import COLUMNS, Trace, concat
+from headway.trace.events.vocabulary import KIND, KINDS
+from headway.trace.profiler.kineto_names import FORWARD
+from headway.trace.readers import perfetto
+from headway.trace.readers.perfetto import ANNOTATED, BEGIN, CLASSES, CLEARED, END, INSTANT
 from tests.paths import shared
 from tests.traces_made import traces
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint import persist as persisting
-from headway.checkpoint.persist import Payload, persist
+from headway.checkpoint.agents import persist as persisting
+from headway.checkpoint.agents.persist import Payload, persist
 from headway.core.errors import InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.digests import digest_of
 
 

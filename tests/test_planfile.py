@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.core.planfile import ALLOWANCES, PlanFile, Remedy, read_plan, write_plan
+from headway.core.files.planfile import ALLOWANCES, PlanFile, Remedy, read_plan, write_plan
 
 values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 speedups = st.floats(0.01, 100)
@@ -36,7 +36,7 @@ def test_reading_returns_what_was_written(rows, tmp_path_factory) -> None:
 
 def test_reading_a_plan_needs_the_standard_library_only() -> None:
     heavy = "{'numpy', 'torch', 'numba', 'pyarrow', 'msgspec', 'rich'}"
-    code = f"import sys, headway.core.planfile; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, headway.core.files.planfile; sys.exit(bool({heavy} & set(sys.modules)))"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from headway.catalog import ADVISERS, REMEDIES
 from headway.core.errors import BarMissedError, InputError
-from headway.core.planfile import ALLOWANCES, read_plan
+from headway.core.files.planfile import ALLOWANCES, read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
-from headway.report.terminal import render_plan
-from headway.sim.program import Program
-from headway.trace.in_force import GivenUp
+from headway.report.text.terminal import render_plan
+from headway.sim.recorded.program import Program
+from headway.trace.events.in_force import GivenUp
 from tests.runs_made import MS, RunMaker
 
 JOB: dict[str, Any] = {

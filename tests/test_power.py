@@ -25,9 +25,9 @@ from headway.power.runtime.filler import fill_gaps
 from headway.power.search import PowerCosts
 from headway.power.smoothing import fill, slowed
 from headway.power.waveform import of_run
-from headway.trace.ring import Recorder
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.ring import Recorder
 from tests.oracles import smoothed, stored
 from tests.paths import ROOT
 
@@ -338,7 +338,7 @@ def test_a_filler_works_while_its_rank_waits_and_only_then(rank):
 def test_a_filler_ends_with_its_rank(tmp_path):
     code = (
         "import sys; from types import SimpleNamespace as N\n"
-        "from headway.trace.ring import Recorder; from headway.power.runtime.filler import fill_gaps\n"
+        "from headway.trace.rings.ring import Recorder; from headway.power.runtime.filler import fill_gaps\n"
         "context = N(undos=[], probes=N(recorder=Recorder(sys.argv[1])))\n"
         "print(fill_gaps({}, context).facts['pid'])"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.device import PRETEND
 from headway.runtime.patches import PATCHES
 

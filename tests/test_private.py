@@ -12,9 +12,9 @@ import torch
 
 from headway import Checkpointer
 from headway.cli import main
-from headway.core import private
 from headway.core.errors import InputError
-from headway.core.private import runtime_directory
+from headway.core.files import private
+from headway.core.files.private import runtime_directory
 from headway.data import DataLoader
 from tests.paths import ROOT
 

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 
-from headway.trace.vocabulary import COLLECTIVES
+from headway.trace.events.vocabulary import COLLECTIVES
 from tests.recorded import FSDP2, rows, run_script
 
 TRAIN = """

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from headway.trace.vocabulary import GC_CALLED
+from headway.trace.events.vocabulary import GC_CALLED
 from tests.recorded import recording, rows
 
 MS = 1_000_000

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.process import Process
+from headway.sim.graph.process import Process
 
 
 @given(st.lists(st.integers(0, 5)))

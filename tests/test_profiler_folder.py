@@ -7,9 +7,9 @@ import gzip
 import pytest
 
 from headway.core.errors import InputError
-from headway.sim.observed import observe
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.sim.traced.observed import observe
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
 from tests.paths import shared
 from tests.traces_made import profile, span
 

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.lane import LABEL
-from headway.sim.loader_costs import Costs
-from headway.sim.loader_model import own_service, storage_is_shared
-from headway.sim.program import Program
-from headway.sim.recording import LOAD_PARTS, Recording
-from headway.sim.unroll import straggler_pace
-from headway.trace.trace import concat
+from headway.sim.recorded.lane import LABEL
+from headway.sim.recorded.loader_costs import Costs
+from headway.sim.recorded.loader_model import own_service, storage_is_shared
+from headway.sim.recorded.program import Program
+from headway.sim.recorded.recording import LOAD_PARTS, Recording
+from headway.sim.recorded.unroll import straggler_pace
+from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET = Costs(handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS)
@@ -435,7 +435,7 @@ def test_garbage_is_collected_together_at_the_asked_steps() -> None:
 
 
 def test_a_long_run_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headway.sim.program.MAX_RANK_STEPS", 80)
+    monkeypatch.setattr("headway.sim.recorded.program.MAX_RANK_STEPS", 80)
     made = job(ranks=1, save_ns=lambda rank, step: 40 * MS if step >= 30 else (10 * MS if step == 20 else 0)).make()
     program = program_of(made)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from headway.core.errors import BarMissedError, InputError
-from headway.sim.edits import Scenario, scenario_of
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
+from headway.sim.whatif.edits import Scenario, scenario_of
 from tests.test_program import job, program_of
 
 

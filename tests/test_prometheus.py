@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from headway.core.errors import InputError
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.live_ledger import LiveLedger
+from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.live.live_ledger import LiveLedger
 from headway.runtime.launch import LaunchOptions, check
 from headway.runtime.live_feed import Finalised, records_of
 from headway.runtime.prometheus import LedgerCollector, Metrics, check_port
@@ -135,7 +135,7 @@ def test_a_launch_line_of_somebody_else_has_no_endpoint(tmp_path):
 
 JOB = """
 import os, sys, time
-from headway.trace.ring import Recorder
+from headway.trace.rings.ring import Recorder
 from tests.live_writers import write_step
 rank, attempt = int(os.environ["RANK"]), int(os.environ["HEADWAY_ATTEMPT"])
 recorder = Recorder(os.environ["HEADWAY_RUN"] + "/rings", rank=rank, attempt=attempt)

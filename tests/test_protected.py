@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.regions import dirty, protected
 from headway.storage.regions.dirty import BACKENDS, works
 from headway.storage.regions.layout import sidecar_of

@@ -9,11 +9,11 @@ import pytest
 
 from headway.core.errors import BarMissedError, InputError
 from headway.plan.optimiser import optimise
-from headway.sim.ddp_replay import DdpReplay
-from headway.sim.moves import bucket_by_size
-from headway.sim.recorded_step import recorded_step
-from headway.sim.step_view import StepView
-from headway.sim.training_step import TrainingStep
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.training.moves import bucket_by_size
+from headway.sim.training.recorded_step import recorded_step
+from headway.sim.training.step_view import StepView
+from headway.sim.training.training_step import TrainingStep
 from tests.ddp_made import MS, Job, changed, play
 
 

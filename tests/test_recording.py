@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.runtime.recording import SCHEMA, Exit, RankRow, Recording, claim_folder, next_folder, write_json
-from headway.trace import runs
+from headway.trace.recording import runs
 
 KEYS = {
     "memory", "memory_total_bytes", "memory_available_bytes",

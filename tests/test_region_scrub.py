@@ -11,7 +11,7 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import DamageError, InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.regions.file import RegionFile
 from headway.storage.regions.layout import sidecar_of
 from headway.storage.regions.protected import ProtectedRegion

@@ -20,7 +20,7 @@ from headway.data.runtime.remedies.switch import different
 from headway.data.runtime.remedies.workers import untunable, workers
 from headway.runtime import rehearsals
 from headway.runtime.finalise import loaders
-from headway.trace.loader_facts import LoaderFacts
+from headway.trace.events.loader_facts import LoaderFacts
 from tests.loaders_made import ByTurns, Squares
 from tests.remedy_context import applied
 

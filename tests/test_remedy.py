@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.host.runtime import LogBuffer, frozen_arguments, rss_bytes
 from headway.runtime.remedy import Applied, Context, Refused, apply_one
 from tests.recorded import recording, rows, run_script

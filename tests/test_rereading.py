@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.runtime.rereading import LATER, Rereadings, checksum, detached
-from headway.trace.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
+from headway.trace.events.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
 from tests.loaders_made import Squares
 from tests.recorded import recording
 

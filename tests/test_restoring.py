@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import headway
-from headway.checkpoint.fetch import Fetcher, Files, LocalFiles, fetch
-from headway.checkpoint.link import ask
-from headway.checkpoint.reads import Shard, plan_reads
-from headway.checkpoint.runtime.restore import Reading
-from headway.checkpoint.runtime.restoring import HeldFiles, step_order
+from headway.checkpoint.agents.link import ask
+from headway.checkpoint.reading.fetch import Fetcher, Files, LocalFiles, fetch
+from headway.checkpoint.reading.reads import Shard, plan_reads
+from headway.checkpoint.runtime.restores.restore import Reading
+from headway.checkpoint.runtime.restores.restoring import HeldFiles, step_order
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.boxes import Box
 from headway.storage.commit import committed

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.channel import ChannelClosed, Listener
 from headway.core.errors import DamageError, InputError
-from headway.core.ring import Ring, RingReader
+from headway.core.machine.ring import Ring, RingReader
+from headway.core.wire.channel import ChannelClosed, Listener
 from tests.paths import ROOT
 
 ACTIONS = st.lists(st.tuples(st.sampled_from(["publish", "release", "forget", "give back", "their release"]),
@@ -148,7 +148,7 @@ def test_too_little_memory_is_an_error_at_creation_and_no_bus_error_later():
     """RLIMIT_FSIZE bounds a memfd as a small memory would."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
-        "from headway.core.ring import Ring; Ring(1, 1000); Ring(4, 1 << 20)"
+        "from headway.core.machine.ring import Ring; Ring(1, 1000); Ring(4, 1 << 20)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
 
@@ -161,8 +161,8 @@ def test_two_processes_share_a_ring_and_the_dead_ones_slots_are_freed(tmp_path):
     told = msgspec.defstruct("Told", [("slot", int), ("generation", int)], tag="Told")
     listener = Listener(tmp_path / "s", types=told)
     code = (
-        "import os, signal, msgspec; from headway.core.channel import connect;"
-        "from headway.core.ring import RingReader;"
+        "import os, signal, msgspec; from headway.core.wire.channel import connect;"
+        "from headway.core.machine.ring import RingReader;"
         "Told = msgspec.defstruct('Told', [('slot', int), ('generation', int)], tag='Told');"
         f"channel = connect({str(tmp_path / 's')!r}, types=Told); told, fds = channel.receive();"
         "reader = RingReader(fds[0]); assert bytes(reader.view(told.slot, told.generation)) == b'payload';"

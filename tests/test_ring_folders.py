@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.mounts import Mount, place_of
+from headway.core.files.mounts import Mount, place_of
 from headway.runtime.drain import Drainer
 from headway.runtime.finalise import finalise
 from headway.runtime.launch import LaunchOptions, launch
 from headway.runtime.problems import Problems
-from headway.trace import ring_folders, spool
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
+from headway.trace.rings import ring_folders, spool
 from tests.rings_made import Process
 
 ROOT = Path(__file__).resolve().parent.parent

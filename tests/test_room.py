@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from headway.checkpoint.runtime import room
-from headway.checkpoint.runtime.image import Image, Part, plan
+from headway.checkpoint.runtime.images import room
+from headway.checkpoint.runtime.images.image import Image, Part, plan
 from headway.core.errors import HeadwayError
 
 MIB = 1 << 20

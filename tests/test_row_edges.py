@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.replay import replay
-from headway.sim.row_edges import listed, listed_dag
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.sim.graph.replay import replay
+from headway.sim.traced.row_edges import listed, listed_dag
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
 from tests.paths import shared
 
 KINDS = [KIND[name] for name in ("COMPUTE", "HOST", "SYNC", "DATA", "COLL")]

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError, InputError
 from headway.runtime.finalise import finalise
 from headway.runtime.recording import Exit, RankRow, Recording
-from headway.trace.ring import Recorder
-from headway.trace.runs import Run, is_run, merge
+from headway.trace.recording.runs import Run, is_run, merge
+from headway.trace.rings.ring import Recorder
 from tests.rings_made import Process
 
 

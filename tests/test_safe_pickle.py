@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.core.inert import StandIn
+from headway.core.files.inert import StandIn
 from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, dumps, load_from, loads, path_of
 
 plain = st.recursive(

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.causes import find_causes
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.buckets import BUCKETS
 from tests.runs_made import MS, Made, RunMaker
 
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.ledger import Ledger
-from headway.ledger.saved import Saves, saved_steps
-from headway.trace.runs import Run
-from headway.trace.trace import Trace
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking.saved import Saves, saved_steps
+from headway.trace.events.trace import Trace
+from headway.trace.recording.runs import Run
 from tests.launching import run, script
 from tests.runs_made import Made
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from headway.checkpoint import saving
-from headway.checkpoint.messages import Hello, Layout, Persist
+from headway.checkpoint.agents import saving
+from headway.checkpoint.agents.messages import Hello, Layout, Persist
 from headway.core.errors import HeadwayError, InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.commit import committed
 from headway.storage.draft import Draft
 

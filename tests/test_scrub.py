@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.core.errors import InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage import verification
 from headway.storage.commit import committed, remove
 from headway.storage.scrub import NOTES, order, scrub, verified

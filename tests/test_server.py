@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway.core.channel import ChannelClosed, connect
 from headway.core.errors import InputError
-from headway.core.ring import RingReader
+from headway.core.machine.ring import RingReader
+from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.serving.batches import Spent
 from headway.data.serving.collation import collated
 from headway.data.serving.messages import (

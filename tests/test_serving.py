@@ -11,8 +11,8 @@ import time
 import pytest
 from torch.utils.data import Dataset
 
-from headway.core.channel import hold_lock
 from headway.core.errors import HeadwayError
+from headway.core.wire.channel import hold_lock
 from headway.data import DataServer
 from headway.data.runtime.loader import serving
 from headway.runtime import bootstrap

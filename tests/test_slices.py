@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.trace import parquet
-from headway.trace.slices import Slice, moments
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, KINDS
+from headway.trace.events import parquet
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, KINDS
+from headway.trace.readers.slices import Slice, moments
 from tests.runs_made import RunMaker, write_folder
 from tests.test_trace import rows
 from tests.traces_made import traces

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.checkpoint.runtime import snapshot as snapshots
-from headway.checkpoint.runtime.image import Image, Part, cuda_device_of, plan
-from headway.checkpoint.runtime.snapshot import Snapshot
+from headway.checkpoint.runtime.images import snapshot as snapshots
+from headway.checkpoint.runtime.images.image import Image, Part, cuda_device_of, plan
+from headway.checkpoint.runtime.images.snapshot import Snapshot
 from headway.runtime.state.copying import STREAMED_THREADS
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

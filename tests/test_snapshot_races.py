@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import headway
-from headway.checkpoint.messages import Committed, Failed
-from headway.checkpoint.runtime import engine, saver, snapshot, writers
-from headway.checkpoint.sums import TornError, check_sums
+from headway.checkpoint.agents.messages import Committed, Failed
+from headway.checkpoint.agents.sums import TornError, check_sums
+from headway.checkpoint.runtime import engine
+from headway.checkpoint.runtime.images import snapshot, writers
+from headway.checkpoint.runtime.saves import saver
 from headway.core.errors import BackgroundError
 from tests.test_engine import Every
 

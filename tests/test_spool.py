@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from headway.runtime.finalise import finalise
-from headway.trace.records import RECORD_DTYPE
-from headway.trace.spool import pack, recorded, unpack
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RECORD_DTYPE
+from headway.trace.rings.spool import pack, recorded, unpack
 
 
 def test_a_sealed_piece_is_what_was_packed_and_much_smaller():

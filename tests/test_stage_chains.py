@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from headway.core.errors import InputError
-from headway.sim.dag import Dag
-from headway.sim.greedy import greedy
-from headway.sim.stage_chains import StageChains
+from headway.sim.ddp.stage_chains import StageChains
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.greedy import greedy
 
 
 def expanded(chains, plan):

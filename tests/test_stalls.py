@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.data.stalls import Rates, StallReport, attribute, from_phases, rates, what_if
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 from tests.runs_made import MS, RunMaker
 
 speeds = st.floats(1.0, 1e6)

@@ -13,12 +13,12 @@ import headway
 from headway.checkpoint import Checkpointer, CheckpointPolicy
 from headway.checkpoint.advise import recorded_saves
 from headway.core.errors import UnknownNameError
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.runtime import state_account
 from headway.runtime.probes import now
-from headway.sim.program import Program
-from headway.trace.runs import Run
-from headway.trace.vocabulary import IN_BACKGROUND
+from headway.sim.recorded.program import Program
+from headway.trace.events.vocabulary import IN_BACKGROUND
+from headway.trace.recording.runs import Run
 from tests.recorded import recording, rows
 
 MS = 1_000_000

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.buckets import BUCKET_OF, bucket_of_sub
+from headway.ledger.kinds.buckets import BUCKET_OF, bucket_of_sub
 from headway.runtime.status import Progress, StatusLine, _styled
-from headway.trace.records import RECORD_DTYPE
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RECORD_DTYPE
 
 SECOND = 1_000_000_000
 

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.cost.specs import Link
-from headway.sim.greedy import greedy
-from headway.sim.hops import Network
-from headway.sim.moves import send_first
-from headway.sim.path import slack
-from headway.sim.replay import replay
-from headway.sim.step_dag import OUT, RECV, SEND, expand_step, steady_ns
-from headway.sim.step_view import StepView
-from headway.sim.training_step import UPDATE, Block, Profile, TrainingStep
+from headway.sim.graph.greedy import greedy
+from headway.sim.graph.hops import Network
+from headway.sim.graph.path import slack
+from headway.sim.graph.replay import replay
+from headway.sim.training.moves import send_first
+from headway.sim.training.step_dag import OUT, RECV, SEND, expand_step, steady_ns
+from headway.sim.training.step_view import StepView
+from headway.sim.training.training_step import UPDATE, Block, Profile, TrainingStep
 from tests import oracles_replayer
 from tests.steps_made import WIRE, few, networks, steps
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.hops import Network
-from headway.sim.moves import cut_bucket, send_first, with_buckets
-from headway.sim.replay import replay
-from headway.sim.step_dag import expand_step
-from headway.sim.step_view import StepView, Variants, bucket_sizes
-from headway.sim.training_step import Block, Profile, TrainingStep
+from headway.sim.graph.hops import Network
+from headway.sim.graph.replay import replay
+from headway.sim.training.moves import cut_bucket, send_first, with_buckets
+from headway.sim.training.step_dag import expand_step
+from headway.sim.training.step_view import StepView, Variants, bucket_sizes
+from headway.sim.training.training_step import Block, Profile, TrainingStep
 from tests.steps_made import WIRE, few, steps
 
 
@@ -84,7 +84,7 @@ def test_a_suffix_that_cuts_a_bucket_is_refused() -> None:
 
 
 def test_steps_that_reach_into_the_next_one_are_refused() -> None:
-    with pytest.raises(InputError, match=r"use headway.sim.step_dag.steady_ns"):
+    with pytest.raises(InputError, match=r"use headway.sim.training.step_dag.steady_ns"):
         StepView.of(send_first(STEP, "forward"))
 
 

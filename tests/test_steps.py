@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.steps import cycles, step_bounds, step_of
+from headway.trace.events.steps import cycles, step_bounds, step_of
 
 
 @given(

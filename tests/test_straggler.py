@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.clock_offsets import aligned
-from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
-from headway.ledger.whatif_groups import launch_delays
-from headway.trace import straggler
-from headway.trace.straggler import Sizes
-from headway.trace.synthetic import Fault, Job, generate
-from headway.trace.trace import Trace
+from headway.ledger.operations.clock_offsets import aligned
+from headway.ledger.operations.straggler import StragglerReport, analyse, ideal_trace, root_causes
+from headway.ledger.operations.whatif_groups import launch_delays
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.readers import straggler
+from headway.trace.readers.straggler import Sizes
 from tests.paths import shared
 
 jobs = st.builds(

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.ledger.root_cause import CAUSES
-from headway.ledger.straggler import analyse, root_causes
-from headway.trace.synthetic import FAULTS, Fault, Generated, Job, calibrated, generate, scenario
+from headway.ledger.operations.root_cause import CAUSES
+from headway.ledger.operations.straggler import analyse, root_causes
+from headway.trace.generated.synthetic import FAULTS, Fault, Generated, Job, calibrated, generate, scenario
 
 JOB = Job(dp=4, pp=4, num_microbatches=8, num_steps=6)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.ledger.buckets import BUCKETS, SUBS
-from headway.ledger.operation_ledger import operation_account, operation_ledger
-from headway.trace import straggler
-from headway.trace.synthetic import Fault, Job, generate
+from headway.ledger.kinds.buckets import BUCKETS, SUBS
+from headway.ledger.operations.operation_ledger import operation_account, operation_ledger
+from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.readers import straggler
 from tests.paths import shared
 
 jobs = st.builds(

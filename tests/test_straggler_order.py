@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import CycleError, InputError
-from headway.ledger.dependencies import blocks, infer
-from headway.ledger.operation_table import arrange
-from headway.ledger.straggler import analyse
-from headway.ledger.whatif_groups import WhatIf
-from headway.trace.synthetic import Job, generate
-from headway.trace.trace import Trace
+from headway.ledger.operations.dependencies import blocks, infer
+from headway.ledger.operations.operation_table import arrange
+from headway.ledger.operations.straggler import analyse
+from headway.ledger.operations.whatif_groups import WhatIf
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Job, generate
 
 shapes = st.builds(
     lambda dp, pp, vpp, rounds, overlap: Job(

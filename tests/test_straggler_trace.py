@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.trace.straggler import OPTYPES, REQUIRED, Sizes, operations, read, sizes_of, write
-from headway.trace.synthetic import Fault, Job, generate
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.readers.straggler import OPTYPES, REQUIRED, Sizes, operations, read, sizes_of, write
 from tests.paths import shared
 
 JOB = Job(dp=2, pp=2, num_microbatches=4, num_steps=2)

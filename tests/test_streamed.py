@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core import streamed
-from headway.core.native import native
+from headway.core.machine import streamed
+from headway.core.machine.native import native
 
 ROOM = 2 * streamed.BLOCK_BYTES + 8 * streamed.VECTOR_BYTES
 

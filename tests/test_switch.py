@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from headway.core.hidden_thread import HiddenThread, running
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.processes.hidden_thread import HiddenThread, running
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.remedies.switch import threads, unthreadable
 from headway.runtime.remedy import Applied, Refused

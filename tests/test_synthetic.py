@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.trace.synthetic import FAULTS, Fault, Job, calibrated, durations, generate, play, scenario
-from headway.trace.synthetic_play import actions
+from headway.trace.generated.synthetic import FAULTS, Fault, Job, calibrated, durations, generate, play, scenario
+from headway.trace.generated.synthetic_play import actions
 
 jobs = st.builds(
     lambda dp, pp, vpp, rounds, overlap: Job(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.report.figures import BUCKET_STYLES, verdict
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
-from headway.report.terminal import (
+from headway.report.text.terminal import (
     render_compare,
     render_doctor,
     render_plan,

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.hidden_thread import running
+from headway.core.processes.hidden_thread import running
 from headway.data import DataLoader, generator, torch_generator
 from headway.data.runtime.examples import account
 from headway.data.runtime.loader.threads import WORKERS, Pool, Task

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
-from headway.report.charts import decode
+from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.figures import BUCKET_STYLES
-from headway.report.timeline import ANNOTATION, HIDDEN, MOST_ROWS, Timeline, timeline
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND, SPANS
+from headway.report.page.charts import decode
+from headway.report.page.timeline import ANNOTATION, HIDDEN, MOST_ROWS, Timeline, timeline
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND, SPANS
 from tests.report_data import demo_trace
 
 HOST = {"device_type": "NVIDIA H200"}

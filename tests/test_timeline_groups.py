@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.waited_for import waited_for
-from headway.report.charts import decode
-from headway.report.html import ReportData, write_report
-from headway.report.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline
-from headway.trace.synthetic import Job, generate
-from headway.trace.trace import Trace
+from headway.ledger.jobs.waited_for import waited_for
+from headway.report.page.charts import decode
+from headway.report.page.html import ReportData, write_report
+from headway.report.page.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline
+from headway.trace.events.trace import Trace
+from headway.trace.generated.synthetic import Job, generate
 from headway.verbs.explain import explain
 from headway.verbs.report import report_data
 from tests.report_data import demo_why

@@ -16,8 +16,8 @@ from headway.runtime import patches, timers
 from headway.runtime.device import emulate
 from headway.runtime.device_timers import MAX_PENDING, WORK, AllTimers, DeviceTimers
 from headway.runtime.timers import BACKWARD, FORWARD
-from headway.trace.records import RingReader
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.rings.records import RingReader
 from tests.recorded import recording, rows, run_script
 from tests.rings_made import built
 

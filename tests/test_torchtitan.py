@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.ledger.ledger import Ledger
-from headway.trace.torchtitan import parse
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import KIND
+from headway.ledger.answers.ledger import Ledger
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import KIND
+from headway.trace.readers.torchtitan import parse
 
 START_US = 1_709_500_000_000_000
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.trace.trace import COLUMNS, Trace, concat
-from headway.trace.vocabulary import KIND
+from headway.trace.events.trace import COLUMNS, Trace, concat
+from headway.trace.events.vocabulary import KIND
 from tests.traces_made import traces
 
 

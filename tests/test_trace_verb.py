@@ -9,8 +9,8 @@ import pytest
 
 from headway.cli import dispatch
 from headway.core.errors import FormatError, InputError
-from headway.trace.clocks import common_ns, is_mapped
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.sync.clocks import common_ns, is_mapped
 from tests.paths import ROOT, shared
 from tests.test_perfetto import Viewer
 

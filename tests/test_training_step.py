@@ -10,9 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.hops import Network
-from headway.sim.moves import accumulate, compute_in_half, fuse_ops, fusible, recompute, unfuse_ops, view_gradients
-from headway.sim.training_step import BACKWARD, FORWARD, UPDATE, Block, Profile, TrainingStep
+from headway.sim.graph.hops import Network
+from headway.sim.training.moves import (
+    accumulate,
+    compute_in_half,
+    fuse_ops,
+    fusible,
+    recompute,
+    unfuse_ops,
+    view_gradients,
+)
+from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Block, Profile, TrainingStep
 from tests.steps_made import WIRE, few, steps
 
 RING = Network("ring", 2, WIRE)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headway.core.errors import FormatError
-from headway.core.inert import StandIn
+from headway.core.files.inert import StandIn
 from headway.storage.formats.records import is_legacy, read_legacy, read_saved
 from headway.storage.formats.values import Value
 from tests.checkpoints import Caller

@@ -17,21 +17,21 @@ import pytest
 
 from headway.catalog import CAUSES_OF_REMEDY, REMEDIES
 from headway.core.errors import BarMissedError, InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
-from headway.ledger.cause import Cause
-from headway.ledger.causes import Fix, find_causes
-from headway.ledger.ledger import Ledger
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.ledger.answers.causes import Fix, find_causes
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.report.figures import verdict
+from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
-from headway.report.timeline import timeline
 from headway.runtime.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.recording import Exit
-from headway.sim.edits import EDITS
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
+from headway.sim.whatif.edits import EDITS
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
 from headway.verbs.compare import unfinished
 from headway.verbs.explain import explain, fixes_of, refuted
 from headway.verbs.plan import plan as plan_verb
@@ -400,7 +400,7 @@ def test_the_page_of_files_read_a_rank_at_a_time_is_that_of_the_trace_in_memory(
 
 
 def test_the_timeline_of_a_long_run_lies_where_its_ideal_is_known(monkeypatch):
-    monkeypatch.setattr("headway.sim.program.MAX_RANK_STEPS", 40)
+    monkeypatch.setattr("headway.sim.recorded.program.MAX_RANK_STEPS", 40)
     explanation = explain([Path(BEFORE)])
 
     recorded, ideal = timelines(explanation, None)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from headway.core.child import said
-from headway.core.hidden_thread import HiddenThread
+from headway.core.processes.child import said
+from headway.core.processes.hidden_thread import HiddenThread
 from headway.data.caches import scrutiny
 from headway.data.runtime.caching.cache import cache
 from headway.data.runtime.examples.visible import listen, noting

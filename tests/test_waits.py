@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.arrivals import last_arrivals
-from headway.ledger.ledger import Ledger
-from headway.ledger.rows import rows_by_rank
-from headway.ledger.waits import drain, find_loads, inside_outside, match_batches
-from headway.trace.trace import Trace, concat
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking.arrivals import last_arrivals
+from headway.ledger.booking.rows import rows_by_rank
+from headway.ledger.booking.waits import drain, find_loads, inside_outside, match_batches
+from headway.trace.events.trace import Trace, concat
 from tests.runs_made import MS, NAMES, RunMaker
 
 moments = st.integers(0, 100)

@@ -6,8 +6,8 @@ import os
 import selectors
 import threading
 
-from headway.core.host import readable
-from headway.core.wake import Wake
+from headway.core.machine.host import readable
+from headway.core.wire.wake import Wake
 
 
 def test_a_thread_that_waits_is_woken_once_for_many_rings():

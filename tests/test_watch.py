@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from headway.core.errors import InputError
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.watch import WatchedRun, watch
 from tests.paths import ROOT
 from tests.runs_made import RunMaker, write_folder

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.remedies.workers import WAITS, untunable, workers
-from headway.ledger.rows import rows_by_rank
-from headway.ledger.waits import find_loads, match_batches
+from headway.ledger.booking.rows import rows_by_rank
+from headway.ledger.booking.waits import find_loads, match_batches
 from headway.runtime.finalise import finalise_attempt
 from headway.runtime.remedy import Applied, Refused
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from tests.loaders_made import ByTurns, Squares, Stream, epochs
 from tests.recorded import recording
 from tests.remedy_context import applied

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from headway.trace.trace import COLUMNS, Trace
-from headway.trace.vocabulary import KINDS
+from headway.trace.events.trace import COLUMNS, Trace
+from headway.trace.events.vocabulary import KINDS
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 """Names with anything in them that UTF-8 can say."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.trace.rows import Rows
-from headway.trace.segments import CODE
-from headway.trace.vocabulary import KIND, SPANS
+from headway.trace.events.vocabulary import KIND, SPANS
+from headway.trace.recording.rows import Rows
+from headway.trace.recording.segments import CODE
 
 TICK = 10
 

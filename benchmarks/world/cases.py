@@ -13,7 +13,7 @@ import msgspec
 from _command import ROOT
 from peers.env import layered
 
-from headway.core.planfile import PlanFile, Remedy
+from headway.core.files.planfile import PlanFile, Remedy
 from world.measure import finished
 
 BAR_POINTS = 3.0

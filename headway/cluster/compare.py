@@ -20,7 +20,7 @@ from headway.cluster.logs.record import RecordedQueue
 from headway.cluster.model import Cluster, Indices, Values, check_fits
 from headway.cluster.outcome import Outcome
 from headway.core.errors import InputError
-from headway.sim.process import Process
+from headway.sim.graph.process import Process
 
 FIDELITY = 0.05
 """Largest relative error of the replayed mean completion time."""

@@ -41,7 +41,7 @@ from headway.cluster.policies.table import LENDING, MIXING, POLICIES, PolicyFn
 from headway.cluster.rounds import ORDERS, Rows, chosen_rows
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
-from headway.sim.process import Process
+from headway.sim.graph.process import Process
 
 LATEST, GRACE_S = 1.6, 3600.0
 """A gang that is this many times as late as jobs are on average is served first; an hour counts for nothing."""

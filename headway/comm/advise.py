@@ -23,13 +23,13 @@ from headway.comm import EXACT_RANKS
 from headway.comm.advise_compress import propose_compression
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.ddp_thread import COPIED
-from headway.sim.ddp_window import models_of
-from headway.sim.program import Program
-from headway.trace.vocabulary import COLLECTIVES
+from headway.sim.ddp.ddp_thread import COPIED
+from headway.sim.ddp.ddp_window import models_of
+from headway.sim.recorded.program import Program
+from headway.trace.events.vocabulary import COLLECTIVES
 
 TRY_MB = 25
 """Size in MiB to try where none can be predicted: all buckets of 25, where DDP's default makes the first one 1."""

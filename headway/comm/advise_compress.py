@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import HeadwayError, InputError
+from headway.core.files.bounded_json import read_json
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.ddp_compress import MIN_BYTES, RAW
-from headway.sim.ddp_replay import CODECS_FILE
-from headway.sim.program import Program
+from headway.sim.ddp.ddp_compress import MIN_BYTES, RAW
+from headway.sim.ddp.ddp_replay import CODECS_FILE
+from headway.sim.recorded.program import Program
 
 NAME, GRANT = "comm.compress", "lossy"
 

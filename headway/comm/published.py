@@ -35,10 +35,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.comm.strategy_search import Pricing
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.tables import pick
-from headway.sim.dag import kernels
+from headway.sim.graph.dag import kernels
 
 Floats = NDArray[np.float64]
 

@@ -38,7 +38,7 @@ from headway.comm.strategy_search import Pricing
 from headway.core.search import pareto
 from headway.cost.collectives import collective_seconds
 from headway.cost.specs import Link, shipped
-from headway.sim.stage_chains import StageChains
+from headway.sim.ddp.stage_chains import StageChains
 
 COMPUTE, CPU, INSIDE, BETWEEN = range(4)
 """Lanes."""

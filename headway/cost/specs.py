@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.core.errors import FormatError, UnknownNameError
-from headway.core.settings_files import read_toml
+from headway.core.files.settings_files import read_toml
 from headway.core.tables import pick, suggestion
 
 T = TypeVar("T")

@@ -16,16 +16,24 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.bounded_json import read_json
+from headway.core.files.bounded_json import read_json
 from headway.core.units import format_bytes, format_fraction
-from headway.ledger.ledger import Ledger
-from headway.ledger.loader_roles import evaluation_loaders
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.runs.loader_roles import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.edits import Workers
-from headway.sim.program import Program
-from headway.trace.loader_facts import LoaderFacts, facts_of, loaders_in, unkept, unmovable, unshared, unthreadable
-from headway.trace.runs import Run
+from headway.sim.recorded.program import Program
+from headway.sim.whatif.edits import Workers
+from headway.trace.events.loader_facts import (
+    LoaderFacts,
+    facts_of,
+    loaders_in,
+    unkept,
+    unmovable,
+    unshared,
+    unthreadable,
+)
+from headway.trace.recording.runs import Run
 
 WORKER_BYTES = 64 * 2**20
 """Memory of a forked worker beside what it shares with its rank."""

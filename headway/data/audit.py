@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from headway.data.orders.order import Ints, Permutation, in_order, item_seeds, permute
 from headway.data.orders.order import Sequence as Order
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
 
 WORD = 1 << 64
 BLOCK = 1 << 18

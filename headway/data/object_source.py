@@ -34,9 +34,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from headway.core.child import said
 from headway.core.errors import FormatError, HeadwayError, InputError
-from headway.core.store_user import USER, claim
+from headway.core.processes.child import said
+from headway.core.processes.store_user import USER, claim
 from headway.data.source import IMAGE_SUFFIXES, NOTHING, digest_of, labels_of, tar_members
 
 T = TypeVar("T")

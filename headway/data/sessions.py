@@ -30,7 +30,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.whole_file import whole_file
+from headway.core.files.whole_file import whole_file
 from headway.data.orders.order import permute
 
 Ints = NDArray[np.int64]

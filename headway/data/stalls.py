@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.sim.prediction import Prediction
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
+from headway.sim.whatif.prediction import Prediction
 
 WARMUP_STEPS = 5
 """Steps of each measured phase that do not count."""

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.units import format_fraction, format_seconds
-from headway.ledger.ledger import Ledger
-from headway.ledger.metrics import ettr, optimal_interval_s
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.answers.metrics import ettr, optimal_interval_s
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 
 WARM_S = 0.5
 """From a failure to the first step of a warm attempt, where this run had none: without loading a large state."""

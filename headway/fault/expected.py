@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from headway.core.errors import InputError
 from headway.fault.fleet import S_PER_DAY, Failed, Scenario, Times, simulate
 from headway.fault.incident import Incident
-from headway.ledger.metrics import ettr
+from headway.ledger.answers.metrics import ettr
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ in a restart too. The job saves every `save_every_s` of work, which blocks it
 for `save_s`; after a failure it is down for detection, location and restart,
 and does again what was not saved. A cause that takes the host needs another
 one: a standby, or where none is left, one that comes after `replace_s`.
-Everything here is simulated, on `headway.sim.process.Process`.
+Everything here is simulated, on `headway.sim.graph.process.Process`.
 
 >>> scenario = Scenario(hosts=100, devices_per_host=8, days=30.0, mtbf_s=10_000.0, times=Times(restart_s=600.0,
 ...                     save_s=10.0, save_every_s=300.0))
@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import FormatError, InputError
-from headway.sim.process import Event, Process
+from headway.sim.graph.process import Event, Process
 
 S_PER_DAY = 86400.0
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from headway.core.errors import FormatError, InputError
-from headway.core.whole_file import whole_file
+from headway.core.files.whole_file import whole_file
 
 SCHEMA = "headway.incidents/1"
 FILE = "incidents.json"

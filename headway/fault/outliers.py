@@ -5,7 +5,7 @@ Healthy ranks of one kind stand at the same place. Stacks are normalised
 are healthy, the rest are outliers; the smallest parallel group that holds all
 outliers is suspected whole, for those that wait for a faulty rank look odd
 too (ByteRobust, section 4.2). The verdict of who waits for whom
-(`headway.ledger.hang`) narrows it where it names ranks of that group.
+(`headway.ledger.jobs.hang`) narrows it where it names ranks of that group.
 
     stacks   A A A A | A B B A | A A A A       ranks 5, 6 are outliers: their tensor group, ranks 4-7, is suspected
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
-from headway.ledger.hang import Verdict
+from headway.ledger.jobs.hang import Verdict
 
 MISSING = ("<no stack>",)
 """Stands for the stack of a rank that did not answer."""

@@ -1,6 +1,6 @@
 """What to prepare for failures: how often to save, how many hosts in reserve, where copies go.
 
-The interval and the ETTR are those of `headway.ledger.metrics`: exponential
+The interval and the ETTR are those of `headway.ledger.answers.metrics`: exponential
 failures with mean `mtbf_s`, which may strike in saves and restarts too.
 
 >>> found = prepare(mtbf_s=11_124.0, restart_s=600.0, save_s=10.0)
@@ -17,7 +17,7 @@ from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.fault.backup import backup_peers
 from headway.fault.standby import standby_size
-from headway.ledger.metrics import ettr, ettr_first_order, optimal_interval_s
+from headway.ledger.answers.metrics import ettr, ettr_first_order, optimal_interval_s
 
 LONGEST_S = 1e10
 """Some 300 years: times of a job are shorter."""

@@ -37,12 +37,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from headway.core.errors import HeadwayError, InputError
-from headway.core.worker import Worker
+from headway.core.processes.worker import Worker
 from headway.host.handlers import files, later
 from headway.runtime.file_looks import before_looks, related
 from headway.runtime.probes import NEVER, now
 from headway.runtime.remedy import Applied, Context, Refused
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 EVERY_STEPS = 1000
 """Optimizer steps between two collections by default."""

@@ -17,7 +17,7 @@ from headway.runtime import in_process
 from headway.runtime.in_process import Shown
 
 if TYPE_CHECKING:
-    from headway.ledger.ledger import Ledger
+    from headway.ledger.answers.ledger import Ledger
     from headway.verbs.explain import Explanation
 
 
@@ -42,7 +42,7 @@ class Answers:
 
     def report(self, out: str | os.PathLike[str] = "report.html") -> Path:
         """Write the report, one self-contained HTML page, to `out`; returns where it is."""
-        from headway.report.html import write_report
+        from headway.report.page.html import write_report
         from headway.verbs.report import report_data
 
         write_report(report_data(self._explained()), Path(out))
@@ -50,7 +50,7 @@ class Answers:
 
     def _explained(self) -> Explanation:
         # Here and not above: the ledger and its reports (numpy, pyarrow, rich) are not for the start of every rank.
-        from headway.trace.runs import is_run
+        from headway.trace.recording.runs import is_run
         from headway.verbs.explain import explain
 
         if not self.path or not is_run(Path(self.path)):
@@ -102,9 +102,9 @@ def open_run(path: str | os.PathLike[str]) -> RecordedRun:
 
 def draw(path: Path) -> Shown:
     """Return the ledger of a run folder as text and as a fragment of a page."""
-    from headway.report.notebook import fragment
+    from headway.report.page.notebook import fragment
     from headway.report.paper import screen_of
-    from headway.report.terminal import render_why
+    from headway.report.text.terminal import render_why
 
     found = RecordedRun(os.path.relpath(path))
     why = found.why()

@@ -5,7 +5,7 @@ not load the analysis.
 
 >>> from headway.ledger import Ledger
 >>> Ledger.__module__
-'headway.ledger.ledger'
+'headway.ledger.answers.ledger'
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headway.ledger.buckets import BUCKETS as BUCKETS
-    from headway.ledger.cause import Cause as Cause
-    from headway.ledger.causes import find_causes as find_causes
-    from headway.ledger.ledger import Ledger as Ledger
+    from headway.ledger.answers.causes import find_causes as find_causes
+    from headway.ledger.answers.ledger import Ledger as Ledger
+    from headway.ledger.kinds.buckets import BUCKETS as BUCKETS
+    from headway.ledger.kinds.cause import Cause as Cause
 
 PUBLIC: dict[str, str] = {
-    "BUCKETS": "headway.ledger.buckets",
-    "Cause": "headway.ledger.cause",
-    "Ledger": "headway.ledger.ledger",
-    "find_causes": "headway.ledger.causes",
+    "BUCKETS": "headway.ledger.kinds.buckets",
+    "Cause": "headway.ledger.kinds.cause",
+    "Ledger": "headway.ledger.answers.ledger",
+    "find_causes": "headway.ledger.answers.causes",
 }
 """Every name of the room's front door -> its module."""
 

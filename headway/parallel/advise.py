@@ -19,8 +19,8 @@ from headway.plan.setup import Setup
 from headway.sim.pipeline.actions import Action, B, I, PipelineProgram, W
 from headway.sim.pipeline.check import peak_activations
 from headway.sim.pipeline.lower import lower
-from headway.sim.program import Program
-from headway.sim.stage_orders import MOST_STARVED, RecordedPipeline
+from headway.sim.recorded.program import Program
+from headway.sim.recorded.stage_orders import MOST_STARVED, RecordedPipeline
 
 NAME = "parallel.schedule"
 

@@ -1,6 +1,6 @@
 """The bubble of a recorded pipeline: of which kind on which rank, and what it comes from.
 
-Kinds are booked (`headway.ledger.pipeline_waits`), reasons are replayed, one
+Kinds are booked (`headway.ledger.booking.pipeline_waits`), reasons are replayed, one
 edit after another, so that they and the work add up to the recorded step:
 
     transfers   recorded                     - without transfers
@@ -18,13 +18,13 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.ledger.attempts import book_run
-from headway.ledger.buckets import SUB_CODE
-from headway.ledger.pipeline_waits import KINDS
-from headway.sim.edits import Scenario, scenario_of
-from headway.sim.program import Program
-from headway.sim.stage_orders import RecordedPipeline
-from headway.trace.runs import Run
+from headway.ledger.booking.pipeline_waits import KINDS
+from headway.ledger.kinds.buckets import SUB_CODE
+from headway.ledger.runs.attempts import book_run
+from headway.sim.recorded.program import Program
+from headway.sim.recorded.stage_orders import RecordedPipeline
+from headway.sim.whatif.edits import Scenario, scenario_of
+from headway.trace.recording.runs import Run
 
 REASONS = ("transfers", "unequal", "order", "work")
 """What a step is made of."""

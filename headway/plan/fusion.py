@@ -17,8 +17,8 @@ import math
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.sim.hops import Network
-from headway.sim.training_step import Flags, Ints
+from headway.sim.graph.hops import Network
+from headway.sim.training.training_step import Flags, Ints
 
 MOST_PARTS = 64
 """More parts than this are never tried: each is a message of its own."""

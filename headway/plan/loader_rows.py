@@ -1,6 +1,6 @@
 """What a plan does with each loader of the run: the remedy that it takes, or why it takes none.
 
->>> from headway.trace.loader_facts import LoaderFacts
+>>> from headway.trace.events.loader_facts import LoaderFacts
 >>> row = Proposal("data.threads", "data", ("workers=4@0",), 2.0, (1.8, 2.2), applies=True, loaders=(0,),
 ...                left_alone={1: "it draws random numbers"})
 >>> loaders = {"0": LoaderFacts(dataset="Train"), "1": LoaderFacts(dataset="Test")}
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from headway.plan.proposal import Proposal, Refusal
-from headway.trace.loader_facts import LoaderFacts
+from headway.trace.events.loader_facts import LoaderFacts
 
 
 def loader_rows(

@@ -9,8 +9,8 @@ the step time by less than 0.1 %. The answer says which of the moves
 others by hand. Times are int64 ns, sizes bytes.
 
 >>> from headway.cost.specs import Link
->>> from headway.sim.hops import Network
->>> from headway.sim.training_step import Block, Profile
+>>> from headway.sim.graph.hops import Network
+>>> from headway.sim.training.training_step import Block, Profile
 >>> profile = Profile.of([Block((50_000,), (90_000,), (40_000_000,))] * 6, update_ns=1)
 >>> step = TrainingStep.of(profile, Network("ring", 8, Link("wire", 1e12, 1e-5, "doctest")))
 >>> found = optimise(step)
@@ -28,13 +28,13 @@ from typing import Any
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy
+from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.search import smallest_true
 from headway.core.tables import pick
 from headway.core.units import MIB, format_bytes
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
-from headway.sim.moves import MOVES, accumulate, recompute, view_gradients
-from headway.sim.training_step import TrainingStep
+from headway.sim.training.moves import MOVES, accumulate, recompute, view_gradients
+from headway.sim.training.training_step import TrainingStep
 
 QUIET_ROUNDS = 5
 """The search stops after so many rounds in a row that changed little."""

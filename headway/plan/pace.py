@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from headway.core.units import NS_PER_S
-from headway.trace.pauses import without_pauses
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
+from headway.trace.recording.pauses import without_pauses
 
 CHUNK = 10
 """Steps whose mean is one value; their median passes over rare long steps."""

@@ -3,7 +3,7 @@
 A plan file may have been written by hand. Without this a wrong value would
 only be found inside the ranks, where it costs the run its remedy.
 
->>> from headway.core.planfile import PlanFile, Remedy
+>>> from headway.core.files.planfile import PlanFile, Remedy
 >>> plan = PlanFile((Remedy("data.workers", {"num_workers": 2}),))
 >>> check_parameters(plan, {"data.workers": {"num_workers": "count"}})
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile
+from headway.core.files.planfile import PlanFile
 from headway.core.tables import pick
 from headway.cost.codecs import read_codec
 

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import LeftOut, excludes, reason_of, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
-from headway.sim.edits import Edit
-from headway.sim.prediction import Prediction
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
+from headway.sim.whatif.edits import Edit
+from headway.sim.whatif.prediction import Prediction
 
 MAX_EXHAUSTIVE = 8
 """Up to so many candidates every combination is replayed; beyond, the best ones are."""

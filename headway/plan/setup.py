@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from headway.core.errors import InputError
-from headway.trace.in_force import GivenUp, given_up, in_force
-from headway.trace.loader_facts import LoaderFacts, loaders_in
+from headway.trace.events.in_force import GivenUp, given_up, in_force
+from headway.trace.events.loader_facts import LoaderFacts, loaders_in
 
 MEMORY_FRACTION = 0.8
 """Share of the available memory that remedies may use together."""
@@ -39,7 +39,7 @@ class Limits:
     """Loader workers per rank, at most."""
 
     allow: tuple[str, ...] = ()
-    """What the user has granted, entries of `headway.core.planfile.ALLOWANCES`: none of them implies another."""
+    """What the user has granted, entries of `headway.core.files.planfile.ALLOWANCES`: none of them implies another."""
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from headway.plan.fusion import best_buckets, best_parts, gradient_fusion_pays, op_fusion_pays
-from headway.sim.moves import (
+from headway.sim.graph.path import critical_path
+from headway.sim.training.moves import (
     bucket_by_size,
     default_buckets,
     fuse_ops,
@@ -25,10 +26,9 @@ from headway.sim.moves import (
     unfuse_ops,
     with_buckets,
 )
-from headway.sim.path import critical_path
-from headway.sim.step_dag import steady_ns
-from headway.sim.step_view import StepView, Variants
-from headway.sim.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
+from headway.sim.training.step_dag import steady_ns
+from headway.sim.training.step_view import StepView, Variants
+from headway.sim.training.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
 
 MOST_COLUMNS = 256
 """Variants replayed at once."""

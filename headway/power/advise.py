@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
-from headway.core.planfile import PlanFile, Remedy
-from headway.core.whole_file import whole_file
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy
+from headway.core.files.whole_file import whole_file
 from headway.plan.proposal import Proposal, Refusal
 from headway.power.search import HOLD_S, MITIGATIONS, PowerPlan
 

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from headway.core.errors import InputError
 from headway.power.grid_spec import Watts, checked_power
-from headway.sim.kernels import kernel
+from headway.sim.graph.kernels import kernel
 
 
 @kernel

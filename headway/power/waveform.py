@@ -18,12 +18,12 @@ import numpy as np
 
 from headway.core.errors import FormatError, InputError
 from headway.cost.power import PowerModel
-from headway.ledger.rows import NAME_ID, NAMES, Rows, rows_by_rank
+from headway.ledger.booking.rows import NAME_ID, NAMES, Rows, rows_by_rank
 from headway.power.grid_spec import Watts, checked_power
-from headway.trace.parts import Parts
-from headway.trace.sweep import Ints, sweep
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints, sweep
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import SPANS
 
 KIND_OF: dict[str, str] = {
     "step": "compute", "forward": "compute", "optimizer.step": "compute", "optimizer.closure": "compute",

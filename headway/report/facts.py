@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from headway.core.units import NS_PER_S, format_bytes
-from headway.trace.trace import Trace
+from headway.trace.events.trace import Trace
 
 
 def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from headway.core.wake import Wake
+from headway.core.wire.wake import Wake
 from headway.runtime.save_and_leave import ASK_FRACTION, LeaveBoard
 
 PR_SET_PDEATHSIG = 1

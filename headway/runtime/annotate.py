@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.core.errors import InputError
 from headway.runtime.probes import now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 if TYPE_CHECKING:
     from headway.runtime.logger_bridge import LoggerBridge

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.runtime import rank_env
 from headway.runtime.agent import RankSpec, Signals
 from headway.runtime.attempts import Attempts, say

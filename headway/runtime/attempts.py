@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from headway.core.beside import say_beside
+from headway.core.processes.beside import say_beside
 from headway.runtime.agent import Group, RankProcess, RankSpec, Signals
 from headway.runtime.exit_class import (
     HEADER,

@@ -30,8 +30,8 @@ from headway.runtime.probes import Probes, now, timers_off
 from headway.runtime.rank_variables import number
 from headway.runtime.warm_note import VARIABLE as NOTE_VARIABLE
 from headway.runtime.warm_note import WarmNote
-from headway.trace.ring import CHILD, MAIN, Recorder, warn
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.ring import CHILD, MAIN, Recorder, warn
 
 IMPORT = SPANS["host.import"].code
 

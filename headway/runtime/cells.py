@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 PAUSE = SPANS["pause"].code
 

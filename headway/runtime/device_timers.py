@@ -37,7 +37,7 @@ from headway.runtime.device import Device, device_of
 from headway.runtime.device_clock import DRAINED_NS, KEPT, Clock, Lateness
 from headway.runtime.probes import Probes, now
 from headway.runtime.timers import BACKWARD, FORWARD, out_of_compiler
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 WORK, UNKNOWN = SPANS["device.work"].code, SPANS["device.unknown"].code
 

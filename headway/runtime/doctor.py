@@ -22,13 +22,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from headway.core.cgroups import lines_of, number_in
-from headway.core.host import available_cores
-from headway.core.host_load import load_beside
-from headway.core.mounts import place_of
+from headway.core.files.mounts import place_of
+from headway.core.machine.cgroups import lines_of, number_in
+from headway.core.machine.host import available_cores
+from headway.core.machine.host_load import load_beside
 from headway.core.units import GIB, MIB, format_bytes
 from headway.runtime.host_memory import cgroup_memory, meminfo
-from headway.trace import ring_folders
+from headway.trace.rings import ring_folders
 
 Value = int | float | str | None
 
@@ -53,15 +53,16 @@ class Finding:
     """What was found, None when the host does not say."""
     limit: Value
     """What it is held to, None when it is only stated."""
-    ok: bool
+    ok: bool | None
+    """None where it could not be asked."""
     fix: str = ""
     """What to do when it is not ok, or why the value matters."""
 
     def __str__(self) -> str:
         """Return one line."""
-        state = "ok  " if self.ok else "bad "
+        state = "-   " if self.ok is None else "ok  " if self.ok else "bad "
         limit = f" (limit {self.limit})" if self.limit is not None else ""
-        fix = f". Fix: {self.fix}" if not self.ok else ""
+        fix = f". Fix: {self.fix}" if self.ok is False else ""
         return f"{state} {self.name}: {self.value}{limit}{fix}"
 
 

@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError
 from headway.runtime.finalise import windows_of
 from headway.runtime.problems import Problems, disk_full
-from headway.trace import spool
-from headway.trace.records import RECORD_DTYPE, RingHeader, RingReader
-from headway.trace.ring_folders import live_folder
+from headway.trace.rings import spool
+from headway.trace.rings.records import RECORD_DTYPE, RingHeader, RingReader
+from headway.trace.rings.ring_folders import live_folder
 
 DRAIN_S = 0.2
 """Seconds between drains: a ring of 16384 records holds that much at 80,000 records a second."""

@@ -29,8 +29,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousGracefulExitError
 
-from headway.core.beside import say_beside
 from headway.core.errors import InputError
+from headway.core.processes.beside import say_beside
 from headway.runtime import rank_env
 from headway.runtime.agent import Group, Signals
 from headway.runtime.attempts import Attempts, say

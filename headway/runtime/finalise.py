@@ -17,12 +17,13 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from headway.core.whole_file import whole_file
+from headway.core.files.whole_file import whole_file
 from headway.runtime.rehearsals import settle
-from headway.trace import parquet, spool
-from headway.trace.assemble import build, json_object
-from headway.trace.devices import by_rank
-from headway.trace.ring_folders import ring_folders
+from headway.trace.events import parquet
+from headway.trace.recording.assemble import build, json_object
+from headway.trace.recording.devices import by_rank
+from headway.trace.rings import spool
+from headway.trace.rings.ring_folders import ring_folders
 
 
 def finalise(run: Path) -> list[Path]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from headway.core.hidden_thread import HiddenThread
+from headway.core.processes.hidden_thread import HiddenThread
 from headway.runtime.probes import write_whole
 
 SUFFIX = ".ask"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from headway.core.hidden_thread import HiddenThread
+from headway.core.processes.hidden_thread import HiddenThread
 from headway.runtime.script_lines import feeds, is_ours, line_of, runs_cells
 
 PERIOD_S, RELAXED_S = 0.01, 0.1

@@ -2,8 +2,8 @@
 
 A step is a cycle of gradients. An `Optimizer.step` is one when a gradient was computed since that optimizer's last
 one; where no optimizer of torch steps, a backward begins a new cycle when the gradients are fresh. Which basis
-counts is decided when the run is finalised (`headway.trace.basis`); here the same rule only wakes those who wait for
-steps. No value of a tensor is read, and no device is waited for.
+counts is decided when the run is finalised (`headway.trace.recording.basis`); here the same rule only wakes those who
+wait for steps. No value of a tensor is read, and no device is waited for.
 
 Known limit: where no optimizer of torch steps, a script that clears its gradients by `p.grad.data.zero_()` is counted
 as one that accumulates for ever. `.data` is another tensor over the same memory with a version of its own, so object,

@@ -36,15 +36,15 @@ from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError
 from headway.core.units import format_seconds
-from headway.ledger.hang import Origin, localise
-from headway.ledger.hang_reports import of_dumps
+from headway.ledger.jobs.hang import Origin, localise
+from headway.ledger.jobs.hang_reports import of_dumps
 from headway.runtime import flight_answers, process_probe
 from headway.runtime.hang_proof import LOOK_S, LOOKS, proven
 from headway.runtime.recording import write_json
-from headway.trace.assemble import json_object
-from headway.trace.records import Page, RingHeader, RingReader
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
+from headway.trace.recording.assemble import json_object
+from headway.trace.rings.records import Page, RingHeader, RingReader
 
 SCHEMA = "headway.hang-watch/1"
 
@@ -418,7 +418,7 @@ class HangWatch:
 
 
 def rows_of(ranks: Mapping[int, Followed], states: Mapping[int, str], *, ahead: bool = False) -> list[dict[str, Any]]:
-    """Return one row per rank: the keys that `headway.ledger.hang_reports.of_watch` reads, and what a person wants.
+    """Return one row per rank: the keys that `ledger.jobs.hang_reports.of_watch` reads, and what a person wants.
 
     Silent is a rank that runs no code, or that is in no recorded operation and has come least far; where all ranks
     stand alike, or may be `ahead` of their devices, none is for that.

@@ -29,15 +29,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from headway.core.host import host_cores
-from headway.core.private import private_folder
+from headway.core.files.private import private_folder
+from headway.core.machine.host import host_cores
 from headway.runtime import bootstrap, redact
 from headway.runtime.annotate import Evaluation, Timer, mark_epoch
 from headway.runtime.cells import Cells
 from headway.runtime.exit_class import RankEnd, classify
 from headway.runtime.probes import now, write_json
 from headway.runtime.rank_variables import number
-from headway.trace.ring import warn
+from headway.trace.rings.ring import warn
 
 DEFAULT_FOLDER = "headway-runs"
 

@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, InputError
-from headway.core.worker import Worker
+from headway.core.processes.worker import Worker
 
 T = TypeVar("T")
 

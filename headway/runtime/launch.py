@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.core.beside import say_beside
 from headway.core.errors import InputError
-from headway.core.private import PRIVATE
+from headway.core.files.private import PRIVATE
+from headway.core.processes.beside import say_beside
 from headway.core.tables import pick
 from headway.runtime import rank_env
 from headway.runtime.agent import RankSpec, Signals

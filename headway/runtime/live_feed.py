@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.bounded_json import read_json
-from headway.ledger.live_ledger import LiveFigures, LiveLedger
-from headway.trace import parquet
-from headway.trace.follow import Records, RunFollower
-from headway.trace.records import RECORD_DTYPE
-from headway.trace.trace import Trace
-from headway.trace.vocabulary import SPAN_OF_CODE, SPANS
+from headway.core.files.bounded_json import read_json
+from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
+from headway.trace.events import parquet
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import SPAN_OF_CODE, SPANS
+from headway.trace.rings.follow import Records, RunFollower
+from headway.trace.rings.records import RECORD_DTYPE
 
 LEFT_ALONE_NS = 10_000_000_000
 """A run whose processes are all gone, and whose launcher has said nothing for so long, has lost its launcher."""

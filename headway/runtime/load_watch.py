@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.host_load import HostLoad, HostSeries, LoadSampler
+from headway.core.machine.host_load import HostLoad, HostSeries, LoadSampler
 from headway.core.units import NS_PER_S
-from headway.trace.records import RingHeader, RingReader
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RingHeader, RingReader
 
 _LEARNING = [SPANS[name].code for name in ("optimizer.step", "segment.backward")]
 """Records that only training writes."""

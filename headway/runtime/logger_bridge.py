@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import HeadwayError, InputError
+from headway.core.processes.worker import Worker
 from headway.core.units import NS_PER_S
-from headway.core.worker import Worker
 from headway.runtime.probes import now
-from headway.trace.ring import warn
+from headway.trace.rings.ring import warn
 
 if TYPE_CHECKING:
-    from headway.ledger.live_ledger import LiveFigures, LiveLedger
+    from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
     from headway.runtime.bootstrap import Session
 
 Write = Callable[[Mapping[str, float], int], object]
@@ -183,7 +183,7 @@ class Reports:
     def __init__(self, session: Session) -> None:
         """Read the ring of `session` from its beginning."""
         # Here and not above: numpy and the ledger are not for the start of every rank.
-        from headway.trace.follow import RunFollower
+        from headway.trace.rings.follow import RunFollower
 
         recorder = session.probes.recorder
         self._follower = RunFollower(Path(recorder.folder), rank=recorder.rank)
@@ -193,7 +193,7 @@ class Reports:
 
     def next(self) -> tuple[dict[str, float], int] | None:
         """Return values by name, and the number of complete steps; None when no step was completed since."""
-        from headway.ledger.live_ledger import LiveLedger
+        from headway.ledger.live.live_ledger import LiveLedger
 
         for header, records in self._follower.poll():
             if header.attempt == self._attempt:

@@ -26,8 +26,8 @@ from typing import Any
 
 from headway.runtime.flight_answers import answer_requests
 from headway.runtime.probes import Probes, now
-from headway.trace.progress_page import GROUP, OP, SEQ, SINCE_NS, group_cell
-from headway.trace.vocabulary import COLLECTIVES, SPANS
+from headway.trace.events.vocabulary import COLLECTIVES, SPANS
+from headway.trace.rings.progress_page import GROUP, OP, SEQ, SINCE_NS, group_cell
 
 WAIT, COLLECTIVE = SPANS["comm.wait"].code, SPANS["comm.collective"].code
 SEND, RECV, INIT = SPANS["comm.send"].code, SPANS["comm.recv"].code, SPANS["comm.init"].code

@@ -15,7 +15,7 @@ from headway.runtime.device import device_of
 from headway.runtime.device_clock import DRAINED_NS
 from headway.runtime.probe_sync import waited
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 TRANSFER = SPANS["input.transfer"].code
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from headway.runtime.probe_comm import COLLECTIVE, MAX_PENDING, UNKNOWN_WORK, argument, groups_of, tensor_bytes
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import COLLECTIVES
+from headway.trace.events.vocabulary import COLLECTIVES
 
 LAUNCHES: dict[str, str] = {
     "all_reduce": "all_reduce", "broadcast": "broadcast", "all_to_all_single": "all_to_all_single",

@@ -1,6 +1,6 @@
 """Probes of gradients that no `backward()` computes: torch.autograd.grad, torch.func, replays of captured graphs.
 
-They count as steps only where nothing else does; see `headway.trace.basis`.
+They count as steps only where nothing else does; see `headway.trace.recording.basis`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from headway.runtime.gradients import BACKWARD
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 GRAD, REPLAY = SPANS["segment.grad"].code, SPANS["graph.replay"].code
 

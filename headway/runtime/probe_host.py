@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import GC_CALLED, SPANS
+from headway.trace.events.vocabulary import GC_CALLED, SPANS
 
 GC = SPANS["host.gc"].code
 LOGGING = SPANS["host.logging"].code

@@ -27,8 +27,8 @@ from headway.runtime.rereading import Kept, Rereadings, checksum
 from headway.runtime.run_delay import open_schedstat, read_delay
 from headway.runtime.samplers import sampler_of, steered
 from headway.runtime.script_lines import calling_line
-from headway.trace.ring import LOADER
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.ring import LOADER
 
 NEXT, ITER, LOAD = SPANS["input.next"].code, SPANS["input.iter"].code, SPANS["input.load"].code
 PARTS, WORKER = SPANS["input.parts"].code, SPANS["input.worker"].code

@@ -17,7 +17,7 @@ from typing import Any
 from headway.runtime.gradients import FORWARD as BY_FORWARD
 from headway.runtime.probes import Probes, now
 from headway.runtime.timers import out_of_compiler
-from headway.trace.vocabulary import SPANS, WAIT_NS
+from headway.trace.events.vocabulary import SPANS, WAIT_NS
 
 FORWARD, MODE = SPANS["forward"].code, SPANS["mode"].code
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.runtime.probe_comm import argument
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 FORWARD, BACKWARD, INPUT, WEIGHT = (SPANS[f"stage.{part}"].code for part in ("forward", "backward", "input", "weight"))
 

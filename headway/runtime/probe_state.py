@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 SAVE, LOAD = SPANS["checkpoint.save"].code, SPANS["checkpoint.load"].code
 SYNC, RENAME = SPANS["checkpoint.sync"].code, SPANS["checkpoint.rename"].code

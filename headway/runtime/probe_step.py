@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.probes import Probes, now
-from headway.trace.progress_page import OP, PROGRESS_NS
-from headway.trace.progress_page import STEP as STEPS
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.progress_page import OP, PROGRESS_NS
+from headway.trace.rings.progress_page import STEP as STEPS
 
 STEP, CLOSURE = SPANS["optimizer.step"].code, SPANS["optimizer.closure"].code
 

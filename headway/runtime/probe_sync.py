@@ -2,7 +2,7 @@
 
 They go in only where the host has devices. What the host waits for is the device at work, no time of its own. `item()`
 and the like are left alone: torch.compile traces them by identity, and a function around them would break its graphs.
-That the host waited there shows in the device's events (`headway.sim.device_work`).
+That the host waited there shows in the device's events (`headway.sim.recorded.device_work`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.runtime.device import device_of
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 SYNC = SPANS["host.sync"].code
 

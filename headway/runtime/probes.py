@@ -18,17 +18,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.hidden_thread import HiddenThread
+from headway.core.processes.hidden_thread import HiddenThread
 from headway.runtime.device import device_type
 from headway.runtime.gap_stacks import GapStacks
 from headway.runtime.gradients import Gradients
 from headway.runtime.loop_depth import loop_depth
 from headway.runtime.run_delay import open_schedstat, read_delay
 from headway.runtime.saves import Saves
-from headway.trace.progress_page import PROGRESS_NS, PageWriter
-from headway.trace.progress_page import STEP as STEPS
-from headway.trace.ring import CHILD, MAIN, SPAWNED, Recorder, warn
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.progress_page import PROGRESS_NS, PageWriter
+from headway.trace.rings.progress_page import STEP as STEPS
+from headway.trace.rings.ring import CHILD, MAIN, SPAWNED, Recorder, warn
 
 now = time.perf_counter_ns
 """The clock of every record: CLOCK_MONOTONIC, the same for all processes of a host."""

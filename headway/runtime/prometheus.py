@@ -37,9 +37,9 @@ from prometheus_client.registry import Collector
 from headway import __version__
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.live_ledger import STEP_BOUNDS_S, LiveFigures, LiveLedger
-from headway.trace.assemble import json_object
+from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.live.live_ledger import STEP_BOUNDS_S, LiveFigures, LiveLedger
+from headway.trace.recording.assemble import json_object
 
 if TYPE_CHECKING:
     from headway.runtime.drain import Drainer

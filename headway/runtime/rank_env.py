@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.core.host import host_cores
+from headway.core.machine.host import host_cores
 from headway.runtime.device import host_has_devices
 
 INJECT = Path(__file__).resolve().parent / "inject"

@@ -25,15 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway import __version__
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
-from headway.core.host import host_cores
-from headway.core.private import PRIVATE, file_mode, private_folder
-from headway.core.whole_file import whole_file
+from headway.core.files.bounded_json import read_json
+from headway.core.files.private import PRIVATE, file_mode, private_folder
+from headway.core.files.whole_file import whole_file
+from headway.core.machine.host import host_cores
 from headway.runtime import redact
 from headway.runtime.host_memory import host_memory
 from headway.runtime.problems import Problems
-from headway.trace import ring_folders
+from headway.trace.rings import ring_folders
 
 if TYPE_CHECKING:
     from headway.runtime.drain import Drainer

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.core.planfile import Remedy, read_plan
+from headway.core.files.planfile import Remedy, read_plan
 from headway.core.tables import pick
 from headway.runtime.guard import Passing, Restoring, guarded
 from headway.runtime.patches import Undo, replace_attribute

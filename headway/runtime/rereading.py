@@ -2,7 +2,7 @@
 
 What training or the script changes on the way (a curriculum, priorities, a ratio, a counter, files that are written
 again) no look at one moment can show. So the indices of a loader's first load are kept, with a checksum of its batch;
-children that can only read (`headway.core.apart`) read them again `LATER` steps after it, with the random number
+children that can only read (`core.machine.apart`) read them again `LATER` steps after it, with the random number
 generators as they were before it.
 
     step     0 .............. 8 .............................. 64
@@ -32,12 +32,12 @@ from functools import partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from headway.core.apart import DETACHED, name_process, step_apart
-from headway.core.own_children import unheard
+from headway.core.machine.apart import DETACHED, name_process, step_apart
+from headway.core.processes.own_children import unheard
 from headway.runtime.device import in_use
 from headway.runtime.draws import own_generators, restorer
 from headway.runtime.probes import NEVER, RECORDING, Probes, now
-from headway.trace.vocabulary import READ_AGAIN
+from headway.trace.events.vocabulary import READ_AGAIN
 
 LATER = (8, 64)
 """Optimizer steps after the first load at which its indices are read again."""

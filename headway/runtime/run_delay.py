@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 
-from headway.core.arena import Descriptor
+from headway.core.machine.arena import Descriptor
 
 
 def open_schedstat() -> int:

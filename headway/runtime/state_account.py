@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager
 from headway.core.tables import pick
 from headway.runtime.bootstrap import active
 from headway.runtime.probes import Probes, now
-from headway.trace.vocabulary import IN_BACKGROUND, SPANS
+from headway.trace.events.vocabulary import IN_BACKGROUND, SPANS
 
 SNAPSHOT, WAIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "wait", "restore"))
 BACKGROUND = {name: SPANS[name].code for name in IN_BACKGROUND}
@@ -69,7 +69,7 @@ def restored(start_ns: int, end_ns: int, *, bytes: int, step: int, verified_byte
 def background(name: str, start_ns: int, end_ns: int, *, bytes: int, step: int) -> None:
     """Note what another process did for checkpoint `step`, once it has said so.
 
-    `name` is one of `headway.trace.vocabulary.IN_BACKGROUND`, such as "checkpoint.persist"; another raises
+    `name` is one of `headway.trace.events.vocabulary.IN_BACKGROUND`, such as "checkpoint.persist"; another raises
     `UnknownNameError`.
     """
     session = active()

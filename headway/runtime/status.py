@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from headway.core.units import format_fraction, format_rate, format_seconds
 from headway.runtime.drain import Drainer
 from headway.runtime.streams import Streams, write_all
-from headway.trace.records import RingHeader
+from headway.trace.rings.records import RingHeader
 
 if TYPE_CHECKING:
-    from headway.ledger.live_ledger import LiveLedger
+    from headway.ledger.live.live_ledger import LiveLedger
 
 PLAIN_EVERY_S = 10.0
 REDRAW_S = 0.5
@@ -68,7 +68,7 @@ class Progress:
     @property
     def _account(self) -> LiveLedger:
         """The account; made in the thread that first needs it, since loading it takes the launcher a moment."""
-        from headway.ledger.live_ledger import LiveLedger
+        from headway.ledger.live.live_ledger import LiveLedger
 
         with self._lock:
             if self._ledger is None:

@@ -30,9 +30,9 @@ from dataclasses import dataclass, field
 from fcntl import ioctl
 from pathlib import Path
 
-from headway.core.host import readable
-from headway.core.private import PRIVATE, private_folder
-from headway.core.wake import Wake
+from headway.core.files.private import PRIVATE, private_folder
+from headway.core.machine.host import readable
+from headway.core.wire.wake import Wake
 from headway.runtime.problems import Problems, disk_full
 
 READ_BYTES = 1 << 16

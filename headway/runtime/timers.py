@@ -2,7 +2,7 @@
 
 Backward is the call of `torch.autograd.backward`; forward is what lies
 between a batch (or an update) and the backward that follows, so it is derived
-when the run is finalised (`headway.trace.segments`) and costs nothing here. On
+when the run is finalised (`headway.trace.recording.segments`) and costs nothing here. On
 a device the host only launches: there `device_timers` records events as well.
 `HEADWAY_TIMERS=off` leaves all of this and the progress page out.
 """
@@ -18,8 +18,8 @@ from typing import Any
 from headway.runtime.gradients import BACKWARD as BY_BACKWARD
 from headway.runtime.gradients import leaf_of
 from headway.runtime.probes import Probes, now
-from headway.trace.progress_page import OP, SINCE_NS
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.progress_page import OP, SINCE_NS
 
 FORWARD, BACKWARD = SPANS["segment.forward"].code, SPANS["segment.backward"].code
 

@@ -23,7 +23,7 @@ import os
 import random
 import struct
 
-from headway.core.host import host_id
+from headway.core.machine.host import host_id
 from headway.runtime.probes import Probes
 
 MOST_RANKS = 16

@@ -33,14 +33,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.core.hidden_thread import HiddenThread
+from headway.core.processes.hidden_thread import HiddenThread
 from headway.runtime import device
 from headway.runtime.ddp_facts import note_models
 from headway.runtime.flight_answers import flight_entries
 from headway.runtime.probes import NEVER, Probes, now
 from headway.runtime.rank_variables import number
 from headway.runtime.window_schedule import Schedule, opening_step, spacing, takes_part
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 WINDOW = SPANS["window"].code
 

@@ -5,10 +5,10 @@
 7
 """
 
-from headway.sim.attribution import attribute as attribute
-from headway.sim.dag import Dag as Dag
-from headway.sim.greedy import greedy as greedy
-from headway.sim.path import critical_path as critical_path
-from headway.sim.path import slack as slack
-from headway.sim.replay import Times as Times
-from headway.sim.replay import replay as replay
+from headway.sim.graph.attribution import attribute as attribute
+from headway.sim.graph.dag import Dag as Dag
+from headway.sim.graph.greedy import greedy as greedy
+from headway.sim.graph.path import critical_path as critical_path
+from headway.sim.graph.path import slack as slack
+from headway.sim.graph.replay import Times as Times
+from headway.sim.graph.replay import replay as replay

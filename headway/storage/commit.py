@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.core.inside import remove_tree
+from headway.core.files.inside import remove_tree
 from headway.storage.boxes import Box, cover_fault
 from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
 from headway.storage.durable import sync_folder, write_durably

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.bounds import FREE_BYTES
 from headway.core.errors import FormatError, InputError
-from headway.core.regular_file import read_regular
+from headway.core.files.bounds import FREE_BYTES
+from headway.core.files.regular_file import read_regular
 from headway.storage.boxes import Box, whole
 from headway.storage.commit import committed, is_own
 from headway.storage.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse

@@ -26,10 +26,10 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import DamageError, HeadwayError, InputError
-from headway.core.host import host_id
-from headway.core.inside import check_inside, remove_tree
+from headway.core.files.bounded_json import read_json
+from headway.core.files.inside import check_inside, remove_tree
+from headway.core.machine.host import host_id
 from headway.storage.digests import Digested, pack_digests
 from headway.storage.durable import make_folder, sync_folder, write_durably
 from headway.storage.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record

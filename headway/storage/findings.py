@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headway.core.errors import FormatError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.damage import Damage
 
 

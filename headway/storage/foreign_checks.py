@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headway.core.bounded_json import decode_json
-from headway.core.bounds import RoomError
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounded_json import decode_json
+from headway.core.files.bounds import RoomError
 from headway.storage.boxes import Box, cover_fault
 from headway.storage.findings import Findings
 from headway.storage.formats.dcp import DCP_VERSION, Chunk, DcpMetadata, Record, read_metadata

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.core.errors import DamageError, FormatError
-from headway.core.regular_file import read_regular
+from headway.core.files.regular_file import read_regular
 from headway.storage.digests import Digested, checksum, digest_of, tree_root
 
 GENERATORS = "headway_rng"

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.storage.commit import Committed, committed, is_own
 from headway.storage.durable import write_durably
 from headway.storage.manifest import METADATA

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from headway.core.pace import Pace
-from headway.core.regular_file import read_regular
+from headway.core.files.regular_file import read_regular
+from headway.core.wire.pace import Pace
 from headway.storage.commit import committed, is_own
 from headway.storage.damage import Damage
 from headway.storage.draft import LEFTOVER

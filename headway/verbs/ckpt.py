@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from headway.checkpoint.keep import Keep
+from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.units import format_bytes, format_seconds, plural
 from headway.report.figures import clean

@@ -14,14 +14,14 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.checkpoint.advise import measured_mtbf_s, propose, recorded_saves
-from headway.checkpoint.bandwidth import measure
 from headway.checkpoint.choices import SETTINGS, Job, Way, job_with, protections, ways
+from headway.checkpoint.policies.bandwidth import measure
 from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger
 from headway.plan.setup import Setup
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
-from headway.sim.program import Program
+from headway.sim.recorded.program import Program
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 
@@ -172,7 +172,13 @@ def bench(
 
 def _stock_save_s(folder: Path, num_bytes: int, state_bytes: int) -> float:
     """Return what `dcp.save` of the state would take, by its measured rate."""
-    command = [sys.executable, "-m", "headway.checkpoint.runtime.stock_save", str(folder.resolve()), str(num_bytes)]
+    command = [
+        sys.executable,
+        "-m",
+        "headway.checkpoint.runtime.torch_calls.stock_save",
+        str(folder.resolve()),
+        str(num_bytes),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=STOCK_TIMEOUT_S)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

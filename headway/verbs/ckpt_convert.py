@@ -53,7 +53,7 @@ def export(
     json
         Print one JSON object instead of text.
     """
-    from headway.checkpoint.runtime.convert import export as write
+    from headway.checkpoint.runtime.torch_calls.convert import export as write
 
     file_bytes = parse_bytes(file)
     if file_bytes < 1:
@@ -96,7 +96,7 @@ def import_(
     json
         Print one JSON object instead of text.
     """
-    from headway.checkpoint.runtime.convert import rewrite
+    from headway.checkpoint.runtime.torch_calls.convert import rewrite
 
     record = rewrite(_source(path), out, world_size=world, redundancy=redundancy, prefix=prefix)
     return _told("import", path, out, record, as_json=json)
@@ -134,7 +134,7 @@ def reshard(
     json
         Print one JSON object instead of text.
     """
-    from headway.checkpoint.runtime.convert import rewrite
+    from headway.checkpoint.runtime.torch_calls.convert import rewrite
 
     record = rewrite(_source(path), out, world_size=world, redundancy=redundancy, without=without or ())
     return _told("reshard", path, out, record, as_json=json)

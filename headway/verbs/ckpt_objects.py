@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headway.checkpoint.keep import Keep
+from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError
 from headway.storage.object_commit import CommittedObject, committed, recover, remove
 from headway.storage.objects import open_store

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.core.inside import check_inside
+from headway.core.files.inside import check_inside
 from headway.core.units import format_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.storage.commit import STEP, is_own

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from headway.cluster.adaptive.recorded import batch_answer, write_batch_plan
 from headway.core.errors import InputError
-from headway.core.planfile import granted
+from headway.core.files.planfile import granted
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.output import emit
 from headway.verbs.source import run_at

@@ -24,13 +24,13 @@ from headway.cluster.prices.answer import (
 from headway.cluster.prices.market import DAY_S, HOUR_S, ON_DEMAND, Market, Terms
 from headway.cluster.prices.read import Records, read_records
 from headway.core.errors import InputError
+from headway.core.files.whole_file import whole_file
 from headway.core.tables import pick
 from headway.core.units import parse_bytes
-from headway.core.whole_file import whole_file
-from headway.ledger.compare import steps_per_s
-from headway.ledger.ledger import Ledger
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.answers.ledger import Ledger
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 

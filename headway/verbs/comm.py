@@ -10,14 +10,14 @@ from cyclopts import Parameter
 
 from headway.comm import EXACT_RANKS
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, granted, write_plan
+from headway.core.files.planfile import PlanFile, granted, write_plan
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.optimised import render_optimised
-from headway.sim.ddp_replay import DdpReplay
-from headway.sim.edits import Scenario
-from headway.sim.recorded_step import recorded_step
-from headway.sim.training_step import TrainingStep
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.training.recorded_step import recorded_step
+from headway.sim.training.training_step import TrainingStep
+from headway.sim.whatif.edits import Scenario
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from headway.comm.advise_compress import MEASURED, measure
-from headway.core.bounded_json import read_json
+from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, format_seconds
 from headway.cost.codecs import read_codec
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.sim.ddp_compress import RAW
+from headway.sim.ddp.ddp_compress import RAW
 from headway.verbs.output import emit
 
 

@@ -15,8 +15,8 @@ from headway.comm.options import options as tree
 from headway.comm.published import Setup, read_codecs, read_models, read_setups
 from headway.comm.stages import COSTS
 from headway.comm.strategy_search import Pricing, search
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.tables import pick
 from headway.core.units import format_seconds, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut

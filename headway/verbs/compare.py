@@ -12,14 +12,14 @@ from cyclopts import Parameter, Token
 
 from headway.cluster.adaptive.recorded import learned
 from headway.core.errors import InputError
-from headway.core.host_load import HostLoad
-from headway.ledger.compare import SCHEMA, unlike_loads
-from headway.ledger.compare import compare as compare_ledgers
-from headway.ledger.ledger import Ledger
+from headway.core.machine.host_load import HostLoad
+from headway.ledger.answers.compare import SCHEMA, unlike_loads
+from headway.ledger.answers.compare import compare as compare_ledgers
+from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import ending
 from headway.report.paper import draw, paragraph
-from headway.report.terminal import render_compare
-from headway.trace.runs import Run
+from headway.report.text.terminal import render_compare
+from headway.trace.recording.runs import Run
 from headway.verbs.fault import ettr_beside, ettr_sentence
 from headway.verbs.learned_step import judged, sentence
 from headway.verbs.output import emit

@@ -10,9 +10,9 @@ import msgspec
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
+from headway.core.files.whole_file import whole_file
 from headway.core.rng import stream
 from headway.core.tables import pick
-from headway.core.whole_file import whole_file
 from headway.cost.learned.cost_table import CostTable, add_line, check_host, read_table
 from headway.cost.learned.latency_table import LatencyTable
 from headway.cost.learned.predictors import PREDICTORS, Transfer, mape, standardised

@@ -13,10 +13,10 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, format_seconds
 from headway.data.stalls import attribute, what_if
-from headway.ledger.input_counts import count_words
+from headway.ledger.answers.input_counts import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.report.terminal import render_stalls, render_whatif
-from headway.sim.program import Program
+from headway.report.text.terminal import render_stalls, render_whatif
+from headway.sim.recorded.program import Program
 from headway.verbs.measure import STEPS, measure
 from headway.verbs.output import emit
 from headway.verbs.source import run_at

@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import FormatError, InputError
-from headway.core.host import host_cores
+from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes, format_seconds
 from headway.data.source import FolderSource, SyntheticJpeg
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph

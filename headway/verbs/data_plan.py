@@ -12,10 +12,10 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.host import host_cores
+from headway.core.files.whole_file import whole_file
+from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.core.units import parse_bytes
-from headway.core.whole_file import whole_file
 from headway.data.planning.optimize import Op, Plan, Profile, Resources, op_costs
 from headway.data.planning.optimize import plan as best_plan
 from headway.data.planning.plan_files import ops_text, read_ops, read_stats, stats_text

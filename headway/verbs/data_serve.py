@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.text import Text
 
-from headway.core.channel import ChannelClosed, connect
 from headway.core.errors import InputError
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
 from headway.core.units import format_bytes, format_seconds, parse_bytes
+from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.serving.messages import FROM_SERVER, Ask, Told
 from headway.data.serving.server import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, grid

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from headway.report.terminal import render_doctor
+from headway.report.text.terminal import render_doctor
+from headway.runtime import device_checks
 from headway.runtime.doctor import check
 from headway.verbs.output import emit
 
 
-def doctor(*, json: bool = False) -> int:
+def doctor(*, device: bool = False, json: bool = False) -> int:
     """Check shared memory, file descriptors, RAM, threads, disk and versions: value, limit, fix of each.
 
     Exits with 3 when something would break or slow a run down.
@@ -18,10 +19,13 @@ def doctor(*, json: bool = False) -> int:
 
     Parameters
     ----------
+    device
+        Try this host's device too, in processes of their own (15 s): torch sees it, a recorded process starts in
+        silence, events, threads, the profiler, MPS and MIG. What cannot be asked here says why.
     json
         Print one JSON object instead of a table.
     """
-    findings = [asdict(finding) for finding in check()]
-    answer = {"schema": "headway.doctor/1", "findings": findings, "ok": all(row["ok"] for row in findings)}
+    findings = [asdict(finding) for finding in [*check(), *(device_checks.check() if device else [])]]
+    answer = {"schema": "headway.doctor/1", "findings": findings, "ok": all(row["ok"] is not False for row in findings)}
     emit(answer, lambda screen: render_doctor(findings, **screen), as_json=json)
     return 0 if answer["ok"] else 3

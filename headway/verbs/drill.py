@@ -13,7 +13,7 @@ from rich.text import Text
 
 from headway.catalog import DRILL, REMEDIES
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import format_fraction, format_seconds
 from headway.fault.incident import read_incidents
 from headway.fault.runtime.drill import schedule, score
@@ -21,7 +21,7 @@ from headway.fault.runtime.injectors import FAULTS, FOLDER, NAME, marks
 from headway.report.paper import ScreenOptions, draw
 from headway.runtime.launch import LaunchOptions, check, launch
 from headway.runtime.rank_env import num_processes
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.fault import ettr_of
 from headway.verbs.output import emit
 from headway.verbs.run_options import RunOptions

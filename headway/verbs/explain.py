@@ -12,23 +12,23 @@ from typing import Any
 from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
-from headway.ledger.cause import Cause
-from headway.ledger.causes import Fix, find_causes
-from headway.ledger.evidence import TRY
-from headway.ledger.ledger import Ledger
-from headway.ledger.straggler import StragglerReport, analyse, ideal_trace, root_causes
+from headway.ledger.answers.causes import Fix, find_causes
+from headway.ledger.answers.evidence import TRY
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.cause import Cause
+from headway.ledger.operations.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.parallel.recorded import reasons_of
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
-from headway.sim.ideal import replayed_trace
-from headway.sim.program import Program
-from headway.trace.assemble import json_object
-from headway.trace.formats import open_parts
-from headway.trace.loader_facts import loaders_in
-from headway.trace.parts import Parts
-from headway.trace.runs import Run, is_run, merge
-from headway.trace.trace import Trace
+from headway.sim.recorded.ideal import replayed_trace
+from headway.sim.recorded.program import Program
+from headway.trace.events.loader_facts import loaders_in
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.readers.formats import open_parts
+from headway.trace.recording.assemble import json_object
+from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.script_terms import script_terms
 from headway.verbs.verified import withdrawn
 

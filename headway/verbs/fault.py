@@ -17,12 +17,12 @@ from headway.fault.expected import expected
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.incident import SCHEMA, Incident, read_incidents
 from headway.fault.plan import Preparation, prepare
-from headway.ledger.account import SpanFacts
-from headway.ledger.attempts import book_run
-from headway.ledger.ledger import Ledger
-from headway.ledger.metrics import ettr_of_steps
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.answers.metrics import ettr_of_steps
+from headway.ledger.booking.account import SpanFacts
+from headway.ledger.runs.attempts import book_run
 from headway.report.paper import ScreenOptions, add_row, draw, grid
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.hang import mesh_of
 from headway.verbs.output import emit
 from headway.verbs.source import run_at

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.mesh import Mesh
-from headway.ledger.hang import Verdict, localise
-from headway.ledger.hang_reports import of_dumps, of_watch
-from headway.report.hang import render_hang
-from headway.trace.runs import is_run
-from headway.trace.trace import Trace
+from headway.ledger.jobs.hang import Verdict, localise
+from headway.ledger.jobs.hang_reports import of_dumps, of_watch
+from headway.report.page.hang import render_hang
+from headway.trace.events.trace import Trace
+from headway.trace.recording.runs import is_run
 from headway.verbs.output import emit
 from headway.verbs.source import newest_run
 

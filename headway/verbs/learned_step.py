@@ -11,19 +11,19 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import HeadwayError, InputError
-from headway.core.host_load import HostLoad
+from headway.core.files.bounded_json import read_json
+from headway.core.files.whole_file import whole_file
+from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_seconds
-from headway.core.whole_file import whole_file
 from headway.cost.learned.cost_table import ObservedStep, add_line, check_host, read_table, step_costs
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.compare import is_full
-from headway.ledger.ledger import Ledger
-from headway.sim.dag import Dag
-from headway.sim.replay import replay
-from headway.trace.loader_facts import LoaderFacts
-from headway.trace.runs import Run
+from headway.ledger.answers.compare import is_full
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.buckets import BUCKETS
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.replay import replay
+from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.runs import Run
 from headway.verbs.named import imported
 
 TABLE = Path("headway-costs.jsonl")

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from headway.catalog import MEASUREMENTS
-from headway.core.bounded_json import read_json
 from headway.core.errors import BarMissedError, InputError
-from headway.core.host import host_cores
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes
 from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
 from headway.runtime.launch import RUNS, ExitReport, LaunchOptions, check, launch
 from headway.runtime.recording import claim_folder, next_folder
-from headway.sim.program import Program
-from headway.trace.runs import Run
+from headway.sim.recorded.program import Program
+from headway.trace.recording.runs import Run
 
 STEPS = 60
 """Steps of each phase by default, warm-up included."""

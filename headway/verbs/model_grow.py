@@ -66,8 +66,8 @@ def grow(
     json
         Print one JSON object instead of text.
     """
-    from headway.checkpoint.runtime.convert import export, rewrite
-    from headway.checkpoint.runtime.sources import TORCH_SUFFIXES, StateSource, open_source
+    from headway.checkpoint.runtime.torch_calls.convert import export, rewrite
+    from headway.checkpoint.runtime.torch_calls.sources import TORCH_SUFFIXES, StateSource, open_source
     from headway.model.runtime.loaded import grow_saved
 
     build, sizes = _imported(target), (_sizes("--small", small), _sizes("--large", large))

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headway.core.beside import say_beside
+from headway.core.processes.beside import say_beside
 from headway.report.paper import ScreenOptions, screen_of
 
 

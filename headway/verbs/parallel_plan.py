@@ -10,7 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.settings_files import read_toml
+from headway.core.files.settings_files import read_toml
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.cost.transformer import Transformer

@@ -11,10 +11,10 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.regular_file import read_text
+from headway.core.files.regular_file import read_text
+from headway.core.files.whole_file import whole_file
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
-from headway.core.whole_file import whole_file
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, PipelineProgram, R, W
 from headway.sim.pipeline.bubbles import bubble_sums, bubbles

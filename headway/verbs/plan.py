@@ -11,14 +11,14 @@ from cyclopts import Parameter
 
 from headway.catalog import CAUSES_OF_REMEDY
 from headway.core.errors import BarMissedError
-from headway.core.planfile import granted
-from headway.ledger.cause import Cause
-from headway.ledger.loader_roles import evaluation_loaders
+from headway.core.files.planfile import granted
+from headway.ledger.kinds.cause import Cause
+from headway.ledger.runs.loader_roles import evaluation_loaders
 from headway.plan.loader_rows import loader_rows
 from headway.plan.pace import step_seconds
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup
-from headway.report.terminal import render_hints, render_plan
+from headway.report.text.terminal import render_hints, render_plan
 from headway.verbs.explain import explain_run, is_launched
 from headway.verbs.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.output import emit

@@ -27,7 +27,7 @@ from headway.power.grid_spec import check as hold_against
 from headway.power.search import PowerCosts, optimise
 from headway.power.waveform import Waveform, of_file, of_run
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.trace.runs import is_run
+from headway.trace.recording.runs import is_run
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
 

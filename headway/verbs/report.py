@@ -13,19 +13,19 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.host_load import HostSeries
+from headway.core.machine.host_load import HostSeries
 from headway.core.units import NS_PER_S, format_bytes
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.compare import steps_per_s
-from headway.ledger.waited_for import waited_for
-from headway.report.charts import HeatMap
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.jobs.waited_for import waited_for
+from headway.ledger.kinds.buckets import BUCKETS
 from headway.report.facts import created, facts_of
-from headway.report.html import ReportData, write_report
-from headway.report.timeline import Timeline, rank_groups, timeline
-from headway.sim.ideal import replayed_trace
-from headway.trace.clocks import on_common_clock
-from headway.trace.parts import Parts
-from headway.trace.trace import Trace
+from headway.report.page.charts import HeatMap
+from headway.report.page.html import ReportData, write_report
+from headway.report.page.timeline import Timeline, rank_groups, timeline
+from headway.sim.recorded.ideal import replayed_trace
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.explain import Explanation, explain, ideal_of
 from headway.verbs.model_flops import ModelSpec
 from headway.verbs.output import emit

@@ -9,11 +9,11 @@ from cyclopts import Parameter
 
 from headway.catalog import PARAMETERS, REHEARSALS, REMEDIES
 from headway.core.errors import HeadwayError, InputError
-from headway.core.planfile import PlanFile, read_plan
+from headway.core.files.planfile import PlanFile, read_plan
 from headway.core.tables import pick
 from headway.plan.parameters import check_parameters
 from headway.runtime.launch import ExitReport, launch
-from headway.trace.runs import is_run
+from headway.trace.recording.runs import is_run
 from headway.verbs.output import emit, emit_beside
 from headway.verbs.run_options import RunOptions
 from headway.verbs.verified import verified
@@ -69,7 +69,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     A run too broken to explain still gets its ending.
     """
     # Loaded after the run: until here nothing of the analysis has cost the launcher a start-up.
-    from headway.report.terminal import render_run
+    from headway.report.text.terminal import render_run
 
     answer: dict[str, Any] = {
         "schema": "headway.run/1",
@@ -122,7 +122,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
 
 def _beside(baseline: Path | None, run: Path) -> dict[str, float | None] | None:
     """Return the ETTR of a run and of the one before, where that one failed."""
-    from headway.trace.runs import Run
+    from headway.trace.recording.runs import Run
     from headway.verbs.fault import ettr_beside
 
     return ettr_beside(Run.open(baseline), Run.open(run)) if baseline is not None and is_run(baseline) else None

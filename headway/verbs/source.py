@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
 from headway.runtime.launch import RUNS
-from headway.trace.runs import Run, is_run
+from headway.trace.recording.runs import Run, is_run
 
 
 def newest_run() -> Path:

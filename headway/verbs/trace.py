@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.ledger.straggler import analyse
-from headway.report.terminal import render_trace_info
-from headway.sim.program import Program
-from headway.sim.row_edges import listed
-from headway.trace import chrome, perfetto
-from headway.trace.clocks import on_common_clock
-from headway.trace.formats import describe, open_parts
-from headway.trace.parts import Parts
-from headway.trace.runs import Run, is_run
-from headway.trace.slices import Slice, moments
-from headway.trace.trace import Trace
+from headway.ledger.operations.straggler import analyse
+from headway.report.text.terminal import render_trace_info
+from headway.sim.recorded.program import Program
+from headway.sim.traced.row_edges import listed
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.readers import chrome, perfetto
+from headway.trace.readers.formats import describe, open_parts
+from headway.trace.readers.slices import Slice, moments
+from headway.trace.recording.runs import Run, is_run
+from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.explain import ideal_of
 from headway.verbs.output import emit
 

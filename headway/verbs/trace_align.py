@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.ledger.clock_offsets import meetings_of
-from headway.report.alignment import render_alignment
-from headway.trace.alignment import WINDOW_S, Alignment
-from headway.trace.alignment import align as align_trace
-from headway.trace.trace import Trace
+from headway.ledger.operations.clock_offsets import meetings_of
+from headway.report.text.alignment import render_alignment
+from headway.trace.events.trace import Trace
+from headway.trace.sync.alignment import WINDOW_S, Alignment
+from headway.trace.sync.alignment import align as align_trace
 from headway.verbs.output import emit
 from headway.verbs.trace import spare, write
 

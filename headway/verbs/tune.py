@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from headway.catalog import REMEDIES
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import plural
 from headway.model.tuning.space import parsed
 from headway.report.paper import ScreenOptions, draw, paragraph

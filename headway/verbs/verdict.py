@@ -10,13 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from headway.core.planfile import PlanFile
-from headway.ledger.compare import steps_per_s, whole_speedup
-from headway.ledger.ledger import Ledger
+from headway.core.files.planfile import PlanFile
+from headway.ledger.answers.compare import steps_per_s, whole_speedup
+from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.recording import write_json
-from headway.trace.runs import Run
+from headway.trace.recording.runs import Run
 from headway.verbs.explain import Explanation, explain_run, outcomes
 from headway.verbs.verified import verified, withdrawn
 

@@ -10,9 +10,9 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import CHECKS
-from headway.core.bounded_json import read_json
 from headway.core.errors import InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.runtime.launch import RUNS, LaunchOptions, check, launch
 from headway.runtime.recording import claim_folder, next_folder

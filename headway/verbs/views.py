@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.ledger.compare import steps_per_s
-from headway.ledger.group_creation import creation
-from headway.ledger.machines import machine_times
-from headway.report.charts import HeatMap, worker_heat_map
-from headway.report.machines import machine_heat_maps
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.jobs.group_creation import creation
+from headway.ledger.jobs.machines import machine_times
+from headway.report.page.charts import HeatMap, worker_heat_map
+from headway.report.page.machines import machine_heat_maps
 from headway.verbs.explain import Explanation
 from headway.verbs.hang import verdict_of, watch_reports
 from headway.verbs.model_flops import ModelSpec, mfu_entry

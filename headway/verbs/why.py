@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.report.terminal import render_why
+from headway.report.text.terminal import render_why
 from headway.verbs.explain import explain
 from headway.verbs.model_flops import ModelSpec
 from headway.verbs.output import emit

@@ -43,17 +43,17 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from headway.checkpoint.keep import Keep
-from headway.checkpoint.policy import CheckpointPolicy
-from headway.checkpoint.runtime.restore import RestoreReport, Verify
-from headway.checkpoint.runtime.restoring import restore
-from headway.checkpoint.runtime.saver import Options, Saver
-from headway.checkpoint.runtime.schedule import Schedule, StepMeter
-from headway.checkpoint.runtime.tickets import SaveTicket
-from headway.checkpoint.runtime.writers import CAPTURES, REPLAYS, Writers, before
+from headway.checkpoint.policies.keep import Keep
+from headway.checkpoint.policies.policy import CheckpointPolicy
+from headway.checkpoint.runtime.images.writers import CAPTURES, REPLAYS, Writers, before
+from headway.checkpoint.runtime.restores.restore import RestoreReport, Verify
+from headway.checkpoint.runtime.restores.restoring import restore
+from headway.checkpoint.runtime.saves.saver import Options, Saver
+from headway.checkpoint.runtime.saves.schedule import Schedule, StepMeter
+from headway.checkpoint.runtime.saves.tickets import SaveTicket
 from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime import state_account
 from headway.runtime.device import capturing, host_has_devices

@@ -12,16 +12,16 @@ import numpy as np
 from headway.cluster.adaptive.noise import NoiseScale
 from headway.cluster.adaptive.speed import fit_speed
 from headway.cluster.adaptive.useful import Limits, best_batch, gain
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
-from headway.core.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import NS_PER_S
-from headway.ledger.buckets import BUCKETS
-from headway.ledger.compare import steps_per_s
-from headway.ledger.ledger import Ledger
-from headway.trace.in_force import in_force
-from headway.trace.loader_facts import LoaderFacts
-from headway.trace.runs import Run
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.buckets import BUCKETS
+from headway.trace.events.in_force import in_force
+from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.runs import Run
 
 BATCH, NOISE = "cluster.batch", "cluster.noise"
 """Names of the remedy, and of what measures for it."""

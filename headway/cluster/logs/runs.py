@@ -21,9 +21,9 @@ from headway.cluster.logs.record import RecordedQueue, relative_speed
 from headway.cluster.model import Cluster, Values
 from headway.core.errors import InputError
 from headway.core.tables import suggestion
-from headway.ledger.compare import steps_per_s
-from headway.ledger.ledger import Ledger
-from headway.trace.runs import Run
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.answers.ledger import Ledger
+from headway.trace.recording.runs import Run
 
 MEASURED, FITTED, BY_SPEED = "measured", "fitted to other jobs", "by relative speed"
 """Where a rate is from."""

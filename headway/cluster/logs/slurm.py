@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.cluster.logs.record import Record, RecordedQueue
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError
+from headway.core.files.bounded_json import read_json
 
 PIPED = ("JobID", "Submit", "Start", "End", "AllocTRES")
 """Columns that `sacct -P` has to have."""

@@ -22,8 +22,8 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from headway.cluster.prices.market import Market, Offer
-from headway.core.bounded_json import read_json
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.tables import pick, suggestion
 
 DEVICES: dict[str, tuple[str, int]] = {

@@ -41,8 +41,8 @@ from headway.core.errors import InputError
 from headway.cost.codecs import read_codec
 from headway.runtime.lane import CollectiveLane, separate_group
 from headway.runtime.remedy import Applied, Context, Refused
-from headway.sim.ddp_compress import MIN_BYTES
-from headway.trace.ring import warn
+from headway.sim.ddp.ddp_compress import MIN_BYTES
+from headway.trace.rings.ring import warn
 
 NAME = "comm.compress"
 GRANT = "lossy"

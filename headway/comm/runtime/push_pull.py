@@ -30,7 +30,7 @@ from headway.comm.runtime.codecs.table import Codec
 from headway.comm.runtime.residuals import Residuals
 from headway.core.rng import derived_seed
 from headway.cost.codecs import wire_bytes
-from headway.sim.ddp_compress import PARTITION_BYTES
+from headway.sim.ddp.ddp_compress import PARTITION_BYTES
 
 FLAG = 1
 """Bytes in front of a rank's packets: 1 = not everything is finite."""

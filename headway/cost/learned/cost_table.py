@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.regular_file import read_regular
+from headway.core.files.regular_file import read_regular
 from headway.cost.learned.operators import Operator, OperatorModel
 
 SCHEMA = "headway.cost-table/2"

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.bounds import check_room, unpacked_room
 from headway.core.errors import FormatError, InputError
-from headway.core.regular_file import read_regular
+from headway.core.files.bounds import check_room, unpacked_room
+from headway.core.files.regular_file import read_regular
 from headway.core.tables import pick
 
 FIELDS = ("ops", "op_names", "settings", "latency_ms")

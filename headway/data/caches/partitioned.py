@@ -37,10 +37,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from headway.core.channel import TcpListener
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.core.wires import MOST_BYTES
+from headway.core.wire.channel import TcpListener
+from headway.core.wire.wires import MOST_BYTES
 from headway.data.caches.partition import PartitionMap
 from headway.data.caches.peers import LOST, Absent, Found, Identity, Peer, PeerServer, listen, split_address
 from headway.data.caches.shares import AWAY, BACK, THERE, Share

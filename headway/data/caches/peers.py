@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-from headway.core.channel import Channel, ChannelClosed, TcpListener, connect_tcp
 from headway.core.errors import InputError
-from headway.core.host import readable
+from headway.core.machine.host import readable
+from headway.core.wire.channel import Channel, ChannelClosed, TcpListener, connect_tcp
 from headway.data.caches.shares import Share
 from headway.data.orders.job_order import DataShareError
 

@@ -35,7 +35,7 @@ import math
 import os
 import random
 
-from headway.core.arena import shared_memory
+from headway.core.machine.arena import shared_memory
 
 CHECK_EVERY = 128
 """In the long run one in this many of the examples found is compared."""

@@ -1,6 +1,6 @@
 """What one host of a partitioned cache holds and knows, in memory that all its processes share.
 
-A `Share` keeps payloads by item (`headway.core.arena`: never evicted, as in
+A `Share` keeps payloads by item (`headway.core.machine.arena`: never evicted, as in
 CoorDL), which items it had no room for, how far down each item's list of
 hosts is full, which hosts are away, and counts of what was read from where.
 Forked loader workers see and change all of it; by pickle other processes of
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headway.core.arena import Arena, Descriptor, held_at, reopened, shared_memory
+from headway.core.machine.arena import Arena, Descriptor, held_at, reopened, shared_memory
 
 COUNTS: dict[str, str] = {
     "local_hits": "reads that this host's own memory served", "local_bytes": "their bytes",

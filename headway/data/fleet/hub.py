@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.core.errors import InputError
+from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.data.fleet.autoscale import Autoscaler, Load
 from headway.data.fleet.master import Master, Placement
 from headway.data.fleet.messages import (

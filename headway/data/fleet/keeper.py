@@ -17,7 +17,7 @@ import select
 import threading
 import time
 
-from headway.core.channel import ChannelClosed
+from headway.core.wire.channel import ChannelClosed
 from headway.data.fleet.refusal import START_AGAIN, ended_with
 from headway.data.fleet.supervisor import MAX_QUICK, QUICK_S, Settings, start
 from headway.data.fleet.worker import Make

@@ -44,8 +44,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.core.errors import FormatError, InputError
-from headway.core.leases import Lease, Leases
-from headway.core.whole_file import whole_file
+from headway.core.files.whole_file import whole_file
+from headway.core.wire.leases import Lease, Leases
 from headway.data.fleet.splits import Pass, Split, partners
 
 SLOW = 3.0

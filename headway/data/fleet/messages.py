@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from headway.core.channel import Channel, Listener, TcpListener, connect, connect_tcp
 from headway.core.errors import BackgroundError, InputError
+from headway.core.wire.channel import Channel, Listener, TcpListener, connect, connect_tcp
 from headway.data.fleet.master import Placement, Report
 from headway.data.fleet.splits import Pass, Split
 from headway.data.runtime.examples.account import Spent

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headway.data.fleet.autoscale import Autoscaler, Load
-from headway.sim.process import Event, Process
+from headway.sim.graph.process import Event, Process
 
 
 @dataclass(slots=True)

@@ -25,9 +25,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from headway.core.channel import Channel, ChannelClosed
 from headway.core.errors import BackgroundError, HeadwayError
-from headway.core.wake import Wake
+from headway.core.wire.channel import Channel, ChannelClosed
+from headway.core.wire.wake import Wake
 from headway.data.fleet.master import Placement
 from headway.data.fleet.messages import (
     Batch,

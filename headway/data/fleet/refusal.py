@@ -16,8 +16,8 @@ import selectors
 import signal
 import socket
 
-from headway.core.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.core.errors import InputError
+from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.data.fleet.messages import Ask, Join, Refused, Register, ToMaster, hang_up, listen
 
 LOOK_S = 0.2

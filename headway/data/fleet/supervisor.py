@@ -27,9 +27,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.core.errors import InputError
-from headway.core.wires import Packets
+from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
+from headway.core.wire.wires import Packets
 from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import Hub, Scaling
 from headway.data.fleet.master import Master

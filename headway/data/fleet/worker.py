@@ -30,9 +30,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.channel import Channel, ChannelClosed
 from headway.core.errors import BackgroundError
-from headway.core.wake import Wake
+from headway.core.wire.channel import Channel, ChannelClosed
+from headway.core.wire.wake import Wake
 from headway.data.fleet.master import Report
 from headway.data.fleet.messages import (
     SCHEME,

@@ -32,7 +32,7 @@ from headway.data.orders.job_order import Buffered, JobOrder
 from headway.data.orders.opportunistic import Opportunistic
 from headway.data.orders.order import item_seeds
 from headway.data.orders.strategies import ORDERS, PASS, Shared
-from headway.sim.process import Process
+from headway.sim.graph.process import Process
 
 LEAST_TRIALS = 3
 NEGLIGIBLE = 0.005

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.core.host import host_cores
+from headway.core.machine.host import host_cores
 from headway.data.orders.order import permute
 from headway.data.planning import optimize
 from headway.data.planning.optimize import Op, Plan, Profile, Resources

@@ -20,8 +20,8 @@ from typing import Any
 import yaml
 
 from headway.core.errors import FormatError, InputError
-from headway.core.regular_file import read_regular
-from headway.core.settings_files import parse_toml, parse_yaml
+from headway.core.files.regular_file import read_regular
+from headway.core.files.settings_files import parse_toml, parse_yaml
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.data.planning.optimize import Op, Profile

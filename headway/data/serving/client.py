@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headway.core.channel import Channel
-from headway.core.ring import Ring
+from headway.core.machine.ring import Ring
+from headway.core.wire.channel import Channel
 from headway.data.serving.messages import Join
 
 

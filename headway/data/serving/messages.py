@@ -1,4 +1,4 @@
-"""What a data server and its clients say to each other, over a `headway.core.channel`.
+"""What a data server and its clients say to each other, over a `headway.core.wire.channel`.
 
 A client joins with what its job is, begins passes, and frees slots; the server
 tells where each batch lies. All arrays of items are little-endian int64 as

@@ -27,13 +27,13 @@ from typing import Any, Protocol
 import msgspec
 
 from headway import __version__
-from headway.core.channel import Channel, Listener
 from headway.core.errors import HeadwayError, InputError
-from headway.core.host import host_cores
-from headway.core.ring import Ring
+from headway.core.machine.host import host_cores
+from headway.core.machine.ring import Ring
 from headway.core.tables import pick
-from headway.core.wake import Wake
-from headway.core.wires import ChannelClosed
+from headway.core.wire.channel import Channel, Listener
+from headway.core.wire.wake import Wake
+from headway.core.wire.wires import ChannelClosed
 from headway.data.caches.partition import FORMS
 from headway.data.orders.strategies import ORDERS
 from headway.data.serving.batches import Batch, Ended, Ints, Payload, Spent

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.records import RingHeader
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.records import RingHeader
 
 _STEP, _RESTORE, _COMMIT, _SAVE, _LOAD = (
     SPANS[name].code

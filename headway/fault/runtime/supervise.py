@@ -23,14 +23,14 @@ from headway.fault.outliers import Suspicion, suspects
 from headway.fault.runtime.incidents import Progress
 from headway.fault.runtime.loss_guard import BadLossStop
 from headway.fault.runtime.warm import Warm
-from headway.ledger.hang import localise
-from headway.ledger.hang_reports import frames, of_watch
+from headway.ledger.jobs.hang import localise
+from headway.ledger.jobs.hang_reports import frames, of_watch
 from headway.runtime import redact
 from headway.runtime.exit_class import RankEnd, is_secondary, traceback_of
 from headway.runtime.hang_proof import HALTED
 from headway.runtime.problems import Problems
 from headway.runtime.supervision import Failure, Supervisor
-from headway.trace.assemble import json_object
+from headway.trace.recording.assemble import json_object
 
 if TYPE_CHECKING:
     from headway.runtime.agent import Group, RankSpec

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headway.core.wires import ChannelClosed, Packets
+from headway.core.wire.wires import ChannelClosed, Packets
 from headway.fault.runtime.zygote import SOCKET, VARYING
 from headway.runtime.agent import RankSpec, die_with
 from headway.runtime.host_memory import host_memory

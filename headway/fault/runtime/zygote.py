@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from headway.core.wires import ChannelClosed, Packets
+from headway.core.wire.wires import ChannelClosed, Packets
 from headway.runtime import bootstrap, patches
 from headway.runtime.agent import die_with
 from headway.runtime.hooks import PostImport

@@ -20,7 +20,7 @@ LARGEST = {"float64": 1e-9, "float32": 1e-3}
 
 
 class Source(Protocol):
-    """Saved tensors, read one at a time: `headway.checkpoint.runtime.sources.Source` is one."""
+    """Saved tensors, read one at a time: `headway.checkpoint.runtime.torch_calls.sources.Source` is one."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]]
     """Name -> shape and element type."""

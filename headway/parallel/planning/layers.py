@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, FormatError, InputError
-from headway.core.regular_file import read_text
-from headway.sim.dag import Dag
+from headway.core.files.regular_file import read_text
+from headway.sim.graph.dag import Dag
 
 LAYER = re.compile(
     r"(?P<key>\S+) -- (?P<name>.*) -- forward_compute_time=(?P<forward>[^,]+), "

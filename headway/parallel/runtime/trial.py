@@ -2,7 +2,7 @@
 
 One microbatch of random numbers in the shapes that the stage gets, twice, on
 copies of the stage: as a whole, and in the two parts. The child can change
-nothing outside itself (`headway.core.apart`), so that a stage which counts its
+nothing outside itself (`headway.core.machine.apart`), so that a stage which counts its
 calls, prints or writes files does in the training process what it always did.
 Tried on CPUs: a process that uses a device cannot be forked.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import _backward as parts
 
-from headway.core.child import said
+from headway.core.processes.child import said
 
 Grads = Sequence[torch.Tensor | None]
 

@@ -24,8 +24,8 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.runtime.device import device_type
 from headway.runtime.remedy import Applied, Context, Refused
-from headway.trace.progress_page import OP, PAGE, PAGE_OFFSET, SINCE_NS
-from headway.trace.vocabulary import KIND, MOVING, SPANS
+from headway.trace.events.vocabulary import KIND, MOVING, SPANS
+from headway.trace.rings.progress_page import OP, PAGE, PAGE_OFFSET, SINCE_NS
 
 NAME = "power.filler"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from headway.core import streamed
+from headway.core.machine import streamed
 
 STREAMED_THREADS = 2
 """Up to so many intra-op threads, one that goes past the caches takes as long as torch's at their best: two cores

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, InputError
-from headway.sim.dag import Dag
+from headway.sim.graph.dag import Dag
 from headway.sim.pipeline.actions import OPT, RECV, SEND, B, F, PipelineProgram, R, W
 from headway.sim.pipeline.lower import checked_positions, message_ends
 

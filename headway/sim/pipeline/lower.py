@@ -25,9 +25,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, InputError
-from headway.sim.dag import Dag
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.replay import replay
 from headway.sim.pipeline.actions import OPT, RECV, SEND, B, F, I, Orders, PipelineProgram, R, StageGraph, W
-from headway.sim.replay import replay
 
 Route = Callable[[int, int], int]
 """(stage, microbatch) -> the rank that computes it."""

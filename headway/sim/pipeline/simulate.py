@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.sim.dag import Dag
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.replay import replay
 from headway.sim.pipeline.actions import RECV, SEND, B, F, I, PipelineProgram, R, W
 from headway.sim.pipeline.check import check, matched_messages, message_owners, peak_activations
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import OrderFn, PipelineShape
-from headway.sim.replay import replay
 
 
 @dataclass(frozen=True, slots=True)

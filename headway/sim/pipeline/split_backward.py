@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.sim.dag import Dag
-from headway.sim.greedy import greedy
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.greedy import greedy
 from headway.sim.pipeline.actions import Action, F, I, Orders, W
 from headway.sim.pipeline.check import peak_activations
 from headway.sim.pipeline.lower import lower

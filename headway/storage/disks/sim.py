@@ -2,7 +2,7 @@
 
 A fluid account in whole days fits where disks are many and transitions take
 weeks: what counts are disk-days and bytes per day and Rgroup, in arrays over
-cohorts, so that 450 000 disks for three years take seconds. (The event loop of `headway.sim.process` is for
+cohorts, so that 450 000 disks for three years take seconds. (The event loop of `headway.sim.graph.process` is for
 few things that happen at random instants.)
 
 Failures of a cohort are Poisson draws from one seeded stream that does not
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.files.settings_files import read_toml
 from headway.core.rng import stream
-from headway.core.settings_files import read_toml
 from headway.storage.disks.afr import DAYS_PER_YEAR, Floats
 from headway.storage.disks.state import STEP_DAYS, STEP_GAP_DAYS
 from headway.storage.disks.transitions import Transition

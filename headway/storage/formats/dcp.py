@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.errors import FormatError
-from headway.core.inert import Room, StandIn
-from headway.core.unpickler import UNREADABLE
+from headway.core.files.inert import Room, StandIn
+from headway.core.files.unpickler import UNREADABLE
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, dumps, loads, path_of
 from headway.storage.manifest import METADATA, Piece, RankManifest, StoredObject, merged_objects

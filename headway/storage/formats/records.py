@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headway.core.bounds import RoomError
 from headway.core.errors import FormatError
-from headway.core.inert import Room, StandIn
+from headway.core.files.bounds import RoomError
+from headway.core.files.inert import Room, StandIn
 from headway.storage.digests import crc32
 from headway.storage.formats.dtypes import ITEM_BYTES, STORAGE_DTYPES
 from headway.storage.formats.safe_pickle import load_from, loads, path_of

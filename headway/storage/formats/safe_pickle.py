@@ -2,7 +2,7 @@
 
 A pickle may name any function and have it called. Here a name never becomes
 the thing it names: every allowed global turns into a fresh, inert class
-(`headway.core.inert.StandIn`), whose call keeps its arguments and whose state
+(`headway.core.files.inert.StandIn`), whose call keeps its arguments and whose state
 is kept as data; a few plain containers of the standard library are
 themselves. A global that is not allowed is an error that names it. The other way round, `dumps` writes
 plain values, and calls and instances of named classes, as protocol 4; so
@@ -24,10 +24,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headway.core.bounds import RoomError
 from headway.core.errors import FormatError, InputError
-from headway.core.inert import Room, StandIn
-from headway.core.unpickler import UNREADABLE, unpickle
+from headway.core.files.bounds import RoomError
+from headway.core.files.inert import Room, StandIn
+from headway.core.files.unpickler import UNREADABLE, unpickle
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -196,7 +196,7 @@ def loads(
     Every global that the pickle names is added to `named`, as `module.name`. `room` is how much memory and time
     its value may take, by default what its bytes allow.
     Raises `FormatError` for a global that is not allowed, for bytes that are no whole pickle, and for a value that
-    would take more memory or time than such a file can be worth (`headway.core.bounds`).
+    would take more memory or time than such a file can be worth (`headway.core.files.bounds`).
     """
     return load_from(data, 0, name, lenient=lenient, persistent=persistent, named=named, room=room)[0]
 

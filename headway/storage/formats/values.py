@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from headway.core.errors import FormatError
-from headway.core.inert import StandIn
+from headway.core.files.inert import StandIn
 from headway.storage.formats.safe_pickle import path_of
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)

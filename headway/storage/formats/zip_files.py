@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from headway.core.bounds import unpacked_room
 from headway.core.errors import FormatError
+from headway.core.files.bounds import unpacked_room
 from headway.core.units import MIB
 from headway.storage.digests import crc32
 

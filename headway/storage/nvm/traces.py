@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.regular_file import read_regular
+from headway.core.files.regular_file import read_regular
 from headway.core.units import MIB
 from headway.storage.nvm.design import LINE_BYTES
 

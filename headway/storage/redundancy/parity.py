@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, FormatError
-from headway.core.inside import check_links
-from headway.core.pace import Pace
+from headway.core.files.inside import check_links
 from headway.core.units import MIB
+from headway.core.wire.pace import Pace
 from headway.storage.damage import Damage
 from headway.storage.digests import Digested, Digester, damaged_blocks, pack_digests
 from headway.storage.durable import durable_file, make_folder, write_durably

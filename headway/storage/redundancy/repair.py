@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.core.inside import check_links
+from headway.core.files.inside import check_links
 from headway.core.units import MIB
 from headway.storage.commit import is_own
 from headway.storage.digests import Digester

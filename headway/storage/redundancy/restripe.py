@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.core.inside import check_links
-from headway.core.pace import Pace
+from headway.core.files.inside import check_links
+from headway.core.wire.pace import Pace
 from headway.storage.digests import Digested, block_digests
 from headway.storage.durable import sync_folder, write_durably
 from headway.storage.manifest import COPIES, PARITY, PARITY_FACTS, encode, rank_folder

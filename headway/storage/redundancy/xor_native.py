@@ -23,7 +23,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.native import native
+from headway.core.machine.native import native
 from headway.storage.redundancy.xor_program import Program
 
 VECTOR_BYTES = 64

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
+from headway.core.files.whole_file import whole_file
 from headway.core.units import MIB
-from headway.core.whole_file import whole_file
 from headway.storage.digests import DIGESTS, block_digests
 from headway.storage.durable import sync_folder
 from headway.storage.redundancy.erasure import RS

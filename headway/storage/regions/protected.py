@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 
 from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.regions.dirty import DirtyTracker, pages_of
 from headway.storage.regions.file import Pages, RegionFile, create
 from headway.storage.regions.layout import Geometry, sidecar_of

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.pace import Pace
+from headway.core.wire.pace import Pace
 from headway.storage.regions.file import Pages, RegionFile
 from headway.storage.regions.layout import Geometry
 

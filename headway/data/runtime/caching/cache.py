@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary, ref
 
 from torch.utils.data import DataLoader
 
-from headway.core.arena import Arena
+from headway.core.machine.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, Scrutiny
 from headway.data.runtime.caching.cached_examples import CachedExamples
 from headway.data.runtime.caching.shelf import Kept, Shelf

@@ -35,8 +35,8 @@ from typing import Any
 import numpy as np
 import psutil
 
-from headway.core.arena import shared_memory
 from headway.core.errors import InputError
+from headway.core.machine.arena import shared_memory
 from headway.data.caches.scrutiny import ALTERED
 from headway.data.runtime.caching.cache import Stored
 from headway.data.runtime.caching.cached_examples import CachedExamples

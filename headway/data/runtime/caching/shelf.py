@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headway.core.arena import Arena
+from headway.core.machine.arena import Arena
 from headway.data.runtime.examples.examples import decode, encode
 from headway.data.runtime.guard.aligned import Aligned
 from headway.data.runtime.guard.files_read import Noted, changed

@@ -22,9 +22,9 @@ import torch
 import torch.multiprocessing
 from numpy.typing import NDArray
 
-from headway.core.channel import Channel, pair
 from headway.core.errors import DamageError
-from headway.core.ring import Ring, RingReader
+from headway.core.machine.ring import Ring, RingReader
+from headway.core.wire.channel import Channel, pair
 
 SHAPE = (32, 224, 224, 3)
 """Of a batch of uint8: 4.8 MB."""

@@ -25,7 +25,7 @@ from typing import Any
 from headway.runtime.bootstrap import active
 from headway.runtime.probes import Probes, now
 from headway.runtime.run_delay import open_schedstat, read_delay
-from headway.trace.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS
 
 MADE, PARTS, AUDIT = (SPANS[name].code for name in ("input.made", "input.parts", "input.audit"))
 

@@ -13,7 +13,7 @@ from torch.utils.data import Subset
 from headway.data.caches.scrutiny import Scrutiny
 from headway.runtime.reach import is_installed
 from headway.runtime.remedy import Applied, Context, Refused
-from headway.trace.in_force import DATASET, READING
+from headway.trace.events.in_force import DATASET, READING
 
 
 class OfReading(str):

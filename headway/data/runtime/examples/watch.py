@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headway.core.hidden_thread import running
+from headway.core.processes.hidden_thread import running
 from headway.data.runtime.examples.keyed import current
 from headway.runtime.draws import drawn, fingerprints, own_generators
 

@@ -37,10 +37,10 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from headway.core.child import said
 from headway.core.errors import BackgroundError, InputError
-from headway.core.host import host_cores
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
+from headway.core.machine.host import host_cores
+from headway.core.processes.child import said
 from headway.data.fleet.keeper import Keeper
 from headway.data.fleet.messages import Ask, FromMaster, Refused, dial
 from headway.data.fleet.reader import Delivered, Reader

@@ -48,7 +48,7 @@ from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
 from headway.runtime.probe_input import name_of
 from headway.runtime.remedy import Context
 from headway.runtime.rereading import collated
-from headway.trace.ring import warn
+from headway.trace.rings.ring import warn
 
 T = TypeVar("T")
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from headway.core.host_load import LoadSampler
+from headway.core.machine.host_load import LoadSampler
 from headway.data.runtime.examples.outcome import Report
 from headway.runtime.remedy import Context
-from headway.trace.ring import warn
+from headway.trace.rings.ring import warn
 
 CHUNK, CHUNKS = 10, 5
 STEPS = CHUNK * CHUNKS

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from headway.core.child import said
+from headway.core.processes.child import said
 from headway.runtime.host_memory import address_limit
 from headway.runtime.run_delay import read_delay
 
@@ -68,7 +68,7 @@ def in_child(
     """Return what `work` returns in a forked child with one intra-op thread; (reason, 0) when it fails there.
 
     It fails as well when it takes longer than `timeout_s`, by default what `limited` says. The child can only read
-    (`headway.core.apart`): neither this process nor the files of the script notice it. A write to shared memory is a
+    (`core.machine.apart`): neither this process nor the files of the script notice it. A write to shared memory is a
     reason, or is lost with the child.
     """
 

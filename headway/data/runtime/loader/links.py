@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 from torch.utils.data import default_collate, default_convert
 
-from headway.core.channel import Channel, ChannelClosed, connect
 from headway.core.errors import BackgroundError, HeadwayError, InputError
-from headway.core.ring import RingReader
+from headway.core.machine.ring import RingReader
+from headway.core.wire.channel import Channel, ChannelClosed, connect
 from headway.data.orders.job_order import DataShareError
 from headway.data.runtime.examples import account
 from headway.data.runtime.guard.surroundings import surroundings

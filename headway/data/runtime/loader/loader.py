@@ -24,7 +24,7 @@ import torch.utils.data
 from torch.utils.data import IterableDataset
 
 from headway.core.errors import InputError
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
 from headway.core.rng import derived_seed
 from headway.core.tables import pick
 from headway.data.orders.order import TAILS, Sequence, in_order, permute

@@ -25,8 +25,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.core import errors
-from headway.core.channel import ChannelClosed
 from headway.core.rng import derived_seed
+from headway.core.wire.channel import ChannelClosed
 from headway.data.audit import AuditSum
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.keyed import WORD, Draws, generators_kept

@@ -29,10 +29,10 @@ from typing import Any
 
 import torch
 
-from headway.core.channel import ChannelClosed, connect, hold_lock
 from headway.core.errors import HeadwayError
-from headway.core.host import readable
-from headway.core.private import runtime_directory
+from headway.core.files.private import runtime_directory
+from headway.core.machine.host import readable
+from headway.core.wire.channel import ChannelClosed, connect, hold_lock
 from headway.data.runtime.guard.portrait import portrait
 from headway.data.runtime.loader.preparers import identity, preparer_of
 from headway.data.serving.messages import FROM_SERVER

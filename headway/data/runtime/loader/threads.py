@@ -38,7 +38,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.core.errors import InputError
-from headway.core.hidden_thread import HiddenThread, forget
+from headway.core.processes.hidden_thread import HiddenThread, forget
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.account import Clocks, Spent
 from headway.data.runtime.examples.keyed import (

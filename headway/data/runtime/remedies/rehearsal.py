@@ -20,7 +20,7 @@ from headway.data.runtime.remedies.workers import untunable
 
 
 def rehearse(loader: DataLoader[Any]) -> dict[str, str | float]:
-    """Return the fields of `headway.trace.loader_facts.Rehearsal`; takes 0.1 to 0.5 s, in forked children mostly."""
+    """Return the fields of `trace.events.loader_facts.Rehearsal`; takes 0.1 to 0.5 s, in forked children mostly."""
     processes, processes_s = _timed(lambda: untunable(loader, may_draw=True))
     threads, threads_s = _timed(lambda: barred(loader) or different(loader))
     cache, cache_s = _timed(lambda: uncacheable(loader)[0])

@@ -1,0 +1,1 @@
+"""The process beside a rank that writes, answers and outlives it."""

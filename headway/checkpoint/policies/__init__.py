@@ -1,0 +1,1 @@
+"""How often to save, at what rate, and what is kept."""

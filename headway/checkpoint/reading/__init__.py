@@ -1,0 +1,1 @@
+"""Reading what was stored: parts, remote copies, what is mended."""

@@ -1,0 +1,1 @@
+"""Restores: what is wanted, where it is, how ranks share it."""

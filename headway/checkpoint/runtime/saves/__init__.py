@@ -1,0 +1,1 @@
+"""Saves: when, by whom, what is under way."""

@@ -1,0 +1,1 @@
+"""torch's own calls: DCP plugins, stagers, torch.save and its files."""

@@ -1,0 +1,1 @@
+"""Files that appear whole, files of strangers, and what they may cost to read."""

@@ -1,0 +1,1 @@
+"""This host: cores, memory, load, shared memory, machine code."""

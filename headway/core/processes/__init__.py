@@ -1,0 +1,1 @@
+"""Forked children, threads and words beside a script."""

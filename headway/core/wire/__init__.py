@@ -1,0 +1,1 @@
+"""Messages between processes and hosts: channels, tokens, leases, rates."""

@@ -1,0 +1,1 @@
+"""The ledger as it is asked: causes, hints, comparisons, metrics."""

@@ -1,0 +1,45 @@
+"""What the rules of `causes.py` read off a ledger, and how they word it. Seconds are device-seconds.
+
+>>> mean_of(1.5, 3), also_waited(0.0)
+('500 ms each', '')
+"""
+
+from __future__ import annotations
+
+from headway.core.units import NS_PER_S, format_seconds
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking.account import SpanFacts
+
+TRY = "; try --set "
+"""Separates advice from the what-if edit that predicts it; dropped where nothing can be replayed."""
+
+
+def booked_s(ledger: Ledger, *subs: str) -> float:
+    """Return device-seconds of some sub-lines."""
+    return sum(ledger.sub_ns.get(sub, 0) for sub in subs) / NS_PER_S
+
+
+def blamed_s(ledger: Ledger, bucket: str, share: float = 1.0) -> float:
+    """Return what other ranks waited because a rank spent more in `bucket`."""
+    return share * sum(row.get(bucket, 0) for row in ledger.lateness.blamed_ns.values()) / NS_PER_S
+
+
+def share_of(ledger: Ledger, bucket: str, *subs: str) -> float:
+    """Return the share of some sub-lines in their bucket."""
+    whole = ledger.ledger_ns[bucket]
+    return sum(ledger.sub_ns.get(sub, 0) for sub in subs) / whole if whole else 0.0
+
+
+def span_of(ledger: Ledger, name: str) -> SpanFacts:
+    """Return the totals of a recorded name."""
+    return ledger.spans.get(name, SpanFacts(0, 0, 0, 0))
+
+
+def also_waited(waited_s: float) -> str:
+    """Mention what other ranks waited."""
+    return f"; other ranks waited {format_seconds(waited_s)} more for it" if waited_s > 0 else ""
+
+
+def mean_of(total_s: float, count: int) -> str:
+    """Return the mean, in words."""
+    return f"{format_seconds(total_s / count)} each" if count else format_seconds(total_s)

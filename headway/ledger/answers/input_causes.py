@@ -1,0 +1,175 @@
+"""Causes of waiting for input, one loader at a time: training's and evaluation's are not each other's.
+
+Each rule returns one cause per loader that training waited for. What other
+ranks waited because of input is split over the loaders like the waits
+themselves. Seconds are device-seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from headway.core.units import NS_PER_S, format_seconds, plural
+from headway.ledger.answers.evidence import also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.answers.input_counts import count_words
+from headway.ledger.answers.input_hints import LoaderState, hint_of
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.cause import Cause
+from headway.trace.events.loader_facts import LoaderFacts, facts_of, loaders_in, unmovable
+
+FETCH = ("input.fetch", "input.unsplit")
+PREP = ("input.prep", "input.cpu_wait")
+TRANSFER = ("input.transfer", "input.start")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderWaits:
+    """What training waited for one loader, or for all of them where they cannot be told apart."""
+
+    facts: LoaderFacts
+    """What run.json says of it."""
+
+    where: str
+    """The loader in words: where the script makes it, its dataset, its workers."""
+
+    calls: int
+    """Calls of next(loader) by training."""
+
+    sub_s: Mapping[str, float]
+    """Sub-line of `input` -> device-seconds."""
+
+    def seconds(self, *subs: str) -> float:
+        """Return device-seconds of some sub-lines."""
+        return sum(self.sub_s.get(sub, 0.0) for sub in subs)
+
+    @property
+    def workers(self) -> int | None:
+        """Its workers per rank, None when that is not known."""
+        return self.facts.num_workers
+
+    @property
+    def refusal(self) -> str:
+        """Why workers may not make its batches, '' where they may; headway's own loader has a setting for them."""
+        return "" if self.facts.own else unmovable(self.facts)
+
+
+def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
+    """Return the loaders of a run with what training waited for each; a single entry where waits name no loader."""
+    known = loaders_in(ledger.meta)
+    waits = {
+        loader: {sub: ns / NS_PER_S for sub, ns in amounts.items() if sub.startswith("input.")}
+        for loader, amounts in ledger.loader_ns.items()
+    }
+    waits = {loader: amounts for loader, amounts in waits.items() if amounts}
+    if len(waits) < 2 or any(str(loader) not in known for loader in waits):
+        only = next(iter(waits), 0)
+        unseen = facts_of(known, only) if only < 0 and not known and "loaders" in ledger.meta else LoaderFacts()
+        facts = known.get(str(only)) or next(iter(known.values()), unseen)
+        sub_s = {sub: ns / NS_PER_S for sub, ns in ledger.sub_ns.items() if sub.startswith("input.")}
+        where = where_of(facts) if len(waits) == 1 else "; ".join(dict.fromkeys(map(where_of, known.values())))
+        # Calls by training where they were counted; a trace of another source tells calls of any kind only.
+        calls = sum(ledger.loader_calls.values()) or span_of(ledger, "input.next").count
+        return [LoaderWaits(facts, where or "loader", calls, sub_s)]
+    return [
+        LoaderWaits(known[str(loader)], where_of(known[str(loader)]), ledger.loader_calls.get(loader, 0), sub_s)
+        for loader, sub_s in waits.items()
+    ]
+
+
+def where_of(facts: LoaderFacts) -> str:
+    """Name a loader: where the script makes it, its dataset, its workers.
+
+    >>> where_of(LoaderFacts(line="train.py:30", dataset="Blocks", num_workers=1))
+    'train.py:30, Blocks, 1 worker per rank'
+    """
+    workers = [] if facts.num_workers is None else [f"{plural(facts.num_workers, 'worker')} per rank"]
+    return ", ".join([*([facts.line] if facts.line else []), facts.dataset or "loader", *workers])
+
+
+def _waited_s(ledger: Ledger, own_s: float, *subs: str) -> float:
+    """Return what other ranks waited for these sub-lines of one loader, which took `own_s` of them."""
+    every = booked_s(ledger, *subs)
+    return blamed_s(ledger, "input", share_of(ledger, "input", *subs)) * (own_s / every if every else 0.0)
+
+
+def _is_served(ledger: Ledger) -> bool:
+    """Whether a data server made the batches: the loaders have no workers of their own then."""
+    return "server" in (ledger.meta.get("input") or {})
+
+
+def _ranks_per_host(ledger: Ledger) -> int:
+    """Return the ranks of the fullest host; all of them where hosts are not known."""
+    return max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
+
+
+def input_fetch(ledger: Ledger) -> list[Cause]:
+    """Awaited batches that were blocked on storage, network or sleep; unsplit waits count here and say so."""
+    return [_fetch_of(ledger, loader) for loader in loaders_of(ledger)]
+
+
+def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
+    own, blind = loader.seconds(*FETCH), loader.seconds("input.unsplit")
+    waited = _waited_s(ledger, own, *FETCH)
+    evidence = f"{loader.calls:,} calls of next(loader) waited {mean_of(own, loader.calls)} while their batch was read"
+    if blind > own / 2:
+        evidence += " (their loads were not recorded, so this may be preparation as well)"
+    evidence += "".join(f"; {line}" for line in count_words(ledger.meta.get("input") or {}))
+    return _cause("input.fetch", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
+
+
+def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
+    """Return what decides between the hints for a loader."""
+    cores = ledger.meta.get("cores")
+    return LoaderState(
+        workers=loader.workers,
+        cores=max(1, int(cores) // _ranks_per_host(ledger)) if cores else 0,
+        refusal=loader.refusal,
+        is_served=_is_served(ledger),
+        on_host=str(ledger.meta.get("device_type", "cpu")) == "cpu",
+        is_persistent=loader.facts.persistent,
+        pins=loader.facts.pin_memory,
+        starts_lead=loader.seconds("input.start") > loader.seconds("input.transfer"),
+        waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
+    )
+
+
+def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, state: LoaderState) -> Cause:
+    hint = hint_of(name, state)
+    return Cause(
+        name, loader.where, lost_s, evidence, hint.fix(state), script=hint.edit(state), line=loader.facts.line or ""
+    )
+
+
+def input_prep(ledger: Ledger) -> list[Cause]:
+    """Awaited batches that were being computed, or whose worker had no core."""
+    return [_prep_of(ledger, loader) for loader in loaders_of(ledger)]
+
+
+def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
+    own, queue = loader.seconds(*PREP), loader.seconds("input.cpu_wait")
+    waited = _waited_s(ledger, own, *PREP)
+    each = mean_of(own, loader.calls)
+    evidence = f"{loader.calls:,} calls of next(loader) waited {each} while their batch was prepared"
+    if queue > 0:
+        evidence += f", {format_seconds(queue)} of it waiting for a CPU core"
+    return _cause("input.prep", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
+
+
+def input_transfer(ledger: Ledger) -> list[Cause]:
+    """Hand-off of finished batches, and creation of iterators."""
+    return [_transfer_of(ledger, loader) for loader in loaders_of(ledger)]
+
+
+def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
+    hand, start = loader.seconds("input.transfer"), loader.seconds("input.start")
+    waited = _waited_s(ledger, hand + start, *TRANSFER)
+    copies = span_of(ledger, "kernel.copy")
+    evidence = f"the hand-off in {loader.calls:,} calls of next(loader) took {mean_of(hand, loader.calls)}"
+    if copies.count:
+        evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
+    if start > 0:
+        evidence += f"; starting and ending its iterators took {format_seconds(start)} in all"
+    state = state_of(ledger, loader)
+    return _cause("input.transfer", loader, hand + start + waited, evidence + also_waited(waited), state)

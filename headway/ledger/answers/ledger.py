@@ -1,0 +1,257 @@
+"""The ledger: every device-nanosecond of a run in exactly one bucket.
+
+`Ledger.of` takes a recorded run, a profiler trace or an operation trace. The
+total is `devices * wall_ns`: each device is allocated for the whole wall, and
+the buckets sum to that product exactly. Times are int64 ns; `to_json` adds
+device-seconds.
+
+>>> trace = Trace.from_columns({"rank": [0, 0], "start_ns": [0, 40], "duration_ns": [100, 50]},
+...                            name=[0, 1], names=["process", "step"])
+>>> ledger = Ledger.of(trace)
+>>> ledger.devices, ledger.wall_ns, ledger.goodput, sum(ledger.ledger_ns.values())
+(1, 100, 0.5, 100)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headway.core.errors import InputError
+from headway.core.tables import pick
+from headway.core.units import NS_PER_S, format_fraction
+from headway.ledger.booking.account import Account, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
+from headway.ledger.booking.arrivals import Lateness
+from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
+from headway.ledger.kinds.cause import Cause
+from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.ledger.operations.operation_ledger import operation_account
+from headway.ledger.runs.kernels import profile_account
+from headway.ledger.runs.recorded import RECORDED, RecordedRun, recorded_account, recorded_trace_account
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
+
+SCHEMA = "headway.why/2"
+
+OPERATIONS = "straggler"
+"""Source of an operation trace."""
+
+LOGGERS = ("kineto", "chrome", "torchtitan")
+"""Sources in which a row called 'step' or 'process' is somebody else's."""
+
+MAX_UNKNOWN_FRACTION = 0.02
+"""More than this in `unknown` and the ledger says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """An exact partition of device time. Build it with `Ledger.of`."""
+
+    devices: int
+    """Devices that the run held; for a trace, the ranks seen in its rows."""
+
+    steps: int
+    """Optimizer steps whose result was kept."""
+
+    wall_ns: int
+    """Launcher start to exit, per device: the buckets sum to `devices * wall_ns`."""
+
+    ledger_ns: Mapping[str, int]
+    """Bucket -> device-nanoseconds; every bucket is there."""
+
+    sub_ns: Mapping[str, int]
+    """Sub-line -> device-nanoseconds; they partition their bucket; empty ones are left out."""
+
+    basis: Mapping[str, str]
+    """Bucket -> how it is known: 'recorded', 'remainder', 'sampled ...', 'replayed', 'kernels'."""
+
+    coverage: float
+    """Share of device time that is not unknown."""
+
+    by_rank_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Rank -> bucket -> ns."""
+
+    step_ns: Ints = field(default_factory=blank_steps)
+    """[len(BUCKETS), n] Device-ns of each bucket in each step of the last attempt, over all ranks."""
+
+    step_wall_ns: Ints = field(default_factory=no_steps)
+    """[n] Wall of each step of the last attempt: the mean over ranks, whole ns."""
+
+    lateness: Lateness = field(default_factory=Lateness)
+    """Who waited for whom, over all attempts."""
+
+    spans: Mapping[str, SpanFacts] = field(default_factory=dict)
+    """Recorded name -> its totals."""
+
+    loader_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    """Loader (group of the run's loader facts; -1 = not known) -> sub-line -> device-ns spent on it.
+
+    The lines of bucket `input` add up to the bucket where a loader brought every batch; `eval.input` is what
+    evaluations waited for it.
+    """
+
+    loader_calls: Mapping[int, int] = field(default_factory=dict)
+    """Loader -> calls of next(loader) by training."""
+
+    script_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen between the steps, most time first."""
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the run: run.json, or the trace's own."""
+
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> host, where known."""
+
+    notes: tuple[str, ...] = ()
+    """What a reader must know to judge the numbers, such as why `unknown` is large."""
+
+    @classmethod
+    def of(cls, source: RecordedRun | Trace | Parts | Sequence[Trace | Parts | RecordedRun]) -> Ledger:
+        """Account for a run, a trace, or several of them (ranks or hosts) together; parts are read a rank at a time.
+
+        Raises `InputError` when there is nothing that tells time, and for what is neither a run nor a trace.
+        """
+        parts: list[Any] = list(source) if isinstance(source, (list, tuple)) else [source]
+        if not parts:
+            raise InputError("there is nothing to account for: the list is empty. Give a run or a trace.")
+        for part in parts:
+            if not isinstance(part, (Trace, Parts, RecordedRun)):
+                raise InputError(f"{type(part).__name__} is neither a run nor a trace. Open it with Trace.open(path).")
+        traces = [Parts.of(part) for part in parts if isinstance(part, (Trace, Parts))]
+        if len(traces) == len(parts):
+            return cls.from_account(_account_of(Parts.joined(traces)))
+        if traces:
+            raise InputError("runs and bare traces cannot share one ledger. Give only runs, or only traces.")
+        return cls.from_account(recorded_account(parts))
+
+    @classmethod
+    def from_account(cls, account: Account) -> Ledger:
+        """Sum an account over its ranks."""
+        by_rank = {rank: buckets_of(amounts) for rank, amounts in account.sub_ns.items()}
+        total = sum(account.sub_ns.values(), start=blank_subs())
+        ledger_ns = buckets_of(total)
+        total_ns = len(by_rank) * account.wall_ns
+        notes = list(account.notes)
+        if ledger_ns["unknown"] > MAX_UNKNOWN_FRACTION * total_ns:
+            lines = [f"{sub} ({SUB_LINES[sub]})" for sub in subs_of(total) if sub.startswith("unknown.")]
+            share = format_fraction(ledger_ns["unknown"] / total_ns)
+            notes.append(f"{share} of device time is unknown: {', '.join(lines)}")
+        return cls(
+            devices=len(by_rank),
+            steps=account.steps,
+            wall_ns=account.wall_ns,
+            ledger_ns=ledger_ns,
+            sub_ns=subs_of(total),
+            basis=account.basis,
+            coverage=1.0 - ledger_ns["unknown"] / total_ns if total_ns else 0.0,
+            by_rank_ns=by_rank,
+            step_ns=account.step_ns,
+            step_wall_ns=account.step_wall_ns,
+            lateness=account.lateness,
+            spans=account.spans,
+            loader_ns={loader: subs_of(amounts) for loader, amounts in sorted(account.loader_ns.items())},
+            loader_calls=dict(sorted(account.loader_calls.items())),
+            script_lines=account.script_lines,
+            meta=account.meta,
+            hosts=account.hosts,
+            notes=tuple(notes),
+        )
+
+    @property
+    def total_ns(self) -> int:
+        """Device-nanoseconds allocated: `devices * wall_ns`."""
+        return self.devices * self.wall_ns
+
+    @property
+    def goodput(self) -> float:
+        """Useful device-time whose result was kept / allocated device-time, 0..1."""
+        return self.ledger_ns["useful"] / self.total_ns if self.total_ns else 0.0
+
+    @property
+    def step_goodput(self) -> float:
+        """Useful device-time / device-time of all that comes with the steps, 0..1: goodput of a run without end."""
+        steady = sum(amount for bucket, amount in self.ledger_ns.items() if bucket not in ONCE_PER_RUN)
+        return self.ledger_ns["useful"] / steady if steady else 0.0
+
+    @property
+    def bound(self) -> str:
+        """What bounds the steps: 'device' where that is at work for most of their time, else the bucket that takes most
+        of the rest; '' without steps."""
+        return bound_of(self.step_ns)[0]
+
+    @property
+    def unknown_fraction(self) -> float:
+        """Share of device time that nothing explains."""
+        return self.ledger_ns["unknown"] / self.total_ns if self.total_ns else 0.0
+
+    def fraction(self, name: str) -> float:
+        """Return the share of a bucket or sub-line in the allocated device time.
+
+        Raises `UnknownNameError` on a name that is neither.
+        """
+        pick({**dict.fromkeys(BUCKETS), **SUB_LINES}, name, "bucket or sub-line")
+        amount = self.ledger_ns[name] if name in self.ledger_ns else self.sub_ns.get(name, 0)
+        return amount / self.total_ns if self.total_ns else 0.0
+
+    def to_json(
+        self,
+        *,
+        causes: Iterable[Cause] = (),
+        straggler: Mapping[str, Any] | None = None,
+        fidelity: float | None = None,
+    ) -> dict[str, Any]:
+        """Return the object of schema `headway.why/2`; what another room knows is passed in."""
+        return {
+            "schema": SCHEMA,
+            "devices": self.devices,
+            "steps": self.steps,
+            "wall_ns": self.wall_ns,
+            "wall_s": self.wall_ns / NS_PER_S,
+            "goodput": self.goodput,
+            "step_goodput": self.step_goodput,
+            "ledger": {bucket: amount / NS_PER_S for bucket, amount in self.ledger_ns.items()},
+            "ledger_ns": dict(self.ledger_ns),
+            "sub": {sub: amount / NS_PER_S for sub, amount in self.sub_ns.items()},
+            "sub_ns": dict(self.sub_ns),
+            "basis": dict(self.basis),
+            "causes": [cause.to_json() for cause in causes],
+            "straggler": None if straggler is None else dict(straggler),
+            "coverage": self.coverage,
+            "fidelity": fidelity,
+            "notes": list(self.notes),
+        }
+
+
+def _account_of(parts: Parts) -> Account:
+    """Account for a bare trace by what it holds."""
+    if not len(parts):
+        raise InputError("the trace has no events, so it tells no time. Record at least one step.")
+    if parts.meta.get("source") == OPERATIONS:
+        return operation_account(parts.whole())
+    if _recorded(parts):
+        return recorded_trace_account(parts)
+    return profile_account(parts)
+
+
+def _recorded(parts: Parts) -> bool:
+    """Return whether some row bears a name that headway's recorder writes; other loggers have their own 'step'."""
+    if parts.meta.get("source") in LOGGERS or not set(RECORDED) & set(parts.tables.names):
+        return False
+    names = (parts.read({"rank": (rank, rank + 1)}, ("name",)) for rank in parts.numbers)
+    return any(bool(part.named(*RECORDED).any()) for part in names)
+
+
+def buckets_of(sub_ns: Ints) -> dict[str, int]:
+    """Sum sub-lines [len(SUBS)] by bucket; every bucket is in the result."""
+    amounts = np.zeros(len(BUCKETS), np.int64)
+    np.add.at(amounts, np.array(BUCKET_CODE_OF_SUB), sub_ns)
+    return dict(zip(BUCKETS, amounts.tolist(), strict=True))
+
+
+def subs_of(sub_ns: Ints) -> dict[str, int]:
+    """Return the sub-lines [len(SUBS)] that are not zero."""
+    return {sub: int(amount) for sub, amount in zip(SUBS, sub_ns, strict=True) if amount}

@@ -1,0 +1,109 @@
+"""Causes that lie in the script's own loop: code between the steps, headway's work there, and evaluation.
+
+Seconds are device-seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
+from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.answers.input_causes import where_of
+from headway.ledger.answers.input_hints import LoaderState, hint_of
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking.pipeline_waits import KINDS
+from headway.ledger.kinds.cause import Cause
+from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.trace.events.loader_facts import loaders_in
+
+LEAST_SAMPLES = 8
+"""Samples below which no line is named: the next one could turn the shares over."""
+
+LARGE = 0.02
+"""Share of the device time from which headway's own work is a cause: twice what deep windows may cost by default."""
+
+MOST_LINES = 3
+"""Lines of the script that are named in one piece of evidence."""
+
+
+def _telling(ledger: Ledger) -> tuple[SampledLine, ...]:
+    """Return the sampled lines where they are enough, and of enough of the time, to say where it went."""
+    lines = ledger.script_lines
+    seen_ns, count = sum(row.ns for row in lines), sum(row.count for row in lines)
+    enough = count >= LEAST_SAMPLES and 2 * seen_ns >= ledger.sub_ns.get("host.script", 0)
+    return lines if enough else ()
+
+
+def host_script(ledger: Ledger) -> list[Cause]:
+    """Code of the script between an update and the next forward: batches made by hand, environments, writers."""
+    own, lines = booked_s(ledger, "host.script"), _telling(ledger)
+    waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.script"))
+    steps = max(ledger.steps * ledger.devices, 1)
+    evidence = f"the script ran code of its own for {mean_of(own, steps)} step, between an update and the next forward"
+    total_ns = sum(row.ns for row in lines)
+    named = [f"{row.words} {format_fraction(row.ns / total_ns, 0)}" for row in lines[:MOST_LINES]]
+    evidence += f": {', '.join(named)} of {plural(sum(row.count for row in lines), 'sample')}" if total_ns else ""
+    first = lines[0] if lines else None
+    where = first.words if first else "training loop"
+    if first and first.feeds_forward:
+        maker = first.function or first.line
+        fix = f"{maker} makes the batch: give it to a DataLoader with workers, or to a thread that runs ahead"
+    else:
+        fix = "move it to a thread or another process, or do it less often"
+    return [Cause("host.script", where, own + waited, evidence + also_waited(waited), f"{fix}{TRY}script=none")]
+
+
+def host_recording(ledger: Ledger) -> list[Cause]:
+    """Headway's own work on the training thread, where it is much: a short run pays for its windows in full."""
+    own, span = booked_s(ledger, "host.recording"), span_of(ledger, "host.recording")
+    if ledger.fraction("host.recording") < LARGE:
+        return []
+    waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.recording"))
+    windows = span_of(ledger, "window").count
+    evidence = f"headway stopped training {plural(span.count, 'time')} for itself, {mean_of(own, span.count)}"
+    evidence += f"; {plural(windows, 'deep window')} opened and closed" if windows else ""
+    fix = "record without deep windows (--windows 0), or for longer" if windows else "record for longer"
+    fix += f": most of it is done once, or bounded by a share of the time{TRY}op:host.recording=none"
+    return [Cause("host.recording", "headway's recorder", own + waited, evidence + also_waited(waited), fix)]
+
+
+def evaluation(ledger: Ledger) -> list[Cause]:
+    """Evaluation of the model: its forwards, its loaders, its metrics."""
+    own, waited = ledger.ledger_ns["eval"] / NS_PER_S, blamed_s(ledger, "eval")
+    parts = {"forward": "forward passes", "input": "waiting for its loader", "other": "the rest"}
+    seconds = {text: booked_s(ledger, f"eval.{part}") for part, text in parts.items()}
+    count = span_of(ledger, "eval").count
+    split = ", ".join(f"{text} {format_seconds(took)}" for text, took in seconds.items() if took)
+    evidence = f"{plural(count, 'evaluation')} took {mean_of(own, count)} ({split})"
+    known = loaders_in(ledger.meta)
+    waits = {loader: amounts.get("eval.input", 0) for loader, amounts in ledger.loader_ns.items()}
+    slowest = max(waits, key=lambda loader: waits[loader], default=None)
+    facts = known.get(str(slowest)) if slowest is not None and waits[slowest] else None
+    found = Cause("eval", "evaluation", own + waited, evidence + also_waited(waited), "")
+    if facts is None or seconds["waiting for its loader"] <= own / 2 or facts.unfit_ahead:
+        fix = "evaluate less often, on fewer examples, or in a process of its own from a checkpoint"
+        return [replace(found, fix=fix)]
+    state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent)
+    hint = hint_of("eval", state)
+    return [replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state), line=facts.line or "")]
+
+
+def bubble(ledger: Ledger) -> list[Cause]:
+    """Stages of a pipeline that waited for their neighbours."""
+    own = ledger.ledger_ns["bubble"] / NS_PER_S
+    spans = [span_of(ledger, name) for name in ("comm.recv", "comm.send")]
+    count = sum(span.count for span in spans)
+    evidence = f"{count:,} sends and receives waited {mean_of(own, count)} for the stage at the other end"
+    kernels = span_of(ledger, "kernel.p2p").count
+    if kernels:
+        evidence = f"{kernels:,} kernels waited {mean_of(own, kernels)} for the stage at the other end"
+    elif not count:  # on a device the host only queues them; windows show a share of their kernels
+        evidence = f"kernels waited {format_seconds(own)} in all for the stage at the other end"
+    kinds = {kind: ledger.sub_ns.get(f"bubble.{kind}", 0) for kind in KINDS}
+    if any(kinds.values()):
+        total = sum(ledger.sub_ns.get(f"bubble.{kind}", 0) for kind in (*KINDS, "p2p"))
+        shares = [f"{format_fraction(ns / total, 0)} {kind.replace('_', ' and ')}" for kind, ns in kinds.items() if ns]
+        evidence += f": {', '.join(shares)}"
+    fix = "more micro-batches per step, stages of equal time, an interleaved or zero-bubble schedule"
+    return [Cause("bubble.p2p", plural(ledger.devices, "stage"), own, evidence, fix)]

@@ -1,0 +1,1 @@
+"""Who owns each nanosecond of a rank: rows, waits, arrivals, phases."""

@@ -1,0 +1,145 @@
+"""What every way of accounting returns: sub-lines per rank, and how far they can be trusted.
+
+Recorded runs (`attempts.py`), profiler traces (`kernels.py`) and operation
+traces (`operations.py`) build an `Account`; `ledger.py` sums it.
+
+>>> {sub: int(ns) for sub, ns in zip(SUBS, booked("host.gc", 7), strict=True) if ns}
+{'host.gc': 7}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headway.ledger.booking.arrivals import Lateness
+from headway.ledger.kinds.buckets import BUCKETS, SUB_CODE, SUBS
+from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.trace.events.sweep import Ints
+
+
+def blank_subs() -> Ints:
+    """Return [len(SUBS)] zeros."""
+    return np.zeros(len(SUBS), np.int64)
+
+
+def blank_steps() -> Ints:
+    """Return [len(BUCKETS), 0]: no step is known."""
+    return np.zeros((len(BUCKETS), 0), np.int64)
+
+
+def no_steps() -> Ints:
+    """Return [0]: no step is known."""
+    return np.zeros(0, np.int64)
+
+
+BUSY = 0.75
+"""Share of the steps' time at work from which on a device bounds them."""
+
+
+def bound_of(step_ns: Ints) -> tuple[str, float]:
+    """Return what bounds the steps [len(BUCKETS), n], and the share of their time in which the device is at work.
+
+    That is 'device' where it is at work for most of the time, else the bucket that takes most of the rest; 'unknown'
+    where time in which it may have been at work would decide, '' without steps.
+
+    >>> step_ns = blank_steps()
+    >>> bound_of(step_ns)
+    ('', 0.0)
+    """
+    total = dict(zip(BUCKETS, step_ns.sum(axis=1).tolist(), strict=True))
+    steps_ns = sum(total.values())
+    if not steps_ns:
+        return "", 0.0
+    share = total.pop("useful") / steps_ns
+    if share < BUSY <= share + total["unknown"] / steps_ns:
+        return "unknown", share
+    return "device" if share >= BUSY else max(total, key=lambda bucket: total[bucket]), share
+
+
+@dataclass(frozen=True, slots=True)
+class SpanFacts:
+    """Totals of one recorded name on the training threads of all ranks; of background work, on the saver's lane."""
+
+    count: int
+    """Rows."""
+
+    total_ns: int
+    """Sum of their durations; overlaps are counted twice."""
+
+    max_ns: int
+    """Longest one."""
+
+    total_bytes: int
+    """Sum of their bytes, 0 where none were recorded."""
+
+    def __add__(self, other: SpanFacts) -> SpanFacts:
+        """Return the totals of both."""
+        longest = max(self.max_ns, other.max_ns)
+        return SpanFacts(
+            self.count + other.count, self.total_ns + other.total_ns, longest, self.total_bytes + other.total_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Booked time of every rank; each adds up to `wall_ns`."""
+
+    wall_ns: int
+    """What each device is accounted for."""
+
+    sub_ns: Mapping[int, Ints]
+    """Device (rank) -> [len(SUBS)] ns."""
+
+    steps: int
+    """Steps whose result was kept."""
+
+    basis: Mapping[str, str]
+    """Bucket -> how it is known."""
+
+    step_ns: Ints = field(default_factory=blank_steps)
+    """[len(BUCKETS), n] Device-ns per step, over all ranks."""
+
+    step_wall_ns: Ints = field(default_factory=no_steps)
+    """[n] Wall of each step, the mean over ranks."""
+
+    lateness: Lateness = field(default_factory=Lateness)
+    """Who waited for whom."""
+
+    spans: Mapping[str, SpanFacts] = field(default_factory=dict)
+    """Recorded name -> its totals."""
+
+    loader_ns: Mapping[int, Ints] = field(default_factory=dict)
+    """Loader (group; -1 = not known) -> [len(SUBS)] ns that training threads spent on it, over all ranks."""
+
+    loader_calls: Mapping[int, int] = field(default_factory=dict)
+    """Loader -> calls of next(loader) by training, over all ranks."""
+
+    script_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen between the steps, most time first."""
+
+    meta: Mapping[str, Any] = field(default_factory=dict)
+    """Facts of the run or trace."""
+
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    """Rank -> host, where known."""
+
+    notes: tuple[str, ...] = ()
+    """What limits the account."""
+
+    def __post_init__(self) -> None:
+        """Check that no nanosecond was lost or counted twice."""
+        for rank, amounts in self.sub_ns.items():
+            booked = int(amounts.sum())
+            assert booked == self.wall_ns, f"rank {rank}: {booked} ns booked of {self.wall_ns}"
+            assert int(amounts.min()) >= 0, f"rank {rank}: {SUBS[int(amounts.argmin())]} is negative"
+
+
+def booked(sub: str, duration_ns: int) -> Ints:
+    """Return sub-lines [len(SUBS)] that hold one amount."""
+    amounts = blank_subs()
+    amounts[SUB_CODE[sub]] = duration_ns
+    return amounts

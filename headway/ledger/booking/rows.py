@@ -1,0 +1,186 @@
+"""The rows of one rank in one attempt, in a canonical order, and the borders of its life.
+
+Everything that books a recorded run starts here. Times are aligned: each
+rank's clock offset (none on one host) is added to its raw clock, after what
+`headway trace align` has found of it.
+
+>>> from headway.trace.events.trace import Trace
+>>> trace = Trace.from_columns({"rank": [0, 0], "start_ns": [5, 0]}, name=[0, 1], names=["host.gc", "process"])
+>>> [NAMES[rows.name[0]] for rows in rows_by_rank(trace).values()]
+['process']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.recording.rows import LOADER_LANE
+from headway.trace.sync.clocks import aligned_ns
+
+NAMES: tuple[str, ...] = tuple(SPANS)
+NAME_ID: dict[str, int] = {name: index for index, name in enumerate(NAMES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Columns of one rank's rows, sorted by start; ties are broken by content, never by row order."""
+
+    rank: int
+    """The rank."""
+
+    name: Ints
+    """[n] Index into `NAMES`, -1 for a name the recorder does not write."""
+
+    start_ns: Ints
+    """[n] Aligned start."""
+
+    end_ns: Ints
+    """[n] Aligned end."""
+
+    worker: Ints
+    """[n] Loader worker whose lane the row is on, -1 = the training thread, -2 = any other lane."""
+
+    columns: Mapping[str, NDArray[Any]]
+    """The other trace columns, [n] each."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.start_ns)
+
+    def of(self, *names: str, main: bool = True) -> Ints:
+        """Return the indices of rows named so; `main` leaves only those of the training thread."""
+        picked = np.isin(self.name, [NAME_ID[name] for name in names])
+        if main:
+            picked &= self.worker == -1
+        return np.flatnonzero(picked)
+
+    def column(self, name: str, rows: Ints) -> Ints:
+        """Return int64 values of a column at `rows`."""
+        values: Ints = self.columns[name][rows].astype(np.int64)
+        return values
+
+    def where(self, rows: Ints, columns: Collection[str]) -> Rows:
+        """Return these rows only, with these of the other columns."""
+        kept = {name: self.columns[name][rows] for name in columns}
+        return Rows(self.rank, self.name[rows], self.start_ns[rows], self.end_ns[rows], self.worker[rows], kept)
+
+
+def rows_by_rank(source: Trace | Parts, clock_offset_ns: Mapping[int, int] | None = None) -> dict[int, Rows]:
+    """Split a recorded trace into the rows of each rank >= 0, ranks in order.
+
+    `clock_offset_ns` maps a rank to what puts its times on the common clock.
+    """
+    parts = Parts.of(source)
+    found = zip(parts.numbers, parts, strict=True)
+    return {rank: rows_of(part, rank, clock_offset_ns) for rank, part in found if rank >= 0}
+
+
+def rows_of(part: Trace, rank: int, clock_offset_ns: Mapping[int, int] | None = None) -> Rows:
+    """Return the rows of one rank, of which `part` holds nothing else."""
+    events = part.events
+    name, worker = name_codes(part), worker_codes(part)
+    start, duration = events["start_ns"], events["duration_ns"]
+    keys = [events[key] for key in ("corr", "peer", "seq", "group", "bytes")]
+    order = np.lexsort((*keys, worker, name, -duration, start))
+    shift, known = int((clock_offset_ns or {}).get(rank, 0)), part.ranks.get(rank, {})
+    begin, end = (aligned_ns(known, raw[order]) + shift for raw in (start, start + duration))
+    columns = {key: events[key][order] for key in ("step", "depth", "group", "seq", "peer", "bytes", "corr")}
+    return Rows(rank, name[order], begin, end, worker[order], columns)
+
+
+def name_codes(part: Trace) -> Ints:
+    """[n] Index into `NAMES` of each row of a recorded trace, -1 for other names."""
+    table = np.array([NAME_ID.get(name, -1) for name in part.names] + [-1], np.int64)
+    codes: Ints = table[part.events["name"]]
+    return codes
+
+
+def worker_codes(part: Trace) -> Ints:
+    """[n] `Rows.worker` of each row of a recorded trace."""
+    table = np.array([_worker(lane) for lane in part.lanes] + [-2], np.int64)
+    lane = part.events["lane"].astype(np.int64)
+    codes: Ints = table[np.where((lane >= 0) & (lane < len(part.lanes)), lane, len(part.lanes))]
+    return codes
+
+
+def _worker(lane: str) -> int:
+    """Return the loader worker of a lane name, -1 for the training thread, -2 for any other."""
+    if lane == "main":
+        return -1
+    number = lane.removeprefix(LOADER_LANE)
+    return int(number) if lane.startswith(LOADER_LANE) and number.isdigit() else -2
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """When one rank did what in one attempt; `from <= born <= first <= last <= record <= died <= until`, all ns."""
+
+    from_ns: int
+    """Start of the time that this attempt answers for."""
+
+    born_ns: int
+    """Start of the process."""
+
+    first_ns: int
+    """Start of step 0; the last record when no step was completed."""
+
+    last_ns: int
+    """End of the last complete step."""
+
+    record_ns: int
+    """End of the last record that is trusted: the process's end when it ended well."""
+
+    died_ns: int
+    """End of the process; the last record when nobody saw it end."""
+
+    until_ns: int
+    """End of the time that this attempt answers for."""
+
+    step_start: Ints
+    """[k] Start of each complete step."""
+
+    step_end: Ints
+    """[k] End of each complete step."""
+
+    seen: bool
+    """Whether somebody saw the process end."""
+
+    failed: bool
+    """Whether it ended badly, or nobody knows."""
+
+
+def life_of(rows: Rows, facts: Mapping[str, Any], *, from_ns: int, until_ns: int | None, failed: bool) -> Life:
+    """Find the borders of a rank's life from its rows and what run.json says of the rank.
+
+    `until_ns` None means that the attempt ends with the process. `failed` says that the attempt is known to have
+    failed whatever the rank's own exit code was.
+    """
+    steps = rows.of("step")
+    process = rows.of("process")
+    own = np.flatnonzero(~np.isin(rows.name, [NAME_ID["process"], NAME_ID["launcher"]]))
+    latest = int(rows.end_ns[own].max()) if len(own) else from_ns
+    earliest = int(rows.start_ns.min()) if len(rows) else from_ns
+    born = int(rows.start_ns[process[0]]) if len(process) else int(facts.get("start_ns") or earliest)
+    end = int(rows.end_ns[process].max()) if len(process) else 0
+    died = end if end > born else int(facts.get("end_ns") or 0)
+    code = facts.get("exit_code", 0)
+    seen = died > latest or (died > 0 and facts.get("exit_code") is not None)
+    died = max(died, latest)
+    failed = failed or code != 0 or not seen
+    until = died if until_ns is None else max(until_ns, from_ns)
+    born = min(max(born, from_ns), until)
+    died = min(max(died, born), until)
+    step_start, step_end = rows.start_ns[steps], rows.end_ns[steps]
+    record = min(max(latest, born), died)
+    last = min(max(int(step_end.max()), born), record) if len(steps) else record
+    first = min(max(int(step_start.min()), born), last) if len(steps) else record
+    return Life(from_ns, born, first, last, record if failed else died, died, until, step_start, step_end, seen, failed)

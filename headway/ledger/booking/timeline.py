@@ -1,0 +1,222 @@
+"""Book one rank of one attempt: every nanosecond of its time, by sub-line and step.
+
+The training thread owns the device; other threads never do. Start-up, the
+steps and what follows them are booked by different tables of `buckets.py`.
+Communication pieces are left open here, because splitting them takes the
+arrivals of the other ranks (`arrivals.py`).
+
+>>> bool(_swap("startup", "restart")[SUB_CODE["startup.import"]] == SUB_CODE["restart.import"])
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.ledger.booking.input_waits import INPUT_IDS, book_evaluation, book_input
+from headway.ledger.booking.phases import by_host, device_phases, evaluations_of, phase_of, remainder
+from headway.ledger.booking.rows import NAME_ID, NAMES, Life, Rows
+from headway.ledger.booking.sheet import Sheet
+from headway.ledger.kinds.buckets import (
+    BUCKET_OF,
+    IN_EVALUATION,
+    REMAINDER_SUB,
+    STARTUP_OF,
+    SUB_CODE,
+    SUBS,
+    Booking,
+    bucket_of_sub,
+)
+from headway.trace.events.intervals import inside
+from headway.trace.events.sweep import Ints, Pieces, sweep
+
+COMM_NAMES = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
+"""Names whose time is split by the arrivals of other ranks."""
+
+GAP_PRECEDENCE = 79
+"""Gaps between a save and the fsync, rename or close that follow: checkpoint, below every recorded checkpoint row."""
+
+GAP = -2
+"""Owner code of such a gap."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWaits:
+    """Pieces of time owned by communication rows, not booked yet."""
+
+    row: Ints
+    """[n] Row that owns the piece."""
+
+    start_ns: Ints
+    """[n] Start of the piece."""
+
+    end_ns: Ints
+    """[n] End of the piece."""
+
+    column: Ints
+    """[n] Column of the sheet."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankBook:
+    """One rank of one attempt, booked but for its communication waits."""
+
+    rows: Rows
+    """What the rank recorded."""
+    life: Life
+    """Its borders."""
+    sheet: Sheet
+    """What is booked so far, ns."""
+    waits: OpenWaits
+    """What the arrivals of other ranks will split."""
+
+
+def book_rank(rows: Rows, life: Life, *, restarted: bool) -> RankBook:
+    """Book the time of `life`; `restarted` says that an earlier attempt failed."""
+    sheet = Sheet.blank(len(life.step_start))
+    _book_startup(sheet, rows, life, "restart" if restarted else "startup")
+    waits = _book_steps(sheet, rows, life, restarted=restarted)
+    end = len(life.step_start) + 1
+    sheet.book("unknown.cut_short", end, life.died_ns - life.record_ns)
+    sheet.book("idle.exit" if life.seen else "unknown.cut_short", end, life.until_ns - life.died_ns)
+    return RankBook(rows, life, sheet, waits)
+
+
+def _book_startup(sheet: Sheet, rows: Rows, life: Life, bucket: str) -> None:
+    """Book everything before the first step; collections and log lines there are start-up too."""
+    sheet.book(f"{bucket}.launch", 0, life.born_ns - life.from_ns)
+    evaluations = evaluations_of(rows)
+    picked = rows.of(*STARTUP_OF, *IN_EVALUATION)
+    pieces = sweep(
+        rows.start_ns[picked],
+        rows.end_ns[picked],
+        _STARTUP_TABLE.precedence[rows.name[picked]],
+        window=(life.born_ns, life.first_ns),
+        cuts=np.concatenate(evaluations),
+    )
+    name = np.append(rows.name[picked], -1)[pieces.row]
+    sub = _swap("startup", bucket)[_STARTUP_TABLE.sub[name]]
+    evaluates = inside(pieces.start_ns, evaluations) & ~np.isin(name, [NAME_ID[known] for known in STARTUP_OF])
+    sub = np.where(evaluates, _EVALUATION_SUB[name], sub)
+    book_evaluation(sheet, rows, pieces, np.where(evaluates, np.append(picked, -1)[pieces.row], -1))
+    sheet.book_all(sub, np.zeros(len(sub), np.int64), pieces.duration_ns)
+
+
+def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> OpenWaits:
+    """Sweep from the first step to the last trusted record; returns the communication pieces."""
+    picked = by_host(rows, rows.of(*BUCKET_OF))
+    evaluations, phases = evaluations_of(rows), device_phases(rows)
+    gap_start, gap_end = checkpoint_gaps(rows)
+    owner_of = np.concatenate([picked, np.full(len(gap_start), GAP, np.int64), np.array([-1])])
+    pieces = sweep(
+        np.concatenate([rows.start_ns[picked], gap_start]),
+        np.concatenate([rows.end_ns[picked], gap_end]),
+        np.concatenate([_STEP_TABLE.precedence[rows.name[picked]], np.full(len(gap_start), GAP_PRECEDENCE, np.int64)]),
+        window=(life.first_ns, life.record_ns),
+        cuts=np.concatenate(
+            [life.step_start, life.step_end, *evaluations, *(bound for phase in phases for bound in phase)]
+        ),
+    )
+    owner = owner_of[pieces.row]
+    name = np.where(owner >= 0, rows.name[owner], -1)
+    column, place = _place(rows, pieces, life)
+    column = np.where(name == NAME_ID["pause"], len(life.step_start) + 1, column)  # a pause is no time of any step
+    # Collections with nothing else behind them are the interpreter going down: part of what follows the steps.
+    over = (name == NAME_ID["host.gc"]) & (pieces.start_ns >= trained_until(rows, life))
+    # Forwards and the like outside steps are no part of one.
+    by_device = name == NAME_ID["device.work"]
+    over |= (column == len(life.step_start) + 1) & _IS_USEFUL[_STEP_TABLE.sub[name]] & ~by_device
+    sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], place)
+    if by_device.any():
+        # What the host computes while its device has nothing to do is no work of the device.
+        sub = np.where(
+            _IS_COMPUTE[sub] & (pieces.start_ns >= pieces.start_ns[by_device][0]), SUB_CODE["host.launch"], sub
+        )
+        sub = np.where(by_device, phase_of(pieces.start_ns, phases), sub)
+    evaluates = inside(pieces.start_ns, evaluations) & (_IN_EVALUATION[name] | over | (owner == -1) | _IS_USEFUL[sub])
+    sub = np.where(evaluates, _EVALUATION_SUB[name], sub)
+    sub = np.where(owner == GAP, SUB_CODE["checkpoint.persist"], sub)
+    if restarted:
+        sub = _swap("startup", "restart")[sub]
+    input_piece = np.isin(name, INPUT_IDS) & ~evaluates
+    book_evaluation(sheet, rows, pieces, np.where(evaluates, owner, -1))
+    comm_piece = np.isin(name, [NAME_ID[known] for known in COMM_NAMES])
+    plain = ~(input_piece | comm_piece)
+    sheet.book_all(sub[plain], column[plain], pieces.duration_ns[plain])
+    book_input(sheet, rows, pieces, np.where(evaluates, -1, owner), column)
+    found = np.flatnonzero(comm_piece)
+    return OpenWaits(owner[found], pieces.start_ns[found], pieces.end_ns[found], column[found])
+
+
+def trained_until(rows: Rows, life: Life) -> int:
+    """Return the end of the last step, or of the last record after it that is no collection."""
+    others = rows.of(*(name for name in BUCKET_OF if name != "host.gc"))
+    return max(life.last_ns, int(rows.end_ns[others].max()) if len(others) else 0)
+
+
+def _place(rows: Rows, pieces: Pieces, life: Life) -> tuple[Ints, Ints]:
+    """Return each piece's column, and the sub-line it has when no row owns it."""
+    num_steps = len(life.step_start)
+    index = np.searchsorted(life.step_start, pieces.start_ns, side="right")
+    within = np.zeros(len(index), bool)
+    if num_steps:
+        within = (index > 0) & (pieces.start_ns < life.step_end[np.maximum(index, 1) - 1])
+    after = ~within & (index == num_steps)
+    column = np.where(after, num_steps + 1, index)
+    tail = SUB_CODE["rework.partial" if life.failed else "idle.teardown"]
+    sub = np.where(after, tail, SUB_CODE["unknown.dropped"])
+    sub[within] = remainder(rows, life, pieces.start_ns[within], index[within] - 1)
+    return column, sub
+
+
+def checkpoint_gaps(rows: Rows) -> tuple[Ints, Ints]:
+    """Find what lies between a save and the fsync, rename or close that follow it: writing that no probe saw.
+
+    A gap counts when nothing else that belongs to training (input, optimizer, communication, a save of headway's own)
+    begins inside it.
+    """
+    names = ("checkpoint.save", "checkpoint.sync", "checkpoint.rename")
+    training = ("input.next", "input.iter", "optimizer.step", "comm.wait", "comm.collective", "step", "pause")
+    other = (*training, "checkpoint.snapshot", "checkpoint.wait", "checkpoint.restore")
+    picked = rows.of(*names, *other)
+    state = np.isin(rows.name[picked], [NAME_ID[name] for name in names])
+    follows = np.isin(rows.name[picked], [NAME_ID[name] for name in names[1:]])
+    joined = np.flatnonzero(state[:-1] & follows[1:]) if len(picked) else np.zeros(0, np.int64)
+    reach = np.maximum.accumulate(np.where(state, rows.end_ns[picked], 0)) if len(picked) else joined
+    start, end = reach[joined], rows.start_ns[picked[joined + 1]]
+    open_gap = end > start
+    return start[open_gap], end[open_gap]
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """A table of bookings as arrays over `NAMES`, with a blank at the end for 'no name' (-1)."""
+
+    sub: Ints
+    precedence: Ints
+
+
+def _as_table(bookings: Mapping[str, Booking], otherwise: str) -> _Table:
+    """Lay a table of bookings out by name; names without one have sub-line `otherwise` and precedence 0."""
+    sub = [SUB_CODE[bookings[name].sub if name in bookings else otherwise] for name in NAMES]
+    precedence = [bookings[name].precedence if name in bookings else 0 for name in NAMES]
+    return _Table(np.array([*sub, SUB_CODE[otherwise]], np.int64), np.array([*precedence, 0], np.int64))
+
+
+_STEP_TABLE = _as_table(BUCKET_OF, REMAINDER_SUB)
+_STARTUP_TABLE = _as_table(STARTUP_OF, "startup.script")
+_EVALUATION_SUB = np.array([SUB_CODE[IN_EVALUATION.get(name, "eval.other")] for name in (*NAMES, "")], np.int64)
+"""[len(NAMES) + 1] Sub-line of each name inside an evaluation; the last entry is that of time which no name owns."""
+_IN_EVALUATION = np.array([name in IN_EVALUATION for name in (*NAMES, "")])
+_IS_COMPUTE = np.array([bucket_of_sub(sub) == "useful" for sub in SUBS])
+_IS_USEFUL = np.array([bucket_of_sub(sub) == "useful" or sub == "host.script" for sub in SUBS])
+"""[len(SUBS)] What an evaluation takes over, and what there is none of after the last step."""
+
+
+def _swap(old: str, new: str) -> Ints:
+    """Return sub-line codes with those of bucket `old` replaced by the ones of bucket `new`."""
+    codes = [SUB_CODE[new + sub.removeprefix(old)] if sub.startswith(old + ".") else SUB_CODE[sub] for sub in SUBS]
+    return np.array(codes, np.int64)

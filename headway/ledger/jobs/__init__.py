@@ -1,0 +1,1 @@
+"""Hangs, machines, groups: what ranks wait for."""

@@ -1,0 +1,1 @@
+"""Buckets, sub-lines, causes: what time is called."""

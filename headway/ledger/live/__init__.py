@@ -1,0 +1,1 @@
+"""The same account while a run goes on."""

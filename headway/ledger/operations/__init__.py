@@ -1,0 +1,1 @@
+"""The ledger of an operation trace: dependencies, what-if groups, stragglers."""

@@ -1,0 +1,1 @@
+"""The ledger of a recorded run: attempts, windows of a device, loaders."""

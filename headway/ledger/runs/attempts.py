@@ -1,0 +1,309 @@
+"""Book a whole recorded run: its attempts one after another, every rank in each of them.
+
+The first attempt answers for the time from the launcher's start; each later
+one from the end of the one before; the last one until the launcher's exit.
+Steps after the last save of a failed attempt are done again, so their compute
+is rework. All ranks answer for the same wall, so device time adds up.
+
+>>> kept_steps([5, 3, None], num_steps=7, resumed=True), kept_steps([5, 3], num_steps=7, resumed=False)
+(3, 0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headway.ledger.booking.account import SpanFacts, no_steps
+from headway.ledger.booking.arrivals import Booked, Lateness, settle
+from headway.ledger.booking.rows import NAME_ID, NAMES, Life, Rows, life_of, name_codes, rows_of, worker_codes
+from headway.ledger.booking.saved import saved_steps
+from headway.ledger.booking.sheet import Sheet
+from headway.ledger.booking.timeline import book_rank, trained_until
+from headway.ledger.kinds.buckets import SUB_CODE, SUBS, bucket_of_sub
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import GC_CALLED, IN_BACKGROUND
+
+_BEHIND = [NAME_ID[name] for name in IN_BACKGROUND]
+
+USEFUL_CODES = [SUB_CODE[sub] for sub in SUBS if bucket_of_sub(sub) == "useful"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptBook:
+    """One attempt, fully booked."""
+
+    sheets: Mapping[int, Sheet]
+    """Rank -> its sheet; every rank of the run, also those absent from this attempt."""
+
+    books: tuple[Booked, ...]
+    """The ranks that left records."""
+
+    lateness: Lateness
+    """Who was late."""
+
+    kept_steps: int
+    """Steps whose result was kept."""
+
+    num_steps: int
+    """Complete steps."""
+
+    spans: Mapping[str, SpanFacts] = field(default_factory=dict)
+    """Recorded name -> its totals on the training threads, from the first step to the end of training."""
+
+    step_wall_ns: Ints = field(default_factory=no_steps)
+    """[k] Mean wall over the ranks of each step that every rank completed, whole ns."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBook:
+    """A run, fully booked."""
+
+    wall: tuple[int, int]
+    """Start and end of the wall, ns."""
+
+    attempts: tuple[AttemptBook, ...]
+    """Oldest first; the last one ends with the run."""
+
+    rows: Callable[[int], Rows]
+    """Rank -> everything that it recorded in the last attempt, read again."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the run."""
+        return sorted(self.attempts[0].sheets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What must be known of every rank of an attempt before the first one can be booked."""
+
+    start_ns: int
+    """First start of any row, on the common clock."""
+
+    end_ns: int
+    """Last end of any row."""
+
+    resumes: bool
+    """Whether it loaded or restored state before its first step."""
+
+    restored: int | None
+    """Checkpoint of headway's own that it restored then; None = none."""
+
+    trained: bool
+    """Whether it made a step."""
+
+
+def book_run(
+    traces: Sequence[Trace | Parts], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int] | None = None
+) -> RunBook:
+    """Book all attempts, oldest first; of parts one rank is in memory at a time.
+
+    `meta` is what run.json says (may be empty), its times on the common clock; `clock_offset_ns` puts the events of
+    a rank on it.
+    """
+    parts = [Parts.of(trace) for trace in traces]
+    outlines = [_outlines(part, clock_offset_ns or {}) for part in parts]
+    listed, failures = _listed(meta), _failures(meta)
+    ranks = sorted({rank for outline in outlines for rank in outline} | set(listed))
+    low, high = _wall(outlines, listed, meta)
+    attempts, from_ns = [], low
+    for index, outline in enumerate(outlines):
+        final = index == len(outlines) - 1
+        ends = max((one.end_ns for one in outline.values()), default=0)
+        until = high if final else min(max(from_ns, ends), high)
+        books, spans = [], dict[str, SpanFacts]()
+        for rank in outline:
+            rows = _rows(parts[index], rank, clock_offset_ns)
+            facts = {**parts[index].ranks.get(rank, {}), **(listed.get(rank, {}) if final else {})}
+            life = life_of(rows, facts, from_ns=from_ns, until_ns=until, failed=not final)
+            _add_spans(spans, rows, life)
+            book = book_rank(rows, life, restarted=index > 0)
+            if not final and index in failures:
+                _split_end(book.sheet, life, failures[index])
+            if index - 1 in failures:
+                _split_start(book.sheet, life, failures[index - 1])
+            books.append(Booked.of(book))
+        # An attempt that was killed in its set-up says nothing of what was kept: the one after it does.
+        later = [one for one in outlines[index + 1 :] if any(rank.resumes or rank.trained for rank in one.values())]
+        following = None if final else (later or outlines[index + 1 :])[0]
+        attempts.append(_book_attempt(books, ranks, (from_ns, until), following, spans))
+        from_ns = until
+    return RunBook((low, high), tuple(attempts), lambda rank: _rows(parts[-1], rank, clock_offset_ns))
+
+
+def _listed(meta: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+    """Return rank -> its row in run.json; of a run that ended well so did the ranks that the script spawned itself."""
+    rows = {int(row["rank"]): row for row in meta.get("ranks") or []}
+    if (meta.get("exit") or {}).get("code") != 0:
+        return rows
+    return {rank: row if row.get("exit_code") is not None else {**row, "exit_code": 0} for rank, row in rows.items()}
+
+
+def _failures(meta: Mapping[str, Any]) -> dict[int, list[tuple[int, str]]]:
+    """Return failed attempt -> (end, sub-line) of each phase that followed its failure, as the supervisor noted."""
+    phases = {
+        "detected_ns": "restart.detect", "located_ns": "restart.locate", "down_ns": "restart.down",
+        "decided_ns": "restart.decide",
+    }  # fmt: skip
+    return {
+        int(row["attempt"]): [(int(row[key]), sub) for key, sub in phases.items()]
+        for row in meta.get("incidents") or []
+    }
+
+
+def _pieces(start_ns: int, end_ns: int, phases: Sequence[tuple[int, str]]) -> dict[str, int]:
+    """Split a stretch of time at the ends of phases; what follows the last one is the launch of the next attempt.
+
+    >>> _pieces(0, 100, [(10, "restart.detect"), (15, "restart.locate"), (60, "restart.down"), (61, "restart.decide")])
+    {'restart.detect': 10, 'restart.locate': 5, 'restart.down': 45, 'restart.decide': 1, 'restart.launch': 39}
+    """
+    pieces, at_ns = {}, start_ns
+    for until_ns, sub in [*phases, (end_ns, "restart.launch")]:
+        until_ns = min(max(until_ns, at_ns), end_ns)
+        pieces[sub] = until_ns - at_ns
+        at_ns = until_ns
+    return pieces
+
+
+def _split_end(sheet: Sheet, life: Life, phases: Sequence[tuple[int, str]]) -> None:
+    """Book what followed the last record of a rank that failed, or was stopped for another's failure."""
+    end = len(life.step_start) + 1
+    for sub in ("unknown.cut_short", "idle.exit"):
+        sheet.ns[SUB_CODE[sub], end] = 0
+    for sub, duration_ns in _pieces(life.record_ns, life.until_ns, phases).items():
+        sheet.book(sub, end, duration_ns)
+
+
+def _split_start(sheet: Sheet, life: Life, phases: Sequence[tuple[int, str]]) -> None:
+    """Book what came before the process of a later attempt began."""
+    sheet.ns[SUB_CODE["restart.launch"], 0] -= life.born_ns - life.from_ns
+    for sub, duration_ns in _pieces(life.from_ns, life.born_ns, phases).items():
+        sheet.book(sub, 0, duration_ns)
+
+
+def _rows(parts: Parts, rank: int, clock_offset_ns: Mapping[int, int] | None) -> Rows:
+    """Read the rows of one rank."""
+    return rows_of(parts.read({"rank": (rank, rank + 1)}), rank, clock_offset_ns)
+
+
+def _outlines(parts: Parts, clock_offset_ns: Mapping[int, int]) -> dict[int, _Outline]:
+    """Return the outline of each rank >= 0, ranks in order."""
+    found = {}
+    for rank in parts.numbers:
+        part = parts.read({"rank": (rank, rank + 1)}, ("start_ns", "duration_ns", "name", "lane", "seq"))
+        if rank < 0 or not len(part):
+            continue
+        start, main = part.events["start_ns"], worker_codes(part) == -1
+        name = np.where(main, name_codes(part), -1)
+        steps = start[name == NAME_ID["step"]]
+        first = steps.min() if len(steps) else np.iinfo(np.int64).max
+        shift = int(clock_offset_ns.get(rank, 0))
+        restores = np.flatnonzero((name == NAME_ID["checkpoint.restore"]) & (start <= first))
+        found[rank] = _Outline(
+            int(start.min()) + shift,
+            int((start + part.events["duration_ns"]).max()) + shift,
+            len(restores) > 0 or bool((start[name == NAME_ID["checkpoint.load"]] <= first).any()),
+            int(part.events["seq"][restores[start[restores].argmax()]]) if len(restores) else None,
+            len(steps) > 0,
+        )
+    return found
+
+
+def _wall(
+    outlines: Sequence[Mapping[int, _Outline]], facts: Mapping[int, Mapping[str, Any]], meta: Mapping[str, Any]
+) -> tuple[int, int]:
+    """Return launcher start and exit, or the nearest that is known."""
+    starts = [one.start_ns for outline in outlines for one in outline.values()]
+    ends = [one.end_ns for outline in outlines for one in outline.values()]
+    ends += [int(row["end_ns"]) for row in facts.values() if row.get("end_ns")]
+    low = int(meta["start_ns"]) if meta.get("start_ns") else min(starts, default=0)
+    high = int(meta["end_ns"]) if meta.get("end_ns") else max(ends, default=low)
+    return low, max(low, high)
+
+
+def _add_spans(spans: dict[str, SpanFacts], rows: Rows, life: Life) -> None:
+    """Add the totals of one rank's names on its training thread, and of what was done for it in the background.
+
+    'host.collect' is the part of 'host.gc' that the script called for.
+    """
+    main = ((rows.worker == -1) | np.isin(rows.name, _BEHIND)) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
+    main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, life))
+    picks = {NAMES[code]: main & (rows.name == code) for code in np.unique(rows.name[main]).tolist()}
+    called = main & (rows.name == NAME_ID["host.gc"]) & (rows.columns["corr"] >= GC_CALLED)
+    for name, picked in {**picks, **({"host.collect": called} if called.any() else {})}.items():
+        duration = (rows.end_ns - rows.start_ns)[picked]
+        size = int(rows.columns["bytes"][picked].sum())
+        own = SpanFacts(len(duration), int(duration.sum()), int(duration.max()), size)
+        spans[name] = own + spans[name] if name in spans else own
+
+
+def _book_attempt(
+    books: Sequence[Booked],
+    ranks: Sequence[int],
+    span: tuple[int, int],
+    following: Mapping[int, _Outline] | None,
+    spans: Mapping[str, SpanFacts],
+) -> AttemptBook:
+    """Settle the waits of one attempt, move what was lost to rework, and fill in the ranks without records."""
+    lateness = settle(books) if books else Lateness()
+    num_steps = max((len(book.step_wall_ns) for book in books), default=0)
+    kept = num_steps
+    sheets = {book.rank: book.sheet for book in books}
+    if following is not None:
+        resumed = any(outline.resumes for outline in following.values())
+        restored = min((one.restored for one in following.values() if one.restored is not None), default=None)
+        saved = saved_steps([book.saves for book in books], restored=restored)
+        kept = kept_steps(saved, num_steps=num_steps, resumed=resumed)
+        for book in books:
+            _to_rework(book.sheet, kept)
+            _after_failure(book.sheet)
+            book.sheet.pack()
+    for rank in ranks:
+        if rank not in sheets:
+            sheets[rank] = Sheet.blank(num_steps)
+            lost = "unknown.missing" if following is None else "idle.absent"
+            sheets[rank].book(lost, 0, span[1] - span[0])
+            sheets[rank].pack()
+    return AttemptBook(sheets, tuple(books), lateness, kept, num_steps, spans, _step_walls(books))
+
+
+def _step_walls(books: Sequence[Booked]) -> Ints:
+    """Return the mean wall of each step that every rank completed."""
+    walls = [book.step_wall_ns for book in books if len(book.step_wall_ns)]
+    if not walls:
+        return no_steps()
+    total = np.zeros(min(len(wall) for wall in walls), np.int64)
+    for wall in walls:
+        total += wall[: len(total)]
+    return total // len(walls)
+
+
+def kept_steps(saved: Sequence[int | None], *, num_steps: int, resumed: bool) -> int:
+    """Return how many steps of a failed attempt were kept: those before the last save that every saving rank made.
+
+    `saved` holds for each rank the steps before its last complete save, None = it saved nothing.
+    Without a load before the next attempt's first step (`resumed` False) nothing was kept.
+    """
+    known = [step for step in saved if step is not None]
+    return max(0, min(*known, num_steps)) if resumed and known else 0
+
+
+def _to_rework(sheet: Sheet, kept: int) -> None:
+    """Move the compute of steps that will be done again to rework."""
+    lost = slice(kept + 1, sheet.ns.shape[1])
+    sheet.ns[SUB_CODE["rework.steps"], lost] += sheet.ns[USEFUL_CODES, lost].sum(axis=0)
+    sheet.ns[USEFUL_CODES, lost] = 0
+
+
+def _after_failure(sheet: Sheet) -> None:
+    """What follows the processes of a failed attempt is the way to the next one."""
+    for sub in ("idle.exit", "idle.teardown", "unknown.cut_short"):
+        column: Ints = sheet.ns[SUB_CODE[sub]]
+        sheet.ns[SUB_CODE["restart.down"]] += column
+        sheet.ns[SUB_CODE[sub]] = 0

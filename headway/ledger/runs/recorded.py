@@ -1,0 +1,278 @@
+"""Account for what `headway run` recorded: a run folder, several hosts' folders of one run, or one bare trace.
+
+Clocks of several hosts are put on the first one's by the (monotonic,
+realtime) pair that each wrote at its start. Times int64 ns.
+
+>>> trace = Trace.from_columns({"rank": [0], "start_ns": [0], "duration_ns": [7]}, name=[0], names=["process"])
+>>> recorded_trace_account(trace).wall_ns
+7
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from headway.core.files.bounded_json import read_json
+from headway.core.units import format_fraction
+from headway.ledger.booking.account import Account, SpanFacts, blank_subs, bound_of
+from headway.ledger.booking.arrivals import Lateness
+from headway.ledger.booking.sheet import Sheet
+from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS
+from headway.ledger.kinds.sampled_lines import joined
+from headway.ledger.runs.attempts import AttemptBook, RunBook, book_run
+from headway.ledger.runs.sampled import Windows, apply_windows, moved, window_shares
+from headway.trace.events.parts import Parts
+from headway.trace.events.sweep import Ints
+from headway.trace.events.trace import Trace
+from headway.trace.recording.basis import BASES
+
+RECORDED = ("process", "step", "optimizer.step", "input.next")
+"""Names that only headway's recorder writes."""
+
+BOUND = {"device": "the device", "input": "waiting for input", "host": "the host"}
+"""What bounds a job, in words; other buckets go by their name."""
+
+WARM_STEPS, LEAST_STEPS, NOTED_SLOWER = 16, 64, 0.03
+"""Steps left out at the start of a run, and from the first window on; how many are compared at least; what is said."""
+
+WINDOW_FILE = re.compile(r"r(?P<rank>\d+)-w(?P<number>\d+)\.json(\.gz)?")
+
+
+@runtime_checkable
+class RecordedRun(Protocol):
+    """What `Ledger.of` needs of a run folder; `headway.trace.recording.runs.Run` has it."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """The content of run.json."""
+        ...
+
+    def attempts(self) -> Sequence[Trace | Parts]:
+        """Return one trace per attempt, oldest first."""
+        ...
+
+    def windows(self) -> Sequence[Path]:
+        """Return the profiler windows."""
+        ...
+
+
+def recorded_trace_account(trace: Trace | Parts) -> Account:
+    """Account for a bare trace of recorded rows; its own facts stand in for run.json."""
+    parts = Parts.of(trace)
+    return _summed(book_run([parts], parts.meta, _offsets(parts.meta)), [parts], parts.meta, None)
+
+
+def recorded_account(runs: Sequence[RecordedRun]) -> Account:
+    """Account for recorded runs that belong together: the hosts of one job."""
+    parts = [(run, [Parts.of(attempt) for attempt in run.attempts()]) for run in runs]
+    count = max(len(own) for _, own in parts)
+    traces = [Parts.joined([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
+    meta, offsets = _joined_meta(parts)
+    book = book_run(traces, meta, offsets)
+    if str(meta.get("device_type", "cpu")) == "cpu":
+        return _summed(book, traces, meta, None)
+    files = [path for run in runs for path in run.windows()]
+    windows = window_shares(book, _opened(files, meta, offsets))
+    apply_windows(book, windows)
+    account = _summed(book, traces, meta, windows)
+    numbers = [int(match["number"]) for path in files if (match := WINDOW_FILE.fullmatch(path.name))]
+    said = slower_since(account.step_wall_ns, min(numbers, default=0))
+    return replace(account, notes=(*account.notes, said)) if said else account
+
+
+def slower_since(step_wall_ns: Ints, first: int) -> str:
+    """Return what to say of steps that take longer since the first window, which opened behind step `first`; or ''.
+
+    A device's profiler stays attached when it is off: graphs do not survive its coming and going. What that costs is no
+    part of what windows are seen to cost.
+
+    >>> slower_since(np.repeat([100, 104], 200), 200)
+    'steps take 4 % longer since the profiler was first used: its library stays attached'
+    """
+    before, after = step_wall_ns[WARM_STEPS:first], step_wall_ns[first + WARM_STEPS :]
+    if min(len(before), len(after)) < LEAST_STEPS:
+        return ""
+    longer = float(np.median(after) / np.median(before)) - 1
+    if longer < NOTED_SLOWER:
+        return ""
+    return (
+        f"steps take {format_fraction(longer, 0)} longer since the profiler was first used: its library stays attached"
+    )
+
+
+def _opened(
+    files: Sequence[Path], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int]
+) -> dict[int, list[Trace]]:
+    """Read the windows `r<rank>-w<number>.json` by number, their times put on the common monotonic clock.
+
+    The profiler writes realtime. Each window has its own pair of clocks in RUN/tables; lacking that, the run's pair.
+    """
+    windows: dict[int, list[Trace]] = {}
+    for path in files:
+        match = WINDOW_FILE.fullmatch(path.name)
+        if not match:
+            continue
+        rank, number = int(match["rank"]), int(match["number"])
+        ahead = _window_clock(path.parent.parent / "tables" / f"r{rank}.json", number)
+        shift = _realtime(meta) if ahead is None else ahead - clock_offset_ns.get(rank, 0)
+        windows.setdefault(number, []).append(moved(Trace.open(path), rank, shift))
+    return windows
+
+
+def _window_clock(tables: Path, number: int) -> int | None:
+    """Return realtime minus monotonic clock when a window was opened, None when its rank wrote none down."""
+    try:
+        facts = read_json(tables)["windows"][str(number)]
+        return int(facts["realtime_ns"]) - int(facts["clock_ns"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _offsets(meta: Mapping[str, Any]) -> dict[int, int]:
+    """Return the clock offsets that a merged run's facts carry."""
+    return {int(rank): int(offset) for rank, offset in (meta.get("clock_offset_ns") or {}).items()}
+
+
+def _joined_meta(parts: Sequence[tuple[RecordedRun, list[Parts]]]) -> tuple[dict[str, Any], dict[int, int]]:
+    """Join the facts of several hosts on the first one's clock; returns them and each rank's clock offset."""
+    first = parts[0][0].meta
+    offsets = _offsets(first)
+    rows: list[dict[str, Any]] = []
+    starts, ends = [], []
+    for run, traces in parts:
+        shift = _realtime(run.meta) - _realtime(first) if run.meta is not first else 0
+        own = _offsets(run.meta)
+        for rank in {rank for trace in traces for rank in trace.numbers if rank >= 0}:
+            offsets[rank] = own.get(rank, 0) + shift
+        starts.append(run.meta["start_ns"] + shift if run.meta.get("start_ns") else None)
+        ends.append(run.meta["end_ns"] + shift if run.meta.get("end_ns") else None)
+        for row in run.meta.get("ranks") or []:
+            moved = own.get(int(row["rank"]), 0) + shift
+            times = {key: row[key] + moved for key in ("start_ns", "end_ns") if row.get(key)}
+            rows.append({**row, **times})
+    known_starts, known_ends = [s for s in starts if s], [e for e in ends if e]
+    joined = {
+        **first,
+        "start_ns": min(known_starts) if known_starts else None,
+        "end_ns": max(known_ends) if len(known_ends) == len(parts) else None,
+        "ranks": rows,
+    }
+    return joined, {rank: offset for rank, offset in offsets.items() if offset}
+
+
+def _realtime(meta: Mapping[str, Any]) -> int:
+    """Return realtime minus monotonic clock of a host, 0 when it is not known."""
+    return int(meta["realtime_ns"]) - int(meta["start_ns"]) if meta.get("realtime_ns") and meta.get("start_ns") else 0
+
+
+def said_of_steps(traces: Sequence[Parts]) -> list[str]:
+    """Return what a reader must know of how steps were counted, where no optimizer counts them."""
+    counted_by = sorted({str(trace.meta.get("step_basis") or "optimizer") for trace in traces} - {"optimizer"})
+    return [BASES[name] for name in counted_by if name in BASES]
+
+
+def said_of_devices(traces: Sequence[Parts]) -> list[str]:
+    """Return what a reader must know of processes that compute on several devices."""
+    timers = {rank: row.get("timers") or {} for trace in traces for rank, row in trace.ranks.items()}
+    several = sorted(rank for rank, facts in timers.items() if len(facts.get("devices") or ()) > 1)
+    if not several:
+        return []
+    which = "rank " + ", ".join(map(str, several[:4])) + (", ..." if len(several) > 4 else "")
+    return [f"{which} computes on several devices and counts as one: at work while any of them is"]
+
+
+def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], windows: Windows | None) -> Account:
+    """Sum a booked run."""
+    last = book.attempts[-1]
+    basis = {bucket: "remainder" if bucket == "useful" else "recorded" for bucket in BUCKETS}
+    if "device.work" in last.spans:
+        basis["useful"] = "device events"
+    if windows is not None and windows.num_windows:
+        basis.update(dict.fromkeys(("useful", "comm", "input", "host"), windows.basis))
+    cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
+    notes = [f"the end of {cut} processes was not seen: they are booked up to their last record"] if cut else []
+    notes += said_of_steps(traces)
+    notes += said_of_devices(traces)
+    step_ns = _by_step(last)
+    if "device.work" in last.spans:
+        bound, share = bound_of(step_ns)
+        by, at_work = BOUND.get(bound, bound), format_fraction(share, 0)
+        if bound == "unknown":
+            by = "the device or its host, which its events do not tell"
+            at_work = f"at least {at_work}"
+        notes.append(f"steps are bound by {by}: the device is at work {at_work} of their time")
+    return Account(
+        wall_ns=book.wall[1] - book.wall[0],
+        sub_ns={
+            rank: np.sum([attempt.sheets[rank].totals() for attempt in book.attempts], axis=0) for rank in book.ranks
+        },
+        steps=sum(attempt.kept_steps for attempt in book.attempts),
+        basis=basis,
+        step_ns=step_ns,
+        step_wall_ns=last.step_wall_ns,
+        lateness=_joined_lateness([attempt.lateness for attempt in book.attempts]),
+        spans=_span_facts(book),
+        loader_ns=_loader_ns(book),
+        loader_calls=dict(sum((Counter(sheet.loader_calls) for sheet in _sheets(book)), start=Counter())),
+        script_lines=joined(row.get("script", []) for trace in traces for row in trace.ranks.values()),
+        meta=meta,
+        hosts={rank: str(row["host"]) for trace in traces for rank, row in trace.ranks.items() if row.get("host")},
+        notes=tuple(notes + list(windows.notes if windows is not None else ())),
+    )
+
+
+def _by_step(attempt: AttemptBook) -> Ints:
+    """Sum an attempt's steps over ranks, [len(BUCKETS), n]."""
+    result = np.zeros((len(BUCKETS), attempt.num_steps), np.int64)
+    for book in attempt.books:
+        steps = book.sheet.ns[:, 1:-1]
+        np.add.at(result[:, : steps.shape[1]], np.array(BUCKET_CODE_OF_SUB), steps)
+        book.sheet.pack()
+    return result
+
+
+def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
+    """Add up the lateness of several attempts; medians are those of the attempt with the most collectives."""
+    if len(parts) == 1:
+        return parts[0]
+    blamed: dict[int, dict[str, int]] = {}
+    times: dict[int, int] = {}
+    for part in parts:
+        for rank, amounts in part.blamed_ns.items():
+            row = blamed.setdefault(rank, {})
+            for bucket, amount in amounts.items():
+                row[bucket] = row.get(bucket, 0) + amount
+        for rank, number in part.times_last.items():
+            times[rank] = times.get(rank, 0) + number
+    main = max(parts, key=lambda part: part.num_collectives)
+    return Lateness(blamed, times, main.median_margin_ns, sum(part.num_collectives for part in parts))
+
+
+def _loader_ns(book: RunBook) -> dict[int, Ints]:
+    """Total what every loader cost over ranks and attempts."""
+    total: dict[int, Ints] = {}
+    for sheet in _sheets(book):
+        for loader, amounts in sheet.loader_ns.items():
+            total[loader] = total.get(loader, blank_subs()) + amounts
+    return total
+
+
+def _sheets(book: RunBook) -> list[Sheet]:
+    """Return the sheets of all ranks in all attempts."""
+    return [sheet for attempt in book.attempts for sheet in attempt.sheets.values()]
+
+
+def _span_facts(book: RunBook) -> dict[str, SpanFacts]:
+    """Total every recorded name over the attempts."""
+    facts: dict[str, SpanFacts] = {}
+    for attempt in book.attempts:
+        for name, own in attempt.spans.items():
+            facts[name] = facts[name] + own if name in facts else own
+    return facts

@@ -1,0 +1,179 @@
+"""The parts of the HTML report that the page's script draws into: frames, controls, descriptions.
+
+Each frame can be reached with the Tab key and says in words what it shows and
+which keys it takes; without scripts a sentence stands in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from headway.report.figures import count, plural
+from headway.report.page.charts import HeatMap
+from headway.report.page.sections import heat_table, legend, section, text
+
+CHART_KEYS = "Drag to zoom, double-click for everything. Keys: arrows, + and -, Home."
+SELECTION_KEYS = (
+    "Click an operation, or Shift and arrows, to see what it waited for (w: go there) and what waited for it (d)."
+)
+TIMELINE_KEYS = "Drag to move, Ctrl and wheel to zoom, double-click for everything. Keys: arrows, + and -, Home."
+
+
+def steps_part(chart: Mapping[str, Any] | None, wanted: bool) -> str:
+    """Return the frame of step times; an empty state when there was no step to show.
+
+    `chart` is what `charts.step_chart` returned; `wanted` tells whether the
+    caller had step times at all.
+    """
+    if chart is None:
+        return section("steps", "Step time", "", _empty("No step times were recorded.")) if wanted else ""
+    chooser = _rank_chooser(chart) if len(chart["ranks"]) > 1 else ""
+    tools = f'{chooser}<label class="check"><input type="checkbox" id="steps-log">Logarithmic</label>'
+    return section("steps", "Step time", steps_lead(chart), _frame("steps", "Step time over steps", tools))
+
+
+def steps_lead(chart: Mapping[str, Any]) -> str:
+    """Return the sentence above the step times: how many there are and how they are drawn."""
+    width = chart["width"]
+    many = len(chart["ranks"]) > 1
+    thinned = f" Each point stands for {width} steps; the band keeps their extremes." if width > 1 else ""
+    what = "The line is the median over ranks, the band reaches from the fastest to the slowest." if many else ""
+    marks = {"epoch": "grey rules: an epoch begins", "evaluation": "ticks at the foot: evaluation"}
+    shown = "; ".join(words for kind, words in marks.items() if chart.get("marks", {}).get(kind))
+    said = f" {shown[0].upper()}{shown[1:]}." if shown else ""
+    return f"{plural(chart['steps'], 'step')}. {what}{thinned}{said}".strip()
+
+
+def _rank_chooser(chart: Mapping[str, Any]) -> str:
+    """Return the list of ranks to highlight: those whose lines were sent, the slowest of very many."""
+    more = chart["all_ranks"] - len(chart["ranks"])
+    every = "All ranks" if not more else f"All {count(chart['all_ranks'])} ranks"
+    options = "".join(f'<option value="{place}">Rank {rank}</option>' for place, rank in enumerate(chart["ranks"]))
+    hint = "Highlight a rank" + (f" of the {len(chart['ranks'])} slowest" if more else "")
+    options = f'<option value="">{every}</option>{options}'
+    return f'<select id="steps-rank" aria-label="{hint}" title="{hint}">{options}</select>'
+
+
+def shares_part(chart: Mapping[str, Any] | None) -> str:
+    """Return the frame of bucket shares over steps and their legend, '' when `charts.share_chart` had nothing."""
+    if chart is None or not chart["shares"]:
+        return ""
+    body = _frame("shares", "Shares of device time over steps", "") + legend(list(chart["shares"]))
+    return section("shares", "Shares over time", shares_lead(chart), body)
+
+
+def shares_lead(chart: Mapping[str, Any]) -> str:
+    """Return the sentence above the shares."""
+    width = chart["width"]
+    each = f" Each column stands for {width} steps." if width > 1 else ""
+    return f"Device time of each step by bucket, all ranks together.{each}"
+
+
+def _frame(name: str, title: str, tools: str) -> str:
+    """Return a frame for a chart over steps: controls, a readout, the plot.
+
+    The script finds its parts by the ids `<name>-figure`, `<name>-plot` and `<name>-readout`.
+    """
+    controls = (
+        f'<div class="bar-tools">{tools}<span class="readout" id="{name}-readout" aria-live="polite"></span></div>'
+    )
+    plot = f'<div class="plot" id="{name}-plot"></div>'
+    label = f'role="group" aria-label="{text(title)}. {text(CHART_KEYS)}"'
+    return f'<figure id="{name}-figure" tabindex="0" {label} >{controls}{plot}</figure>{_without_script()}'
+
+
+def timeline_part(panels: Sequence[Mapping[str, Any]]) -> str:
+    """Return the frame of the timelines, recorded and ideal one below the other; '' when there is none.
+
+    Says how many ranks and spans had to be left out.
+    """
+    if not panels:
+        return ""
+    used = sorted({b for panel in panels for b in panel["used"]}, key=panels[0]["buckets"].index)
+    hidden = sum(panel["hidden"] for panel in panels)
+    drawn, present = panels[0]["ranks"], panels[0]["all_ranks"]
+    some = f"{drawn} of {present} ranks are drawn." if drawn < present else ""
+    missing = f" {plural(hidden, 'span')} too short to see {'is' if hidden == 1 else 'are'} left out." if hidden else ""
+    waits = " A wait for a late rank has the colour of comm here; the ledger books it as straggler."
+    waits *= "comm" in used and present > 1
+    tools = "".join(
+        f'<button type="button" id="timeline-{name}" aria-label="{label}">{sign}</button>'
+        for name, label, sign in (("in", "Zoom in", "+"), ("out", "Zoom out", "−"), ("all", "Show everything", "All"))
+    )
+    canvas = '<canvas id="timeline-canvas"></canvas><div class="tip" id="timeline-tip" role="status"></div>'
+    linked = any(side["n"] for side in panels[0]["links"])
+    keys = f"{TIMELINE_KEYS} {SELECTION_KEYS}" if linked else TIMELINE_KEYS
+    tools += _group_chooser(panels[0])
+    hint = f'<span class="readout">{keys}</span>'
+    canvas += '<div class="waits note" id="timeline-waits" aria-live="polite"></div>'
+    label = f'role="group" aria-label="Timeline of a window. {text(keys)}"'
+    frame = (
+        f'<figure id="timeline-figure" tabindex="0" {label}><div class="bar-tools">{tools}{hint}</div>{canvas}</figure>'
+    )
+    body = frame + legend(used) + _without_script()
+    return section("timeline", "Timeline of a window", (some + missing + waits).strip(), body)
+
+
+def _group_chooser(panel: Mapping[str, Any]) -> str:
+    """Return the list of parallel groups to show alone, '' when the window has none."""
+    if not panel["groups"]:
+        return ""
+    every = "All ranks" if not panel["first"] or len(panel["first"]) == panel["ranks"] else "Ranks spread over the job"
+    named = enumerate(name for name, _ in panel["groups"])
+    options = "".join(f'<option value="{place}">{text(name)}</option>' for place, name in named)
+    hint = "Show the ranks of one group"
+    options = f'<option value="">{every}</option>{options}'
+    return f'<select id="timeline-group" aria-label="{hint}" title="{hint}">{options}</select>'
+
+
+SMALL_ROWS, SMALL_CELLS = 16, 256
+"""A heat map of at most so many rows and cells is a table with figures; larger ones are drawn."""
+
+
+def is_small(heat: HeatMap) -> bool:
+    """Tell whether a heat map is shown as a table."""
+    return len(heat.values) <= SMALL_ROWS and heat.values.size <= SMALL_CELLS and heat.values.shape[1] <= SMALL_ROWS
+
+
+def heat_part(heats: Sequence[HeatMap], drawn: Sequence[Mapping[str, Any]]) -> str:
+    """Return all heat maps: small ones as tables, the others as frames.
+
+    `drawn` holds the page's objects (`charts.heat_chart`) of those that are not
+    small, in the same order.
+    """
+    parts: list[str] = []
+    index = 0
+    for heat in heats:
+        parts.append(f"<h3>{text(heat.title)}</h3>")
+        if is_small(heat):
+            parts.append(heat_table(heat))
+        else:
+            parts.append(_heat_frame(index, heat, drawn[index]))
+            index += 1
+    lead = "1.00 is as fast as without stragglers. Joined cells keep the largest value." if index else ""
+    return (
+        section("heat", "Heat map", lead or "1.00 is as fast as without stragglers.", "".join(parts)) if parts else ""
+    )
+
+
+def _heat_frame(index: int, heat: HeatMap, drawn: Mapping[str, Any]) -> str:
+    """Return the frame of the `index`-th drawn heat map: scale, readout, canvas."""
+    name = f"heat-{index}"
+    scale = f'<span class="scale"><span id="{name}-low"></span><i></i><span id="{name}-high"></span></span>'
+    readout = f'<span class="readout" id="{name}-readout" aria-live="polite"></span>'
+    label = f"{heat.title}: {len(drawn['rows'])} by {len(drawn['columns'])} cells. Keys: arrows."
+    return (
+        f'<figure id="{name}-figure" tabindex="0" role="group" aria-label="{text(label)}">'
+        f'<div class="bar-tools">{scale}{readout}</div><canvas id="{name}-canvas"></canvas></figure>{_without_script()}'
+    )
+
+
+def _empty(sentence: str) -> str:
+    """Return the sentence that stands where a picture would."""
+    return f'<p class="empty">{text(sentence)}</p>'
+
+
+def _without_script() -> str:
+    """Return the remark that only readers without scripts see."""
+    return '<p class="note no-script">This picture is drawn by the script in this file; allow it to run to see it.</p>'

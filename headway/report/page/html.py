@@ -1,0 +1,248 @@
+"""One self-contained HTML page about one run: nothing is fetched, everything is inside.
+
+`write_report` takes plain data (the `--json` objects, arrays of step times, a
+window of a trace) and writes a page that shows the verdict, the ledger, the
+causes, predicted beside measured, step times and bucket shares over steps, a
+timeline, heat maps, the plan and the facts of the run. What is not given is
+left out. The page's policy forbids every request; scripts run only if their
+hash is the one written into it. Times in seconds, shares as fractions.
+
+>>> data = ReportData("demo", {"devices": 1, "steps": 0, "wall_s": 2.0, "ledger": {"startup": 2.0}})
+>>> "https://" in page(data), "No training step was recorded" in page(data)
+(False, True)
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import headway
+from headway.core.errors import InputError
+from headway.core.files.whole_file import whole_file
+from headway.core.machine.host_load import HostSeries
+from headway.report.figures import BUCKET_STYLES, Json, clean
+from headway.report.page import frames, sections
+from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
+from headway.report.page.hang import hang_part
+from headway.report.page.host import host_part
+from headway.report.page.machines import machines_part
+from headway.report.page.sections import text
+from headway.report.page.timeline import Timeline
+
+ASSETS = Path(__file__).parent.parent / "assets"
+"""Template, style and script of the page; uPlot and its licence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """Everything a page may show; only `title` and `why` are needed."""
+
+    title: str
+    """The run or trace as its owner knows it; shown in the header and as the page's title."""
+
+    why: Json
+    """The `headway.why/2` object."""
+
+    run: Json | None = None
+    """The `headway.run/1` object: steps per second, and predicted beside measured when a plan was applied."""
+
+    plan: Json | None = None
+    """The `headway.plan/1` object."""
+
+    step_s: NDArray[np.float64] | None = None
+    """[ranks, steps] Duration of each step on each rank in seconds; NaN where nothing was recorded."""
+
+    ranks: Sequence[int] = ()
+    """[ranks] Numbers of the rows of `step_s`; 0, 1, ... when empty."""
+
+    first_step: int = 0
+    """Number of the first column of `step_s` and of `bucket_s`."""
+
+    marks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Steps in which an 'epoch' began, or an 'evaluation' took place."""
+
+    bucket_s: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Bucket -> [steps] device-seconds of that bucket in each step, all ranks together."""
+
+    rank_ledger: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    """Rank -> bucket -> device-seconds."""
+
+    timeline: Timeline | None = None
+    """A window of the recorded trace."""
+
+    ideal: Timeline | None = None
+    """The same window replayed without the losses; drawn below, to the same scale."""
+
+    heat_maps: Sequence[HeatMap] = ()
+    """Slowdowns as matrices; an operation trace's dp x pp map is taken from `why` when there is none."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Name -> value: host, versions, script (already redacted)."""
+
+    host: HostSeries | None = None
+    """Load of the host and memory of the job over time."""
+
+    created: str = ""
+    """When the run was recorded, as text for the header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a page that follows a run shows and knows beside the parts of a report."""
+
+    head: str
+    """Markup above the verdict: how the run stands."""
+
+    ranks: str
+    """Section of the ranks, '' without any."""
+
+    key: str
+    """What the page was made of; the server tells it to load anew once that has changed."""
+
+    headline: str = ""
+    """Sentence in the verdict's place, '' for the verdict."""
+
+
+def write_report(data: ReportData, path: str | Path) -> int:
+    """Write the page to `path` through a temporary file beside it, and return its size in bytes.
+
+    Raises `InputError` when the folder does not exist.
+    """
+    with whole_file(path) as draft:
+        return draft.write_bytes(page(data).encode("utf-8", "replace"))
+
+
+def page(data: ReportData, live: Live | None = None) -> str:
+    """Return the page as text; one with `live` goes on to follow the run at `events` beside its own address."""
+    payload = _payload(data) | ({"live": live.key} if live else {})
+    heats = _heat_maps(data)
+    parts = {
+        "ledger": sections.ledger_part(data.why, data.rank_ledger),
+        "ranks": live.ranks if live else "",
+        "causes": "" if live else sections.causes_part(data.why),
+        "applied": sections.applied_part(data.run),
+        "plan": sections.plan_part(data.plan),
+        "hang": hang_part(data.why.get("hang")),
+        "machines": machines_part(data.why.get("machines")),
+        "stragglers": sections.straggler_part(data.why),
+        "steps": frames.steps_part(payload["steps"], wanted=data.step_s is not None),
+        "shares": frames.shares_part(payload["shares"]),
+        "timeline": frames.timeline_part(payload["timelines"]),
+        "heat": frames.heat_part(heats, payload["heat"]),
+        "host": host_part(data.host),
+        "failure": sections.traceback_part(data.run),
+        "facts": sections.facts_part(data.facts),
+    }
+    shown = {name: markup for name, markup in parts.items() if markup}
+    uplot = asset("uplot.min.js")
+    script = asset("page.js").replace("/*LIVE*/", asset("live.js") if live else "")
+    library = f"/* {asset('uplot.LICENSE').strip()} */\n{uplot.partition('*/')[2].lstrip()}"
+    return Template(asset("page.html")).substitute(
+        policy=_policy(library, script) + ("; connect-src 'self'" if live else ""),
+        version=text(headway.__version__),
+        title=text(f"{clean(data.title)}: headway report"),
+        style=_style(),
+        name=text(data.title),
+        when=text(data.created),
+        verdict=(live.head if live else "") + head_part(data, live.headline if live else "") + _contents(shown),
+        sections="\n".join(shown.values()),
+        footer=f"{'Served' if live else 'Written'} by headway {text(headway.__version__)}. {FOOTERS[live is not None]}",
+        data=_json(payload),
+        uplot=library,
+        script=script,
+    )
+
+
+def head_part(data: ReportData, headline: str = "") -> str:
+    """Return the verdict, or the `headline` in its place, and the key figures."""
+    first = f"<h1>{text(headline)}</h1>" if headline else sections.verdict_part(data.why)
+    return f'<div id="head">{first}{sections.key_figures(data.why, data.run)}</div>'
+
+
+FOOTERS = ("This file is complete: it loads nothing.", "Figures are estimates until the run has ended.")
+"""Last words of a report, and of a page that follows a run."""
+
+
+def asset(name: str) -> str:
+    """Return the text of a file that is part of the pages."""
+    return (ASSETS / name).read_text(encoding="utf-8")
+
+
+def _policy(*scripts: str) -> str:
+    """Return the content security policy: no request at all, and only these scripts run."""
+    hashes = (base64.b64encode(hashlib.sha256(s.encode()).digest()).decode("ascii") for s in scripts)
+    allowed = " ".join(f"'sha256-{h}'" for h in hashes)
+    rest = "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {allowed}; {rest}"
+
+
+def _style() -> str:
+    """Return the style sheet with both themes' bucket colours filled in."""
+    light = "".join(f"--b-{name}: {style.light}; " for name, style in BUCKET_STYLES.items())
+    dark = "".join(f"--b-{name}: {style.dark}; " for name, style in BUCKET_STYLES.items())
+    classes = "".join(f".b-{name} {{ fill: var(--b-{name}); }}\n" for name in BUCKET_STYLES)
+    own = asset("page.css").replace("/*LIGHT*/", f":root {{ {light} }}").replace("/*DARK*/", DARK + dark)
+    return f"{asset('uplot.min.css')}\n{own}\n{classes}"
+
+
+DARK = (
+    "--paper: #14181c; --ink: #e4e8ec; --quiet: #98a3ae; --rule: #2c333a; --soft: #1c2227; --accent: #6db1ee; "
+    "--good: #63c58a; --bad: #ff8a7a; --heat-0: #20272d; --heat-1: #ff7a5c; --heat-ink: #14181c; "
+    "--hatch: rgba(0, 0, 0, .5); --mark: #3d464e; color-scheme: dark; "
+)
+"""Colours of the dark theme; those of the light one stand in `page.css`."""
+
+TITLES = {
+    "ledger": "Ledger", "ranks": "Ranks", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
+    "hang": "Hang", "machines": "Machines",
+    "stragglers": "Stragglers", "steps": "Step time", "shares": "Shares over time", "timeline": "Timeline",
+    "heat": "Heat map", "host": "Host", "failure": "Failure", "facts": "Facts",
+}  # fmt: skip
+"""Section -> its name in the table of contents."""
+
+
+def _contents(shown: Mapping[str, str]) -> str:
+    links = "".join(f'<a href="#{name}">{TITLES[name]}</a>' for name in shown)
+    return f'<nav aria-label="Sections">{links}</nav>' if len(shown) > 1 else ""
+
+
+def _json(payload: Mapping[str, Any]) -> str:
+    """Return JSON that no markup in it can end: '<', '>' and '&' are written as escapes."""
+    written = json.dumps(payload, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _ranks(data: ReportData) -> Sequence[int]:
+    rows = 0 if data.step_s is None else len(data.step_s)
+    if data.ranks and len(data.ranks) != rows:
+        raise InputError(f"{len(data.ranks)} rank numbers name {rows} rows of step times. Give one number per row.")
+    return data.ranks or range(rows)
+
+
+def _heat_maps(data: ReportData) -> list[HeatMap]:
+    given = list(data.heat_maps)
+    found = None if given else worker_heat_map(data.why.get("straggler") or {})
+    return [heat for heat in ([*given, found] if found else given) if heat.values.size]
+
+
+def _payload(data: ReportData) -> dict[str, Any]:
+    """Return what the page's script draws."""
+    panels = [("Recorded", data.timeline), ("Ideal: replayed without the losses", data.ideal)]
+    return {
+        "buckets": list(BUCKET_STYLES),
+        "steps": None if data.step_s is None else step_chart(data.step_s, _ranks(data), data.first_step, data.marks),
+        "shares": share_chart(data.bucket_s, data.first_step),
+        "timelines": [{"title": title, **line.to_json()} for title, line in panels if line is not None and line.rows],
+        "mild": sections.MILD_SLOWDOWN,
+        "heat": [heat_chart(heat) for heat in _heat_maps(data) if not frames.is_small(heat)],
+    }

@@ -1,0 +1,500 @@
+"""The parts of the HTML report that need no script: sentences, tables, bars drawn as SVG.
+
+Each function returns the markup of one part, '' when there is nothing to say.
+Every text that came from a run goes through `text`, which escapes it. Bars
+are in percent of their box, so that they fit any width and print as drawn.
+
+>>> text("<script>alert('x')</script>")
+'&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;'
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from headway.core.units import format_rate
+from headway.ledger.kinds.buckets import ONCE_PER_RUN, SUB_LINES
+from headway.report.figures import (
+    BUCKET_STYLES,
+    GAIN_WORTH_NAMING,
+    STARTS_SHOW,
+    Json,
+    clean,
+    count,
+    device_seconds,
+    ending,
+    finite,
+    interval,
+    named_causes,
+    percent,
+    plural,
+    predicted,
+    seconds,
+    share,
+    speedup,
+    total_device_s,
+    verdict,
+)
+from headway.report.page.charts import HeatMap
+from headway.report.screens import WHOLE_PLAN, applied, by_hand, nothing_to_apply, prediction_error
+
+MILD_SLOWDOWN = 1.1
+"""A heat map's darkest colour stands for at least this slowdown, so that noise stays pale."""
+
+EMPTY: tuple[object, ...] = (None, "", [], {})
+"""Values of facts that say nothing."""
+
+MOST_STEP_BARS, STEP_BAR_HEIGHT = 300, 72
+"""Bars in the picture of slowdowns by step, and their largest height in pixels."""
+
+MOST_STACKS = 64
+"""Ranks with a bar of their own in the ledger; of more, those with the least useful time."""
+
+
+def text(value: object) -> str:
+    """Return any value as text that HTML shows literally."""
+    return html.escape(clean(value), quote=True)
+
+
+def section(name: str, heading: str, lead: str, body: str) -> str:
+    """Return a titled part of the page, '' without a body."""
+    remark = f'<p class="lead">{text(lead)}</p>' if lead else ""
+    return f'<section id="{name}"><h2>{text(heading)}</h2>{remark}{body}</section>' if body else ""
+
+
+def swatch(bucket: str) -> str:
+    """Return the colour square of a bucket."""
+    return f'<svg class="swatch" width="11" height="11" aria-hidden="true">{_rect(bucket, 0, 100, 11)}</svg>'
+
+
+def _rect(bucket: str, left: float, width: float, height: int, hint: str = "") -> str:
+    """Return a rectangle in a bucket's colour, striped where the style says so; `left` and `width` in percent."""
+    known = bucket if bucket in BUCKET_STYLES else "unknown"
+    box = f'x="{left:.3f}%" width="{width:.3f}%" height="{height}"'
+    title = f"<title>{text(hint)}</title>" if hint else ""
+    stripes = f'<rect {box} fill="url(#hatch)" pointer-events="none"/>' if BUCKET_STYLES[known].hatched else ""
+    return f'<rect class="b-{known}" {box}>{title}</rect>{stripes}'
+
+
+def verdict_part(why: Json) -> str:
+    """Return the headline, the fix, the user's own edit and the next command of a `headway.why/2` object."""
+    answer = verdict(why)
+    gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
+    gain += f' <span class="badge {answer.confidence.replace(" ", "-")}">{answer.confidence}</span>'
+    remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>' if answer.fix else ""
+    copies = [("In the script", answer.script), ("Next", str((why.get("verdict") or {}).get("command") or ""))]
+    blocks = "".join(
+        f'<div class="copy"><span>{label}</span><code>{text(line)}</code></div>' for label, line in copies if line
+    )
+    return f"<h1>{text(answer.sentence).replace(' x ', ' × ')}</h1>{remedy}{blocks}"
+
+
+def key_figures(why: Json, run: Json | None) -> str:
+    """Return the row of ratios under the verdict; what is not known is left out.
+
+    Replay error is the distance of `fidelity` (replayed over measured, or the
+    reverse) from 1.
+    """
+    rate = finite((run or {}).get("steps_per_s"))
+    fidelity = finite(why.get("fidelity"))
+    slowdown = finite((why.get("straggler") or {}).get("slowdown"))
+    whole = [row for row in (run or {}).get("applied") or () if row.get("name") == WHOLE_PLAN]
+    rows = [
+        ("Devices", count(why.get("devices"))),
+        ("Wall time", seconds(why.get("wall_s"))),
+        ("Steps", count(why.get("steps"))),
+        ("Steps per second", format_rate(rate) if rate is not None else "-"),
+        ("Speedup", speedup(next((row.get("measured_speedup") for row in whole), None))),
+        ("Goodput", percent(why.get("goodput"))),
+        ("Goodput in steps", percent(why.get("step_goodput"))),
+        ("MFU", percent((why.get("mfu") or {}).get("mfu"))),
+        ("Straggler slowdown", speedup(slowdown)),
+        ("Coverage", percent(why.get("coverage"))),
+        ("Replay error", percent(abs(fidelity - 1)) if fidelity is not None else "-"),
+    ]
+    known = "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in rows if value != "-")
+    return f'<dl class="figures">{known}</dl>'
+
+
+def ledger_part(why: Json, rank_ledger: Mapping[int, Mapping[str, float]]) -> str:
+    """Return the ledger: bars per rank where known, then the table of buckets and sub-lines.
+
+    `rank_ledger` maps rank -> bucket -> device-seconds; without it one bar
+    stands for all devices. Notes of the ledger follow the table.
+    """
+    ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
+    if not any(ledger.values()):
+        return ""
+    stacks = _stacks(ledger, rank_ledger)
+    total = f"{device_seconds(total_device_s(why))[:-2]} device-seconds"
+    lead = (
+        f"Every nanosecond of every device is in exactly one bucket; together they are {total} "
+        f"({plural(why.get('devices'), 'device')} x {seconds(why.get('wall_s'))})."
+    )
+    usual = _usual_basis(why)
+    lead += f" Basis: {usual}." if usual not in ("", "measured", "recorded") else ""
+    notes = "".join(f'<p class="note">{text(note)}</p>' for note in why.get("notes") or ())
+    return section("ledger", "Where the time went", lead, f"{stacks}{ledger_table(why)}{notes}")
+
+
+def ledger_table(why: Json) -> str:
+    """Return the table of buckets and sub-lines, '' where nothing was booked."""
+    ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
+    if not any(ledger.values()):
+        return ""
+    rows = "".join(_bucket_rows(why, bucket, amount, max(ledger.values())) for bucket, amount in ledger.items())
+    head = '<tr><th>Bucket</th><th class="n">Device time</th><th class="n">Share</th><th class="bar"></th></tr>'
+    return f'<table class="ledger">{head}{rows}</table>'
+
+
+def _bucket_rows(why: Json, bucket: str, amount: float, largest: float) -> str:
+    """Return the table rows of one bucket and its sub-lines, '' when it is empty."""
+    if amount <= 0 and bucket != "unknown":
+        return ""
+    total_s = total_device_s(why)
+    subs = {
+        str(name): value
+        for name, raw in (why.get("sub") or {}).items()
+        if str(name).startswith(f"{bucket}.") and (value := finite(raw) or 0.0) >= 0.0005 * total_s
+    }
+    basis = (why.get("basis") or {}).get(bucket)
+    how = f' <span class="dim">({text(basis)})</span>' if basis and basis != _usual_basis(why) else ""
+    if len(subs) == 1 and next(iter(subs.values())) > 0.98 * amount:
+        how = f' <span class="dim">{text(subs.popitem()[0].removeprefix(f"{bucket}."))}</span>{how}'
+    held = ' class="held"' if subs else ""
+    rows = [
+        f"<tr{held}><td>{swatch(bucket)}{text(bucket)}{how}</td>{_amounts(bucket, amount, largest, total_s, 14)}</tr>"
+    ]
+    ranked = sorted(subs.items(), key=lambda row: -row[1])
+    for place, (name, value) in enumerate(ranked, 1):
+        last = " last" if place == len(ranked) else ""
+        label = f'<td title="{text(SUB_LINES.get(name, ""))}">{text(name.removeprefix(f"{bucket}."))}</td>'
+        rows.append(f'<tr class="sub{last}">{label}{_amounts(bucket, value, largest, total_s, 5)}</tr>')
+    return "".join(rows)
+
+
+def _usual_basis(why: Json) -> str:
+    """Return how most of the non-empty buckets were obtained, '' when that is not said."""
+    ledger = why.get("ledger") or {}
+    said = [str(how) for bucket, how in (why.get("basis") or {}).items() if finite(ledger.get(bucket))]
+    return max(said, key=said.count, default="")
+
+
+def _amounts(bucket: str, amount: float, largest: float, total_s: float, height: int) -> str:
+    """Return the three cells of a ledger row: device-seconds, share, bar to the scale of the largest."""
+    drawn = _rect(bucket, 0, 100 * amount / largest if largest else 0, height)
+    bar = f'<svg width="100%" height="{height}" aria-hidden="true">{drawn}</svg>'
+    figures = (
+        f'<td class="n">{device_seconds(amount, largest)}</td><td class="n">{percent(share(amount, total_s))}</td>'
+    )
+    return f'{figures}<td class="bar">{bar}</td>'
+
+
+def _stacks(ledger: Mapping[str, float], rank_ledger: Mapping[int, Mapping[str, float]]) -> str:
+    """Return one stacked bar per rank, or one of the whole job when ranks are not known; the table is the legend."""
+    bars = (
+        {"all devices": ledger} if not rank_ledger else {f"rank {rank}": parts for rank, parts in rank_ledger.items()}
+    )
+    note = ""
+    if len(bars) > MOST_STACKS:
+        worst = sorted(bars, key=lambda name: bars[name].get("useful", 0.0))[:MOST_STACKS]
+        note = f'<p class="note">The {MOST_STACKS} of {count(len(bars))} ranks with the least useful time.</p>'
+        bars = {name: bars[name] for name in bars if name in set(worst)}
+    steady = {name: amount for name, amount in ledger.items() if name not in ONCE_PER_RUN}
+    if 0 < sum(steady.values()) < (1 - STARTS_SHOW) * sum(ledger.values()):  # a bar of its own, to a scale of its own
+        bar = _stack("in steps", steady, sum(steady.values()), 20)
+        note += f'<div class="stack apart">{bar}</div><p class="note">In steps: without what comes once in a run.</p>'
+    longest = max((sum(parts.values()) for parts in bars.values()), default=0.0)
+    height = 20 if len(bars) <= 16 else 8
+    rows = "".join(_stack(name, parts, longest, height) for name, parts in bars.items())
+    dense = " dense" if len(bars) > 16 else ""
+    return f'<div class="stack{dense}">{rows}</div>{note}'
+
+
+def _stack(name: str, parts: Mapping[str, float], longest: float, height: int) -> str:
+    """Return one stacked bar of `parts` (bucket -> seconds), as long as its sum beside `longest`.
+
+    Screen readers get the shares of at least 0.5 % in words, pointers get each part's figures.
+    """
+    left, drawn = 0.0, []
+    whole = sum(parts.values())
+    for bucket in [*(b for b in BUCKET_STYLES if b in parts), *(b for b in parts if b not in BUCKET_STYLES)]:
+        amount = parts[bucket]
+        if amount > 0 and longest > 0:
+            width = 100 * amount / longest
+            drawn.append(
+                _rect(
+                    bucket, left, width, height, f"{name}: {bucket} {device_seconds(amount)}, {percent(amount / whole)}"
+                )
+            )
+            left += width
+    summary = ", ".join(f"{b} {percent(v / whole)}" for b, v in parts.items() if whole and v / whole >= 0.005)
+    label = f'role="img" aria-label="{text(name)}: {text(summary)}"'
+    picture = f'<svg width="100%" height="{height}" {label}>{"".join(drawn)}</svg>'
+    return f'<span class="label">{text(name)}</span>{picture}'
+
+
+def legend(buckets: Sequence[str]) -> str:
+    """Return the colours of `buckets` by name."""
+    return f'<ul class="legend">{"".join(f"<li>{swatch(b)}{text(b)}</li>" for b in buckets)}</ul>'
+
+
+def causes_part(why: Json) -> str:
+    """Return the ranked causes of a `headway.why/2` object that are worth naming, all of them, in its order."""
+    causes = named_causes(why)
+    if not causes:
+        return ""
+    rows = "".join(_cause(place, cause, total_device_s(why)) for place, cause in enumerate(causes, 1))
+    replayed = any(finite(cause.get("predicted_speedup")) is not None for cause in causes)
+    lost = "what a run without the cause would have won, found by replaying it" if replayed else "as booked"
+    lead = f"Lost time is {lost}; causes may overlap and need not add up."
+    return section("causes", "What lost it, and what wins it back", lead, f'<ol class="causes">{rows}</ol>')
+
+
+def _cause(place: int, cause: Json, total_s: float) -> str:
+    """Return one ranked cause: name, seconds lost, predicted gain; below them what is known of it."""
+    name = str(cause.get("cause", ""))
+    gain = finite(cause.get("predicted_speedup"))
+    won = f"predicted {predicted(cause)}" if gain is not None else "no prediction"
+    style = "gain" if gain is not None and gain >= GAIN_WORTH_NAMING else "dim"
+    lost = f"{device_seconds(cause.get('lost_device_s'))} lost, {percent(share(cause.get('lost_device_s'), total_s))}"
+    facts = "".join(
+        f'<dt>{label}</dt><dd class="{label.lower()}">{text(cause[key])}</dd>'
+        for label, key in (("Where", "where"), ("Evidence", "evidence"), ("Fix", "fix"))
+        if cause.get(key)
+    )
+    if cause.get("script"):
+        facts += f'<dt>Edit</dt><dd class="edit"><code>{text(cause["script"])}</code></dd>'
+    head = (
+        f'<div class="head"><h3>{swatch(name.partition(".")[0])}{text(name)}</h3><span class="lost">{text(lost)}</span>'
+        f'<span class="won {style}">{text(won)}</span></div>'
+    )
+    return f'<li><span class="place">{place}</span><div>{head}<dl>{facts}</dl></div></li>'
+
+
+def applied_part(run: Json | None) -> str:
+    """Return predicted beside measured for every remedy of an applied plan.
+
+    All pictures share one axis of speedups that holds 1 and every value; refused
+    remedies are named below with their reason.
+    """
+    rows = list((run or {}).get("applied") or ())
+    if not rows:
+        return ""
+    done = applied(rows)
+    refused = [row for row in rows if row.get("reason_not_applied")]
+    known = [
+        v for r in done for v in (r.get("predicted_speedup"), r.get("measured_speedup"), *(r.get("interval") or ()))
+    ]
+    values = [v for raw in known if (v := finite(raw)) is not None]
+    low, high = min([*values, 1.0]), max([*values, 1.0])
+    pad = 0.06 * (high - low) or 0.1
+    body = "".join(_applied_row(row, (low - pad, high + pad)) for row in done)
+    head = (
+        '<tr><th>Remedy</th><th class="n">Predicted</th><th class="n">Measured</th><th class="n">Off by</th>'
+        '<th class="bar">tick and line: predicted, with its interval; dot: measured; hairline: 1x</th></tr>'
+    )
+    table = f'<div class="scroll"><table class="ledger">{head}{body}</table></div>' if done else ""
+    notes = "".join(
+        f'<p class="note"><span class="mono">{text(r.get("name"))}</span> was not applied: '
+        f"{text(r['reason_not_applied'])}.</p>"
+        for r in refused
+    )
+    baseline = clean((run or {}).get("baseline") or "")
+    lead = f"Steps per second against {baseline}." if baseline else "Steps per second against the run before."
+    return section("applied", "Predicted and measured", lead, table + notes)
+
+
+def _applied_row(row: Json, axis: tuple[float, float]) -> str:
+    """Return the table row of one applied remedy; the row of the whole plan is set in bold."""
+    error = prediction_error(row)
+    off = "-" if error is None else f"{100 * error:+.1f} %"
+    total = ' class="total"' if row.get("name") == WHOLE_PLAN else ""
+    return (
+        f'<tr{total}><td class="mono">{text(row.get("name"))}</td><td class="n">{text(predicted(row))}</td>'
+        f'<td class="n">{speedup(row.get("measured_speedup"))}</td><td class="n">{off}</td>'
+        f'<td class="bar">{_gain_picture(row, axis)}</td></tr>'
+    )
+
+
+def _gain_picture(row: Json, axis: tuple[float, float]) -> str:
+    """Return the predicted interval as a line, the prediction as a tick on it, the measurement as a dot."""
+    marks = [_upright(1.0, axis, "0", "18", 'stroke="var(--rule)"')]
+    bounds = [v for raw in row.get("interval") or () if (v := finite(raw)) is not None]
+    if len(bounds) == 2:
+        ends = f'x1="{_at(bounds[0], axis)}" x2="{_at(bounds[1], axis)}" y1="9" y2="9"'
+        marks.append(f'<line {ends} stroke="var(--accent)" stroke-width="3" stroke-opacity=".45"/>')
+    expected, measured = finite(row.get("predicted_speedup")), finite(row.get("measured_speedup"))
+    if expected is not None:
+        marks.append(_upright(expected, axis, "3", "15", 'stroke="var(--accent)" stroke-width="2"'))
+    if measured is not None:
+        marks.append(f'<circle cx="{_at(measured, axis)}" cy="9" r="4.5" fill="var(--ink)"/>')
+    return f'<svg width="100%" height="18" aria-hidden="true">{"".join(marks)}</svg>'
+
+
+def _at(value: float, axis: tuple[float, float]) -> str:
+    """Return the place of `value` between the ends of `axis`, in percent of the width."""
+    return f"{100 * (value - axis[0]) / (axis[1] - axis[0]):.2f}%"
+
+
+def _upright(value: float, axis: tuple[float, float], y1: str, y2: str, stroke: str) -> str:
+    """Return an upright line at `value`, from height `y1` to `y2` in pixels."""
+    return f'<line x1="{_at(value, axis)}" x2="{_at(value, axis)}" y1="{y1}" y2="{y2}" {stroke}/>'
+
+
+def plan_part(plan: Json | None) -> str:
+    """Return the proposals of every room, chosen ones marked."""
+    proposals = list((plan or {}).get("proposals") or ())
+    if plan is None or not proposals:
+        return ""
+    chosen = {str(c.get("name") if isinstance(c, Mapping) else c) for c in plan.get("chosen") or ()}
+    rows = "".join(_proposal(row, str(row.get("name")) in chosen) for row in proposals)
+    head = (
+        '<tr><th></th><th>Proposal</th><th class="n">Predicted</th><th>Applied by</th><th>Cost</th><th>Risk</th></tr>'
+    )
+    bounds = interval(plan.get("interval"))
+    together = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
+    lead = (
+        f"The chosen ones (✓) together: predicted {together} the steps per second."
+        if chosen
+        else f"{nothing_to_apply(plan)}{by_hand(plan)}"
+    )
+    return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')
+
+
+def _proposal(row: Json, chosen: bool) -> str:
+    """Return the table row of one proposal: who applies it, what it costs and risks."""
+    by = "headway" if row.get("applies") else "you"
+    style = ' class="chosen"' if chosen else ""
+    cells = "".join(f"<td>{text(row.get(key) or '-')}</td>" for key in ("cost", "risk"))
+    return (
+        f'<tr{style}><td>{"✓" if chosen else ""}</td><td class="mono">{text(row.get("name"))}</td>'
+        f'<td class="n">{text(predicted(row))}</td><td>{by}</td>{cells}</tr>'
+    )
+
+
+def straggler_part(why: Json) -> str:
+    """Return the what-if analysis of an operation trace: shares explained, slowdowns by group and by step.
+
+    A group's slowdown is that of a job in which only this group keeps its
+    observed durations (`S_g`); 1 = costs nothing.
+    """
+    report: dict[str, Any] = dict(why.get("straggler") or {})
+    if not report:
+        return ""
+    slowdown, waste = speedup(report.get("slowdown")), percent(report.get("waste"))
+    lead = (
+        f"Without stragglers the job would run {slowdown} as fast; {waste} of the time is wasted. The slowest workers "
+        f"explain {percent(report.get('M_W'))} of it (M_W), the last stage {percent(report.get('M_S'))} (M_S)."
+    )
+    by = report.get("by") or {}
+    tables = "".join(
+        _groups(heading, by.get(key) or {})
+        for heading, key in (("By operation", "optype"), ("By data-parallel rank", "dp"), ("By pipeline stage", "pp"))
+    )
+    body = f'<div class="groups">{tables}</div>{_step_slowdowns(report.get("step_slowdown") or {})}'
+    return section("stragglers", "Stragglers", lead, body)
+
+
+def _step_slowdowns(slowdowns: Mapping[str, Any]) -> str:
+    """Return one upright bar per step, as high as its slowdown above 1; neighbours are joined, the largest kept."""
+    named = [(str(step), value) for step, raw in slowdowns.items() if (value := finite(raw)) is not None]
+    known = sorted(named, key=lambda row: (not row[0].isdecimal(), len(row[0]), row[0]))
+    if len(known) < 2:
+        return ""
+    width = -(-len(known) // MOST_STEP_BARS)
+    shown = [max(known[i : i + width], key=lambda row: row[1]) for i in range(0, len(known), width)]
+    top = max(MILD_SLOWDOWN, *(value for _, value in shown))
+    bars = "".join(_step_bar(place, len(shown), step, value, top) for place, (step, value) in enumerate(shown))
+    middle = float(np.median([value for _, value in known]))
+    said = f"median {speedup(middle)}, largest {speedup(max(value for _, value in known))}"
+    picture = f'<svg class="steps" width="100%" height="{STEP_BAR_HEIGHT}" role="img" aria-label="{said}">{bars}</svg>'
+    return f'<h3>By step <span class="dim">{said}, axis from 1x to {speedup(top)}</span></h3>{picture}'
+
+
+def _step_bar(place: int, number: int, step: str, value: float, top: float) -> str:
+    """Return the bar of one step; `place` of `number` bars, `top` is the slowdown that fills the height."""
+    height = STEP_BAR_HEIGHT * max(0.0, value - 1) / (top - 1)
+    box = f'x="{100 * place / number:.3f}%" width="{80 / number:.3f}%"'
+    edge = f'y="{STEP_BAR_HEIGHT - height:.1f}" height="{height:.1f}"'
+    return f'<rect class="b-straggler" {box} {edge}><title>step {text(step)}: {speedup(value)}</title></rect>'
+
+
+def _groups(heading: str, groups: Mapping[str, Any]) -> str:
+    """Return a small table of slowdowns, the largest first, at most 12."""
+    known = sorted(((v, str(name)) for name, raw in groups.items() if (v := finite(raw)) is not None), reverse=True)
+    if not known:
+        return ""
+    excess = max(value for value, _ in known) - 1
+    rows = "".join(_group(name, value, excess) for value, name in known[:12])
+    more = f'<p class="note">and {count(len(known) - 12)} more</p>' if len(known) > 12 else ""
+    return f"<div><h3>{heading}</h3><table>{rows}</table>{more}</div>"
+
+
+def _group(name: str, value: float, excess: float) -> str:
+    """Return the table row of one group; the longest bar stands for `excess` above 1."""
+    drawn = _rect("straggler", 0, 100 * max(0.0, value - 1) / excess if excess > 0 else 0, 9)
+    bar = f'<svg width="100%" height="9" aria-hidden="true">{drawn}</svg>'
+    return f'<tr><td>{text(name)}</td><td class="n">{speedup(value)}</td><td class="bar">{bar}</td></tr>'
+
+
+def heat_table(heat: HeatMap) -> str:
+    """Return a small heat map as a table with its figures in the cells.
+
+    Figures stay readable without colour, for screen readers and on paper.
+    """
+    rows, columns = heat.names()
+    known = heat.values[np.isfinite(heat.values)]
+    most = max([MILD_SLOWDOWN, *known.tolist()])
+    head = "".join(f'<th scope="col">{text(heat.column_title)} {text(name)}</th>' for name in columns)
+    body = ""
+    for name, values in zip(rows, heat.values.tolist(), strict=True):
+        cells = "".join(_heat_cell(value, most) for value in values)
+        body += f'<tr><th scope="row">{text(heat.row_title)} {text(name)}</th>{cells}</tr>'
+    return f'<div class="scroll"><table class="heat"><tr><td></td>{head}</tr>{body}</table></div>'
+
+
+def _heat_cell(value: float, most: float) -> str:
+    """Return a table cell whose shade runs from 1 (pale) to `most`; a dash where nothing was recorded."""
+    if not np.isfinite(value):
+        return '<td class="dim">–</td>'
+    part = max(0.0, value - 1) / (most - 1)
+    paint = f"background:color-mix(in oklab,var(--heat-1) {100 * part:.0f}%,var(--heat-0))"
+    return f'<td{" class=hot" if part > 0.5 else ""} style="{paint}">{value:.2f}</td>'
+
+
+def facts_part(facts: Mapping[str, Any]) -> str:
+    """Return what is known of the run: host, versions, script; the caller has removed secrets.
+
+    Empty values are left out.
+    """
+    rows = "".join(
+        f"<dt>{text(str(name).replace('_', ' '))}</dt><dd>{_fact(value)}</dd>"
+        for name, value in facts.items()
+        if value not in EMPTY
+    )
+    return section("facts", "Facts of the run", "", f'<dl class="facts">{rows}</dl>' if rows else "")
+
+
+def _fact(value: Any) -> str:
+    """Return a fact as text: mappings one entry per line without the empty ones, sequences joined by blanks."""
+    if isinstance(value, Mapping):
+        return "<br>".join(f"{text(k)} = {text(v)}" for k, v in value.items() if v not in EMPTY)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return text(" ".join(str(part) for part in value))
+    return text(value)
+
+
+def traceback_part(run: Json | None) -> str:
+    """Return the first failing rank's traceback, verbatim but for characters that cannot be printed."""
+    end = (run or {}).get("exit") or {}
+    if not end.get("traceback"):
+        return ""
+    lines = "\n".join(
+        html.escape("".join(c if c.isprintable() else " " for c in line)) for line in str(end["traceback"]).splitlines()
+    )
+    return section("failure", "How it failed", ending({**end, "traceback": ""}), f"<pre>{lines}</pre>")

@@ -1,0 +1,271 @@
+"""The answer of `headway why` as terminal text: the first screen anybody sees.
+
+`render_why` takes the `headway.why/2` object and returns a string: one
+sentence, the ledger as bars, the ranked causes with their fixes, the next
+command to type. The other verbs' screens are in `screens.py` and offered here
+too. Nothing is printed: the command prints. Times in seconds, shares in
+percent of devices x wall.
+
+>>> why = {"devices": 2, "steps": 9, "wall_s": 10.0, "goodput": 0.9, "coverage": 1.0,
+...        "ledger": {"useful": 18.0, "input": 2.0}, "causes": []}
+>>> print(render_why(why, width=88).splitlines()[2].strip())
+90.0 % of 2 devices x 10 s was useful work; no loss stands out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headway.report.figures import (
+    GAIN_WORTH_NAMING,
+    Json,
+    bucket_style,
+    clean,
+    count,
+    device_seconds,
+    finite,
+    goodput_of,
+    named_causes,
+    percent,
+    plural,
+    predicted,
+    seconds,
+    share,
+    speedup,
+    total_device_s,
+    verdict,
+)
+from headway.report.paper import (
+    ScreenOptions,
+    add_row,
+    bar,
+    command_line,
+    draw,
+    grid,
+    joined,
+    paragraph,
+    screen_of,
+    thin_bar,
+    title,
+)
+from headway.report.screens import (
+    render_compare,
+    render_doctor,
+    render_plan,
+    render_run,
+    render_stalls,
+    render_trace_info,
+    render_whatif,
+)
+from headway.report.text.job_lines import job_lines
+
+__all__ = [
+    "ScreenOptions",
+    "render_compare",
+    "render_doctor",
+    "render_hints",
+    "render_plan",
+    "render_run",
+    "render_stalls",
+    "render_trace_info",
+    "render_whatif",
+    "render_why",
+    "screen_of",
+]
+
+MOST_CAUSES = 6
+"""Causes told in full; the rest is named in one line."""
+
+MOST_WORKERS = 5
+"""Slowest workers named under an operation trace."""
+
+MINOR_BUCKET = 0.01
+"""Share of the device time below which a bucket's sub-lines are left to the report."""
+
+BASIS_PHRASES: dict[str, str] = {
+    "remainder": "time not otherwise explained",
+    "sampled": "from sampled windows",
+    "kernels": "from kernels",
+}
+"""How a bucket was obtained -> how that is said; anything else is said as it stands."""
+
+
+def render_why(why: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.why/2` object; `source` is the run or trace as the user named it."""
+    width, unicode = screen.get("width", 88), screen.get("unicode", True)
+    parts: list[RenderableType] = [_head(why, source, width), "", *_verdict(why)]
+    if any((why.get("ledger") or {}).values()):
+        parts += ["", *_ledger(why, width, unicode)]
+    if why.get("straggler"):
+        parts += ["", *_straggler(why["straggler"])]
+    parts += _causes(why)
+    lines = job_lines(why)
+    if lines:
+        parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
+    command = (why.get("verdict") or {}).get("command")
+    if command:
+        parts += ["", command_line("Next", clean(command))]
+    return draw(parts, **screen)
+
+
+def render_hints(why: Json, *, reason: str, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway plan` where nothing can be predicted: why, and what to do about each cause."""
+    parts: list[RenderableType] = [
+        title("headway plan", clean(source), width=screen.get("width", 88)), "",
+        paragraph(f"No predictions, and no plan: {clean(reason)}", style="bold"),
+        *_causes(why),
+    ]  # fmt: skip
+    return draw(parts, **screen)
+
+
+def _head(why: Json, source: str, width: int) -> Table:
+    """Return the first line: the verb; source, devices, steps and wall at the right edge."""
+    steps = plural(why.get("steps"), "step") if why.get("steps") is not None else ""
+    aside = joined([clean(source), plural(why.get("devices"), "device"), steps, seconds(why.get("wall_s"))])
+    return title("headway why", aside, width=width)
+
+
+def _verdict(why: Json) -> list[RenderableType]:
+    """Return the sentence, and below it the fix with its predicted gain."""
+    answer = verdict(why)
+    parts: list[RenderableType] = [paragraph(answer.sentence, style="bold")]
+    if answer.fix:
+        gain = f" Predicted {answer.gain} the steps per second." if answer.gain else ""
+        parts.append(paragraph(Text.assemble(("Fix: ", "bold"), answer.fix.rstrip(".") + ".", gain)))
+    return parts
+
+
+def _ledger(why: Json, width: int, unicode: bool) -> list[RenderableType]:
+    """Return the bar table: buckets that hold anything, sub-lines below them, bars to the scale of the largest."""
+    total_s = total_device_s(why)
+    ledger: dict[str, float] = {b: finite(v) or 0.0 for b, v in why["ledger"].items()}
+    largest = max(ledger.values()) or 1.0
+    bar_columns = max(8, width - 44)
+    table = grid("left", "right", "right", "fill", gap=2)
+
+    def line(name: str, amount: float, bucket: str, shape: Callable[..., str], dim: str = "") -> None:
+        drawn = Text(shape(amount / largest, bar_columns, unicode=unicode), f"color({bucket_style(bucket).ansi})")
+        part = percent(share(amount, total_s))
+        add_row(table, Text(name, dim), Text(device_seconds(amount, largest), dim), Text(part, dim), drawn)
+
+    for bucket, amount in ledger.items():
+        if amount <= 0 and bucket != "unknown":
+            continue
+        line(bucket, amount, bucket, bar)
+        for sub, part in _sub_lines(why, bucket).items():
+            line(f"  {sub}", part, bucket, thin_bar, "dim")
+    heading = Text.assemble(
+        "  ", ("Where ", "bold"), (f"{device_seconds(total_s)[:-2]} device-seconds", "bold"), (" went", "bold")
+    )
+    return [heading, table, *_footnotes(why, ledger)]
+
+
+def _sub_lines(why: Json, bucket: str) -> dict[str, float]:
+    """Return sub-line -> device-seconds of one bucket, largest first; {} where they say no more than it."""
+    floor = 0.0005 * total_device_s(why)
+    rows = {
+        str(name).removeprefix(f"{bucket}."): finite(value) or 0.0
+        for name, value in (why.get("sub") or {}).items()
+        if str(name).startswith(f"{bucket}.")
+    }
+    if sum(rows.values()) < MINOR_BUCKET * total_device_s(why):
+        return {}
+    kept = {name: value for name, value in rows.items() if value > floor}
+    if len(kept) < 2:
+        return {}
+    return dict(sorted(kept.items(), key=lambda row: -row[1]))
+
+
+def _footnotes(why: Json, ledger: dict[str, float]) -> list[RenderableType]:
+    """Return the line of ratios, and what is not measured directly."""
+    fidelity = finite(why.get("fidelity"))
+    facts = [
+        goodput_of(why) or "goodput -",
+        f"covered {percent(why.get('coverage'))}" if finite(why.get("coverage")) is not None else "",
+        f"replay within {percent(abs(fidelity - 1))}" if fidelity is not None else "",
+    ]
+    basis: dict[str, list[str]] = {}
+    for bucket, how in (why.get("basis") or {}).items():
+        if ledger.get(bucket) and how not in ("measured", "recorded", "", None):
+            basis.setdefault(clean(how), []).append(bucket)
+    notes = [f"{_listed(buckets)} {BASIS_PHRASES.get(how, how)}" for how, buckets in basis.items()]
+    said = [paragraph(_sentence(clean(note)), style="dim") for note in why.get("notes") or ()]
+    return ["", paragraph(joined(facts + notes), style="dim"), *said]
+
+
+def _sentence(note: str) -> str:
+    """Return a note with a capital where it is a sentence of its own."""
+    return note[:1].upper() + note[1:] if note.endswith(".") else note
+
+
+def _listed(names: list[str]) -> str:
+    """Return names as a list in words: 'useful, comm and host'."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _causes(why: Json) -> list[RenderableType]:
+    """Return the ranked causes, each with where, evidence and fix."""
+    causes = named_causes(why)
+    if not causes:
+        return []
+    total_s = total_device_s(why)
+    parts: list[RenderableType] = ["", Text("  What lost it, and what wins it back", style="bold")]
+    for place, cause in enumerate(causes[:MOST_CAUSES], 1):
+        parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
+    rest = [clean(c.get("cause")) for c in causes[MOST_CAUSES:]]
+    if rest:
+        parts += ["", paragraph(f"and {len(rest)} smaller: {', '.join(rest)}", style="dim")]
+    return parts
+
+
+def _cause_head(place: int, cause: Json, total_s: float) -> Table:
+    """Return the line of a cause: place, name, device-seconds lost; predicted gain at the right."""
+    lost = joined(
+        [f"{device_seconds(cause.get('lost_device_s'))} lost", percent(share(cause.get("lost_device_s"), total_s))]
+    )
+    gain = finite(cause.get("predicted_speedup"))
+    text = f"predicted {predicted(cause)}" if gain is not None else "no prediction"
+    table = grid("left", "left", "fill", "right")
+    style = "bold green" if gain is not None and gain >= GAIN_WORTH_NAMING else "dim"
+    add_row(table, f"{place}", Text(clean(cause.get("cause")), style="bold"), lost, Text(text, style=style))
+    return table
+
+
+def _cause_body(cause: Json) -> list[RenderableType]:
+    """Return where a cause was seen, the evidence and the fix, wrapped below one another."""
+    rows = [("where", cause.get("where")), ("seen", cause.get("evidence")), ("fix", cause.get("fix"))]
+    rows += [("edit", cause.get("script"))]
+    table = grid("left", "fold", indent=5)
+    for label, text in rows:
+        if text:
+            add_row(table, Text(label.ljust(5), style="dim"), clean(text))
+    return [table]
+
+
+def _straggler(report: Json) -> list[RenderableType]:
+    """Return the figures of the what-if analysis of an operation trace.
+
+    One line of ratios, then the slowest workers, operations, DP ranks and
+    stages with their slowdowns (1.00x = costs nothing).
+    """
+    facts = [
+        f"{speedup(report.get('slowdown'))} slower than without stragglers",
+        f"{percent(report.get('waste'))} of the time wasted",
+        f"of it the slowest workers explain {percent(report.get('M_W'))} (M_W)",
+        f"the last stage {percent(report.get('M_S'))} (M_S)",
+    ]
+    by: dict[str, Any] = report.get("by") or {}
+    table = grid("left", "fold")
+    for label, key in (("worker dp/pp", "worker"), ("operation", "optype"), ("dp rank", "dp"), ("stage", "pp")):
+        groups = {str(name): finite(value) for name, value in (by.get(key) or {}).items()}
+        ranked = sorted(((v, name) for name, v in groups.items() if v is not None), reverse=True)
+        if ranked:
+            most = ", ".join(f"{clean(name)} {speedup(v)}" for v, name in ranked[:MOST_WORKERS])
+            more = f" ({count(len(ranked) - MOST_WORKERS)} more)" if len(ranked) > MOST_WORKERS else ""
+            add_row(table, Text(label, style="dim"), most + more)
+    return [Text("  Stragglers", style="bold"), paragraph(joined(facts)), table]

@@ -1,0 +1,1 @@
+"""Gradient buckets of DDP replayed: windows, threads, links, edits, compression."""

@@ -1,0 +1,279 @@
+"""Edits of a data-parallel step: one operation N times as slow, compute faster, another bucket size.
+
+Pure functions from a `Step` to a `Step`. An operation is what its name matches
+on the training thread, with everything inside it; of a forward operation also
+its backward, by the profiler's arrows: an annotated layer is both. Bucket
+sizes are laid out by DDP's rule over the gradients in their observed order;
+what it costs to copy a gradient moves with it. Sizes in bytes, times in ns.
+
+>>> covered(np.array([0, 20]), np.array([10, 30]), np.array([0, 5, 25, 40])).tolist()
+[0, 5, 15, 20]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.sim.ddp import ddp_buckets
+from headway.sim.ddp.ddp_device import rows_of
+from headway.sim.ddp.ddp_step import Step
+from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
+from headway.sim.ddp.ddp_window import Ints
+from headway.trace.events.trace import Trace
+from headway.trace.profiler.kineto_names import FORWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients of a model in the order in which they become ready."""
+
+    size: tuple[int, ...]
+    """[g] Bytes."""
+
+    kind: tuple[str, ...]
+    """[g] Type: gradients of two types never share a bucket."""
+
+    limit: tuple[int, int]
+    """Limits of the first and of further buckets in the recorded run, bytes."""
+
+
+def gradients_of(models: Sequence[Mapping[str, Any]]) -> Gradients:
+    """Return the gradients that the run noted. Raises `InputError` when it noted none, several models, or no order."""
+    if len(models) != 1:
+        raise InputError(
+            f"the run noted {len(models)} DistributedDataParallel models; another bucket size can be laid out for one. "
+            "Record it again with deep windows (headway run --windows), or try the size live."
+        )
+    model = models[0]
+    sizes, types, order = model["parameter_bytes"], model["parameter_types"], model["order"]
+    if sorted(order) != list(range(len(sizes))):
+        raise InputError(
+            f"DDP has rebuilt its buckets for {len(order)} of {len(sizes)} parameters: the order in which gradients "
+            "become ready is not known. Try the size live."
+        )
+    return Gradients(
+        tuple(int(sizes[index]) for index in order),
+        tuple(str(types[index]) for index in order),
+        (int(model["first_bucket_bytes"]), int(model["bucket_bytes"])),
+    )
+
+
+def matched(names: Sequence[str], pattern: str) -> NDArray[np.bool_]:
+    """Return [names] bool: which names `pattern` (a glob) matches."""
+    return np.array([fnmatchcase(name, pattern) for name in names], dtype=bool)
+
+
+def scaled(step: Step, window: Trace, factors: Sequence[tuple[str, float]]) -> Step:
+    """Return `step` with operations that match each (glob, factor) taking that many times as long."""
+    threads = []
+    for thread in step.threads:
+        trace = rows_of(window.where(window.events["rank"] == thread.rank))
+        own = thread.own_ns.astype(np.float64)
+        for pattern, factor in factors:
+            begin, end = _stretches(trace, pattern)
+            inside = covered(begin, end, thread.begin_ns + thread.own_ns) - covered(begin, end, thread.begin_ns)
+            share = np.where(thread.what == WAIT, 0.0, inside / np.maximum(thread.own_ns, 1))
+            own *= 1 + (factor - 1) * share
+        threads.append(replace(thread, own_ns=np.rint(own).astype(np.int64)))
+    return replace(step, threads=tuple(threads))
+
+
+def accelerated(step: Step, speed: float) -> Step:
+    """Return `step` with all work of the training threads `speed` times as fast."""
+    works = [np.isin(thread.what, (WORK, COPY)) for thread in step.threads]
+    threads = [
+        replace(thread, own_ns=np.where(work, np.rint(thread.own_ns / speed), thread.own_ns).astype(np.int64))
+        for thread, work in zip(step.threads, works, strict=True)
+    ]
+    return replace(step, threads=tuple(threads))
+
+
+def paced(step: Step, paces: Mapping[int, float]) -> Step:
+    """Return `step` with the work of each rank times its pace (`ddp_pace`); a rank not listed keeps its own."""
+    threads = [
+        replace(
+            thread,
+            own_ns=np.where(thread.what == WORK, np.rint(thread.own_ns * paces.get(thread.rank, 1.0)), thread.own_ns)
+            .astype(np.int64),
+        )
+        for thread in step.threads
+    ]  # fmt: skip
+    return replace(step, threads=tuple(threads))
+
+
+def _stretches(trace: Trace, pattern: str) -> tuple[Ints, Ints]:
+    """Return the stretches of the main thread that matching operations and their backward cover, apart from others."""
+    events = trace.events
+    main = np.isin(events["lane"], [code for code, name in enumerate(trace.lanes) if name == "main"])
+    start, end = events["start_ns"], events["start_ns"] + events["duration_ns"]
+    hit = main & matched([*trace.names, ""], pattern)[events["name"]]
+    begin, until = _union(start[hit], end[hit])
+    arrows = main & (events["corr"] >= FORWARD)
+    inside = arrows & (covered(begin, until, end) - covered(begin, until, start) >= np.maximum(end - start, 1))
+    partner = arrows & np.isin(events["corr"], events["corr"][inside])
+    return _union(start[hit | partner], end[hit | partner])
+
+
+def _union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Return disjoint stretches in order."""
+    if not start.size:
+        return start, end
+    order = np.argsort(start, kind="stable")
+    start, reach = start[order], np.maximum.accumulate(end[order])
+    fresh = np.concatenate([[True], start[1:] > reach[:-1]])
+    return start[fresh], reach[np.concatenate([np.flatnonzero(fresh)[1:] - 1, [start.size - 1]])]
+
+
+def covered(begin: Ints, end: Ints, at: Ints) -> Ints:
+    """Return how much of the time up to each instant `at` the disjoint stretches cover."""
+    if not begin.size:
+        return np.zeros(at.size, np.int64)
+    total = np.concatenate([[0], np.cumsum(end - begin)])
+    place = np.searchsorted(begin, at, side="right") - 1
+    inside = np.minimum(at, end[np.maximum(place, 0)]) - begin[np.maximum(place, 0)]
+    return np.where(place >= 0, total[np.maximum(place, 0)] + inside, 0)
+
+
+def with_buckets(step: Step, gradients: Gradients, bucket_mb: float | str) -> Step:
+    """Return `step` with the gradients in buckets of another size (MiB, or 'default').
+
+    Raises `InputError` when the recorded buckets are not those that DDP's rule gives for the recorded limits: then the
+    rule does not tell what another size would do.
+    """
+    recorded = ddp_buckets.assign(gradients.size, gradients.kind, gradients.limit)
+    _check(step, gradients, recorded)
+    buckets = ddp_buckets.assign(gradients.size, gradients.kind, ddp_buckets.limits(bucket_mb))
+    threads, layout = [], []
+    for thread in step.threads:
+        walk = _Walk(thread, buckets)
+        threads.append(walk.thread())
+        layout.append(walk.collectives)
+    if any(other != layout[0] for other in layout[1:]):
+        raise InputError("ranks would queue their collectives in different orders. Try the size live.")
+    sizes = [sum(gradients.size[index] for index in bucket) for bucket in buckets]
+    old = np.array([index for index, _ in layout[0]], np.int64)
+    bucket_of = np.array([bucket for _, bucket in layout[0]], np.int64)
+    return replace(
+        step,
+        threads=tuple(threads),
+        size=np.where(bucket_of >= 0, np.array(sizes)[bucket_of], step.size[old]),
+        own_ns=np.where(bucket_of >= 0, 0, step.own_ns[old]),
+        alone=np.where((bucket_of >= 0)[:, None], False, step.alone[old]),
+    )
+
+
+def _check(step: Step, gradients: Gradients, recorded: list[list[int]]) -> None:
+    """Refuse a step whose buckets are not `recorded`."""
+    expected = [sum(gradients.size[index] for index in bucket) for bucket in recorded]
+    thread = step.threads[0]
+    calls = (thread.what == CALL) & (thread.backward >= 0)
+    for backward in np.unique(thread.backward[calls]):
+        seen = step.size[thread.ref[calls & (thread.backward == backward)]].tolist()
+        if seen != expected:
+            raise InputError(
+                f"the window shows buckets of {seen} bytes, DDP's rule gives {expected} for this run: another size "
+                "cannot be laid out. Try it live."
+            )
+
+
+class _Walk:
+    """One rank's items laid out anew: gradients queue other buckets, the finaliser waits for those."""
+
+    def __init__(self, thread: Thread, buckets: list[list[int]]) -> None:
+        self.old, self.buckets = thread, buckets
+        self.collectives: list[tuple[int, int]] = []
+        """(old index or 0, bucket or -1) of each collective in the order of its call."""
+        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._renamed: dict[int, int] = {}
+
+    def thread(self) -> Thread:
+        """Walk the items and return the new thread."""
+        old = self.old
+        synced = np.unique(old.backward[(old.what == CALL) & (old.backward >= 0)]).tolist()
+        plans = {backward: _Backward(old, backward, self.buckets) for backward in synced}
+        for row in range(old.what.size):
+            plan = plans.get(int(old.backward[row]))
+            inside = next((p for p in plans.values() if p.first <= row <= p.last), None)
+            if inside is not None and (plan is inside or old.what[row] == WORK):
+                if row == inside.first:
+                    self._finalise(inside)
+            elif plan is None:
+                self._keep(row)
+            elif old.what[row] == GRAD:
+                self._keep(row)
+                for bucket in plan.ready(int(old.ref[row])):
+                    self._call(plan, bucket, row)
+        columns = np.array(self._rows, np.int64).reshape(-1, 5).T
+        return replace(
+            old, what=columns[0], begin_ns=columns[1], own_ns=columns[2], ref=columns[3], backward=columns[4]
+        )
+
+    def _keep(self, row: int) -> None:
+        """Keep an item; its collective may have another number now."""
+        old, ref = self.old, int(self.old.ref[row])
+        if old.what[row] == CALL:
+            self._renamed[ref] = len(self.collectives)
+            self.collectives.append((ref, -1))
+        if old.what[row] in (CALL, WAIT):
+            ref = self._renamed[ref]
+        self._add(int(old.what[row]), row, int(old.own_ns[row]), ref)
+
+    def _call(self, plan: _Backward, bucket: int, row: int) -> None:
+        """Queue a bucket after the gradient that completed it."""
+        plan.queued[bucket] = len(self.collectives)
+        self._add(CALL, row, plan.call_ns, len(self.collectives))
+        self.collectives.append((0, bucket))
+
+    def _finalise(self, plan: _Backward) -> None:
+        """Wait for each bucket in order, then copy its gradients out."""
+        for bucket, members in enumerate(self.buckets):
+            self._add(WAIT, plan.first, plan.wait_ns, plan.queued[bucket])
+            self._add(WORK, plan.first, round(plan.rest_ns * len(members) / plan.count), -1)
+            for index in members:
+                if plan.copy_ns[index]:
+                    self._add(COPY, plan.first, plan.copy_ns[index], index)
+
+    def _add(self, what: int, row: int, own: int, ref: int) -> None:
+        self._rows.append((what, int(self.old.begin_ns[row]), own, ref, int(self.old.backward[row])))
+
+
+class _Backward:
+    """What one synchronised backward of a thread costs, apart from how its gradients are put into buckets."""
+
+    def __init__(self, thread: Thread, number: int, buckets: list[list[int]]) -> None:
+        mine = thread.backward == number
+        self.count = sum(len(bucket) for bucket in buckets)
+        grads = int((mine & (thread.what == GRAD)).sum())
+        if grads != self.count:
+            raise InputError(
+                f"a backward of the window made {grads} gradients ready, the model has {self.count}. Another bucket "
+                "size can be laid out only when each step's backward makes all of them ready once; try it live."
+            )
+        region = np.flatnonzero(mine & np.isin(thread.what, (WAIT, COPY)))
+        self.first, self.last = int(region.min()), int(region.max())
+        """Rows of the finaliser."""
+        rows = np.arange(thread.what.size)
+        inside = (rows >= self.first) & (rows <= self.last)
+        self.call_ns = round(float(np.median(thread.own_ns[mine & (thread.what == CALL)])))
+        self.wait_ns = round(float(np.median(thread.own_ns[mine & (thread.what == WAIT)])))
+        self.rest_ns = int(thread.own_ns[inside & (thread.what == WORK)].sum())
+        self.copy_ns = [0] * self.count
+        for row in np.flatnonzero(mine & (thread.what == COPY)).tolist():
+            self.copy_ns[int(thread.ref[row])] = int(thread.own_ns[row])
+        self.queued: dict[int, int] = {}
+        self._open = [max(bucket) for bucket in buckets]
+
+    def ready(self, index: int) -> range:
+        """Return the buckets that can be queued once gradients up to `index` are ready: in order, none before it."""
+        first = len(self.queued)
+        last = first
+        while last < len(self._open) and self._open[last] <= index:
+            last += 1
+        return range(first, last)

@@ -1,0 +1,1 @@
+"""A recorded run as a program: lanes, loaders, device work, what a replay of it takes."""

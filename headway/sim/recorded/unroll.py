@@ -1,0 +1,492 @@
+"""A recorded run, unrolled into operations with an order: what `program` replays.
+
+Every segment of a training thread and every load becomes operations; cores
+are a lane with as many places as the host has usable cores, shared storage is
+a lane with one place, all else is bounded by its edges only. Long CPU work is
+cut into quanta, as the scheduler of an operating system shares cores. What
+else wants the cores (`contention`) has operations of its own. Times are ns; the
+Dag is for `greedy`.
+
+>>> [LABELS[code] for code in np.flatnonzero(ON_CORE)]
+['input.next', 'host.gc', 'host.collect']
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.units import NS_PER_MS
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.greedy import greedy
+from headway.sim.pipeline.actions import F
+from headway.sim.recorded.contention import Contention, rival_cycles
+from headway.sim.recorded.device_work import DeviceWork
+from headway.sim.recorded.lane import COMPUTE, LABEL, LABELS, ON_THREAD, Lane
+from headway.sim.recorded.loader_costs import Costs
+from headway.sim.recorded.loader_model import Loading
+from headway.sim.recorded.recording import Recording
+from headway.sim.whatif.edits import Scenario
+
+QUANTUM_NS = 5 * NS_PER_MS
+"""CPU work is cut into quanta of this length where more threads want cores than there are."""
+
+MAX_QUANTA = 16
+"""Into how many at most: longer work gets longer quanta."""
+
+BURST = 8
+"""Pieces of CPU work that a thread does before the token of the first is due: below its share a job is not delayed."""
+
+LEAST_BESIDE = 0.1
+"""Cores beside the training thread below which no thread of kernels is replayed: marks and wakers take as much."""
+
+CORES, STORAGE, TOKENS, FREE = 0, 1, 2, -1
+"""Lanes of the first host, those of host h are 3 h more; operations on FREE are bounded by their edges only."""
+
+HOST_LANES = 3
+"""Lanes of a host."""
+
+COMM = np.array([label.startswith("comm.") for label in LABELS])
+"""[LABELS] Communication."""
+
+ON_CORE = np.isin(LABELS, ["host.gc", "host.collect", "input.next"])
+"""[LABELS] What surely occupies a core of the host, compute aside."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unrolled:
+    """Operations of all ranks, and where their steps end."""
+
+    dag: Dag
+    """The order."""
+
+    duration_ns: NDArray[np.int64]
+    """[n] How long each takes."""
+
+    capacity: NDArray[np.int64]
+    """[3 x hosts] Places on CORES, STORAGE and TOKENS of each host."""
+
+    step_op: NDArray[np.int64]
+    """[ranks, k] Operation that ends each step."""
+
+    last_op: tuple[NDArray[np.int64], ...]
+    """Per rank [m]: the last operation of each segment of its training thread."""
+
+    horizon_ns: float = float("inf")
+    """Until when other load competes for the cores: a replay that ends later needs a later horizon."""
+
+    def step_end_ns(self) -> NDArray[np.int64]:
+        """Replay it and return [ranks, k] when each step ends, from 0."""
+        times = greedy(self.dag, self.duration_ns, capacity=self.capacity)
+        return np.asarray(times.end_ns[self.step_op], dtype=np.int64)
+
+
+@dataclass(slots=True)
+class _Ops:
+    """Operations and edges as they are collected."""
+
+    lane: list[NDArray[np.int64]] = field(default_factory=list)
+    duration: list[NDArray[np.int64]] = field(default_factory=list)
+    src: list[NDArray[np.int64]] = field(default_factory=list)
+    dst: list[NDArray[np.int64]] = field(default_factory=list)
+    lag: list[NDArray[np.int64]] = field(default_factory=list)
+    quantum: int = 0
+    """Length of the pieces into which CPU work is cut, ns; 0 = it is not cut."""
+    limit: float = float("inf")
+    """Cores' worth of CPU work for which tokens are given out."""
+    n: int = 0
+    moved: int = 0
+
+    def add(self, lane: NDArray[np.int64], duration: NDArray[np.int64]) -> int:
+        """Append operations; returns the index of the first."""
+        self.lane.append(lane)
+        self.duration.append(duration)
+        self.n += lane.size
+        return self.n - lane.size
+
+    def move(self, offset: int) -> None:
+        """Put what was appended since the last call on the lanes of another host: `offset` more, FREE stays."""
+        self.lane[self.moved :] = [np.where(lane >= 0, lane + offset, lane) for lane in self.lane[self.moved :]]
+        self.moved = len(self.lane)
+
+    def link(self, src: NDArray[np.int64], dst: NDArray[np.int64], lag: NDArray[np.int64] | None = None) -> None:
+        """Append edges."""
+        self.src.append(src)
+        self.dst.append(dst)
+        self.lag.append(np.zeros(src.size, np.int64) if lag is None else lag)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Occupancy:
+    """What compute does with the cores of its host, [ranks] each, as shares of its duration."""
+
+    busy: NDArray[np.float64]
+    """The training thread occupies a core."""
+
+    waiting: NDArray[np.float64]
+    """It was ready to run and had none; contention makes such waits anew."""
+
+    beside: NDArray[np.float64]
+    """Cores that other threads of the rank occupy meanwhile (those of torch's kernels)."""
+
+
+def unroll(
+    recording: Recording,
+    loading: tuple[Loading, ...],
+    *,
+    segment_ns: tuple[NDArray[np.float64], ...],
+    occupancy: Occupancy,
+    contention: Contention,
+    shared_storage: bool,
+    horizon_ns: float,
+    accelerator: float = 1.0,
+) -> Unrolled:
+    """Build the operations.
+
+    `loading` and `segment_ns` ([m] durations after the edits) are per rank.
+    Other load competes until `horizon_ns`; devices that were seen are
+    `accelerator` times as fast.
+    """
+    wanted = [
+        int(busy > 0 or (part.workers == 0).any()) + math.ceil(beside) + int(part.workers.max(initial=0))
+        for busy, beside, part in zip(occupancy.busy, occupancy.beside, loading, strict=True)
+    ]
+    threads = np.bincount(recording.host, weights=wanted).max()
+    bound = contention.bound and threads > contention.limit
+    ops = _Ops(
+        quantum=QUANTUM_NS if bound or threads + contention.rivals > contention.cores else 0,
+        limit=contention.limit if bound else float("inf"),
+    )
+    first, last = [], []
+    for index, lane in enumerate(recording.lanes):
+        parts, lanes = _segment_parts(recording, index, loading[index], segment_ns[index], occupancy, shared_storage)
+        begin, end = _chain(ops, parts, lanes, keep=2)
+        ops.link(end[:-1], begin[1:])
+        first.append(begin)
+        last.append(end)
+        _beside(ops, lane, parts[:, 1] * ON_THREAD[lane.label], float(occupancy.beside[index]), begin, end)
+        _workers(ops, recording, index, loading[index], begin, end, shared_storage)
+        work = recording.devices[index]
+        if work is not None:
+            _device(ops, work, begin, end, accelerator)
+        assert begin.size == lane.label.size
+        ops.move(HOST_LANES * int(recording.host[index]))
+    _meet(ops, recording, first, last)
+    _exchange(ops, recording, first, last)
+    for host in range(int(recording.host.max()) + 1):
+        _others(ops, contention, horizon_ns)
+        ops.move(HOST_LANES * host)
+    dag = Dag.from_edges(
+        ops.n,
+        np.concatenate(ops.src),
+        np.concatenate(ops.dst),
+        lane=np.concatenate(ops.lane),
+        lag_ns=np.concatenate(ops.lag),
+        lane_order=False,
+    )
+    step_op = np.array([end[_last_of_steps(lane)] for end, lane in zip(last, recording.lanes, strict=True)])
+    capacity = np.tile([contention.cores, 1, 1], int(recording.host.max()) + 1)
+    return Unrolled(dag, np.concatenate(ops.duration), capacity, step_op, tuple(last), horizon_ns)
+
+
+def _others(ops: _Ops, contention: Contention, horizon_ns: float) -> None:
+    """Append the threads that queue for the cores beside the job's own; no token is theirs, their work comes cut."""
+    ops.quantum, ops.limit = 0, float("inf")
+    for cycles in rival_cycles(contention, horizon_ns, QUANTUM_NS):
+        begin, end = _chain(ops, cycles, np.tile(np.array([CORES, FREE]), (len(cycles), 1)), keep=0)
+        ops.link(end[:-1], begin[1:])
+
+
+def _beside(
+    ops: _Ops,
+    lane: Lane,
+    compute_ns: NDArray[np.float64],
+    cores: float,
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+) -> None:
+    """Append the threads that compute beside the training thread: each of its kernels ends when the last one has."""
+    count = math.ceil(cores - LEAST_BESIDE)
+    which = np.flatnonzero(compute_ns > 0)
+    if count <= 0 or not which.size:
+        return
+    parts = compute_ns[which, None] * min(1.0, cores / count)
+    for _ in range(count):
+        side_begin, side_end = _chain(ops, parts, np.full(parts.shape, CORES, np.int64), keep=0)
+        after = which > 0
+        ops.link(end[which[after] - 1], side_begin[after])
+        before = which < lane.label.size - 1
+        ops.link(side_end[before], begin[which[before] + 1])
+
+
+def _last_of_steps(lane: Lane) -> NDArray[np.int64]:
+    """Return [k] the last segment of each step."""
+    return np.searchsorted(lane.step, np.arange(lane.step_end_ns.size - 1), side="right") - 1
+
+
+def _segment_parts(
+    recording: Recording,
+    index: int,
+    loading: Loading,
+    segment_ns: NDArray[np.float64],
+    occupancy: Occupancy,
+    shared_storage: bool,
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return [m, 3] durations (blocked before, on a core, blocked after) of each segment, and their lanes."""
+    lane, batches = recording.lanes[index], recording.batches[index]
+    computes = ON_THREAD[lane.label]
+    core_share = np.where(computes, occupancy.busy[index], ON_CORE[lane.label].astype(np.float64))
+    free_share = 1 - core_share - np.where(computes, occupancy.waiting[index], 0.0)
+    parts = np.zeros((lane.label.size, 3))
+    parts[:, 1] = segment_ns * core_share
+    parts[:, 2] = segment_ns * np.maximum(free_share, 0.0)
+    lanes = np.full(parts.shape, FREE, np.int64)
+    lanes[:, 1] = CORES
+    # What a call for a batch costs is known better than by its duration, all of it in the call's last segment.
+    called = np.isin(lane.row, lane.row[batches.segment]) & (lane.row >= 0)
+    parts[called] = 0
+    inline = loading.workers[batches.iterator] == 0
+    parts[batches.segment, 0] = np.where(inline, loading.fetch_ns, 0)
+    parts[batches.segment, 1] = np.where(inline, loading.cpu_ns, 0) + loading.take_ns
+    parts[batches.segment, 2] = np.where(inline, loading.waiting_ns, 0) + loading.late_ns
+    if shared_storage:
+        lanes[batches.segment, 0] = STORAGE
+    for segments, turn_ns in ((batches.iter_segment, loading.iter_ns), (batches.end_segment, loading.stop_ns)):
+        seen = segments >= 0
+        parts[segments[seen]] = 0
+        parts[segments[seen], 2] = turn_ns[seen]
+    return parts, lanes
+
+
+def _chain(
+    ops: _Ops, parts: NDArray[np.float64], lanes: NDArray[np.int64], *, keep: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Append rows of parts, each row a chain of operations; return [m] their first and last operation.
+
+    Empty parts are left out, but for column `keep` of rows that would be empty.
+    """
+    used = parts > 0
+    used[~used.any(axis=1), keep] = True
+    flat, lane = parts[used], lanes[used]
+    row = np.nonzero(used)[0]
+    copies = np.ones(flat.size, np.int64)
+    if ops.quantum:
+        on_core = lane == CORES
+        copies[on_core] = np.clip(np.ceil(flat[on_core] / ops.quantum), 1, MAX_QUANTA)
+    row, lane = np.repeat(row, copies), np.repeat(lane, copies)
+    # Rounding the running sum, not each operation, keeps the total of every rank exact to 1 ns.
+    total = np.cumsum(np.repeat(flat / copies, copies))
+    duration = np.diff(np.rint(total), prepend=0.0).astype(np.int64)
+    base = ops.add(lane, duration)
+    begin = np.searchsorted(row, np.arange(parts.shape[0])) + base
+    end = np.searchsorted(row, np.arange(parts.shape[0]), side="right") - 1 + base
+    inner = np.flatnonzero(row[1:] == row[:-1]) + base
+    if math.isinf(ops.limit):
+        ops.link(inner, inner + 1)
+        return begin, end
+    return _with_tokens(ops, base, lane, duration, inner, (begin, end))
+
+
+def _with_tokens(
+    ops: _Ops,
+    base: int,
+    lane: NDArray[np.int64],
+    duration: NDArray[np.int64],
+    inner: NDArray[np.int64],
+    ends: tuple[NDArray[np.int64], NDArray[np.int64]],
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Put each operation between two points, and beside those on cores a token: both begin and end together.
+
+    point --- operation --- point (of the next one in its row, or the end of the row)
+      `------- token ---------'
+    """
+    begin, end = ends
+    count = lane.size
+    before = ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
+    after = ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
+    each = np.arange(count)
+    ops.link(before + each, base + each)
+    ops.link(base + each, after + each)
+    ops.link(after + inner - base, before + inner + 1 - base)
+    worked = np.flatnonzero(lane == CORES)
+    token = ops.add(np.full(worked.size, TOKENS, np.int64), np.rint(duration[worked] / ops.limit).astype(np.int64))
+    ops.link(before + worked, token + np.arange(worked.size))
+    ops.link(token + np.arange(worked[BURST:].size), after + worked[BURST:])
+    return before + begin - base, after + end - base
+
+
+def _workers(
+    ops: _Ops,
+    recording: Recording,
+    index: int,
+    loading: Loading,
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+    shared_storage: bool,
+) -> None:
+    """Append the loads that workers do, and the edges that hold them: turns, queue bounds, hand-off."""
+    batches = recording.batches[index]
+    mine = np.flatnonzero(loading.workers[batches.iterator] > 0)
+    if not mine.size:
+        return
+    fetch_lane = STORAGE if shared_storage else FREE
+    parts = np.stack([loading.fetch_ns[mine], loading.waiting_ns[mine], loading.cpu_ns[mine]], axis=1)
+    lanes = np.tile(np.array([fetch_lane, FREE, CORES]), (mine.size, 1))
+    load_begin, load_end = _chain(ops, parts, lanes, keep=2)
+    ops.link(load_end, begin[batches.segment[mine]], np.rint(loading.handoff_ns[mine]).astype(np.int64))
+    for which in np.unique(batches.iterator[mine]):
+        own = np.flatnonzero(batches.iterator[mine] == which)
+        workers, bound = int(loading.workers[which]), int(loading.workers[which] * loading.prefetch[which])
+        between = np.rint(loading.between_ns[mine[own[workers:]]]).astype(np.int64)
+        ops.link(load_end[own[:-workers]], load_begin[own[workers:]], between)
+        ops.link(end[batches.segment[mine[own[:-bound]]]], load_begin[own[bound:]])
+        created = int(batches.iter_segment[which])
+        before = created if created >= 0 else int(batches.segment[mine[own[0]]]) - 1
+        if before >= 0:
+            starts = own[:bound]
+            lag = np.full(starts.size, round(loading.first_ns[which]), np.int64)
+            ops.link(np.full(starts.size, end[before]), load_begin[starts], lag)
+
+
+def _device(ops: _Ops, work: DeviceWork, begin: NDArray[np.int64], end: NDArray[np.int64], accelerator: float) -> None:
+    """Append what a device does beside its training thread, and the edges by which each holds up the other."""
+    total = np.cumsum(work.duration_ns / accelerator)
+    base = ops.add(np.full(total.size, FREE, np.int64), np.diff(np.rint(total), prepend=0.0).astype(np.int64))
+    done = ops.add(np.full(total.size, FREE, np.int64), np.zeros(total.size, np.int64))
+    each = np.arange(total.size)
+    ops.link(base + each, done + each)
+    ops.link(done + each[:-1], base + each[1:])
+    launched = work.after_segment >= 0
+    ops.link(end[work.after_segment[launched]], base + each[launched])
+    ops.link(end[work.launched_segment], done + each)
+    # The host goes on when so much of its work is left as the queue holds.
+    left = total - work.ahead_ns / accelerator
+    by = np.searchsorted(total, left, side="right") - 1
+    held = np.flatnonzero((work.ahead_ns > 0) & (by >= 0) & (work.launched_segment + 1 < begin.size))
+    lag = np.rint(left[held] - total[by[held]]).astype(np.int64)
+    ops.link(done + by[held], begin[work.launched_segment[held] + 1], lag)
+    freed = np.flatnonzero(work.freed_segment >= 0)
+    ops.link(done + freed, begin[work.freed_segment[freed]])
+    # Where it waits, for all that it had launched by then.
+    last = np.searchsorted(work.launched_segment, work.waits, side="left") - 1
+    ops.link(done + last[last >= 0], begin[work.waits[last >= 0]])
+
+
+def _meet(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], last: list[NDArray[np.int64]]) -> None:
+    """Append a point at which the ranks of each collective have all come."""
+    if not recording.meetings:
+        return
+    count = np.array([meeting.segment.size for meeting in recording.meetings])
+    rank = np.concatenate([meeting.rank_index for meeting in recording.meetings])
+    segment = np.concatenate([meeting.segment for meeting in recording.meetings])
+    base = ops.add(np.full(count.size, FREE, np.int64), np.zeros(count.size, np.int64))
+    point = np.repeat(np.arange(count.size), count) + base
+    for index in range(len(first)):
+        mine = rank == index
+        ops.link(point[mine], first[index][segment[mine]])
+        came = mine & (segment > 0)
+        ops.link(last[index][segment[came] - 1], point[came])
+
+
+def _exchange(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], last: list[NDArray[np.int64]]) -> None:
+    """Append a point at which the ends of each message have been posted."""
+    messages = recording.messages
+    if not messages.point.size:
+        return
+    count = int(messages.point.max()) + 1
+    point = messages.point + ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
+    for index in range(len(first)):
+        mine = messages.rank_index == index
+        waits, posts = mine & messages.waits, mine & (messages.post > 0)
+        ops.link(point[waits], first[index][messages.segment[waits]])
+        ops.link(last[index][messages.post[posts] - 1], point[posts])
+
+
+def edited_segments(
+    recording: Recording, scenario: Scenario, costs: Costs, *, whole: bool = True
+) -> tuple[NDArray[np.float64], ...]:
+    """Return, per rank, [m] durations of the segments after the edits; collectives keep their own time only.
+
+    `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed.
+    """
+    own = _own_comm(recording)
+    factor = np.array([scenario.factor(label) for label in LABELS])
+    factor[COMM] /= scenario.bandwidth
+    factor[LABEL["input.transfer"]] *= scenario.transfer
+    factor[LABEL["host.rereading"]] = 0
+    pace = straggler_pace(recording, scenario.straggler)
+    result = []
+    for index, lane in enumerate(recording.lanes):
+        duration, work = own[index] * factor[lane.label], recording.devices[index]
+        if work is None:
+            duration[COMPUTE[lane.label]] /= scenario.accelerator
+        else:
+            duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
+            duration[work.waits] = work.after_wait_ns * factor[lane.label[work.waits]]
+        if whole:
+            duration *= recording.cut_factor[index][lane.label]
+        duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)
+        stage_work = recording.stages[index]
+        if stage_work is not None:
+            for stage, forward, backward in scenario.stages:
+                times = np.where(stage_work.op == F, forward, backward)
+                of_part = np.append(np.where(stage_work.stage == stage, times, 1.0), 1.0)[stage_work.part]
+                duration = np.where(COMPUTE[lane.label], duration * of_part, duration)
+        if scenario.buffered_logging:
+            logs = lane.label == LABEL["host.logging"]
+            duration[logs] = np.minimum(duration[logs], costs.log_ns)
+        if scenario.gc_every is not None:
+            duration[lane.label == LABEL["host.gc"]] = 0
+            # Each rank pays for its own collection at the same step, so nobody waits for another's.
+            at = _last_of_steps(lane)[scenario.gc_every - 1 :: scenario.gc_every]
+            duration[at] += costs.collect_ns
+        result.append(duration)
+    return tuple(result)
+
+
+def _own_comm(recording: Recording) -> list[NDArray[np.float64]]:
+    """Return, per rank, [m] durations in which a collective over ranks counts from the last arrival only."""
+    own = [lane.duration_ns.astype(np.float64) for lane in recording.lanes]
+    for meeting in recording.meetings:
+        for index, segment, own_ns in zip(meeting.rank_index, meeting.segment, meeting.own_ns, strict=True):
+            row = recording.lanes[index].row
+            at = int(segment)
+            while at >= 0 and row[at] == row[segment]:
+                own[index][at] = 0.0
+                at -= 1
+            own[index][segment] = own_ns
+    messages = recording.messages
+    for index, lane in enumerate(recording.lanes if messages.point.size else ()):
+        waits = messages.of_rank(index)
+        segments = messages.segment[waits]
+        rows = lane.row[segments]
+        own[index][np.isin(lane.row, rows[rows >= 0])] = 0.0
+        own[index][segments] = messages.own_ns[waits]
+    return own
+
+
+def straggler_pace(recording: Recording, excess: float) -> NDArray[np.float64]:
+    """Return [ranks, k] factor on compute that leaves `excess` of what a slow rank, or a slow step of it, has too much.
+
+    The yardstick is the lower median over ranks: a rank whose mean step is
+    more than 2 % above it is slow, a step more than 25 % above that of its
+    peers is slow.
+    """
+    num_ranks = len(recording.lanes)
+    pace = np.ones((num_ranks, recording.num_steps))
+    if num_ranks == 1 or excess == 1.0:
+        return pace
+    work = np.zeros_like(pace)
+    for index, lane in enumerate(recording.lanes):
+        compute = COMPUTE[lane.label]
+        np.add.at(work[index], lane.step[compute], lane.duration_ns[compute])
+    mean = np.median(work, axis=1)
+    typical = np.quantile(mean, 0.5, method="lower")
+    slow = np.where(mean > 1.02 * typical, typical / np.maximum(mean, 1), 1.0)
+    paced = work * slow[:, None]
+    cap = 1.25 * np.quantile(paced, 0.5, axis=0, method="lower")
+    sudden = np.where(paced > cap, cap / np.maximum(paced, 1), 1.0)
+    return np.asarray(1 + (excess - 1) * (1 - slow[:, None] * sudden))

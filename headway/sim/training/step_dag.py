@@ -1,0 +1,277 @@
+"""A training step over all ranks, with every collective expanded to its hops; and steps in steady state.
+
+Use `expand_step` to check a choice on the whole: every rank computes, an In
+and an Out per rank tie each bucket's producer, its SEND and RECV hops and the
+update together, and stragglers may differ. Replayed in fixed order it is what
+synchronous collectives do; `lane_order=False` leaves the order to `greedy`,
+with forward before output before backward before update before communication.
+Use `steady_ns` where the next forward pass starts while gradients still
+travel. Times are int64 ns.
+
+>>> from headway.cost.specs import Link
+>>> from headway.sim.graph.hops import Network
+>>> from headway.sim.graph.replay import replay
+>>> from headway.sim.training.training_step import Block, Profile
+>>> wire = Link("wire", 1e9, 0.0, "doctest")
+>>> step = TrainingStep.of(Profile.of([Block((5,), (9,), (400,))], update_ns=1), Network("ring", 2, wire))
+>>> whole = expand_step(step)
+>>> whole.dag.n, replay(whole.dag, whole.duration_ns).makespan_ns
+(20, 415)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from headway.core.errors import InputError
+from headway.sim.graph.dag import Dag
+from headway.sim.graph.greedy import greedy
+from headway.sim.graph.hops import Hops, expand
+from headway.sim.graph.path import critical_path
+from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Ints, TrainingStep
+
+LEAD, IN, SEND, RECV, OUT = 4, 5, 6, 7, 8
+"""Kinds besides those of compute: micro-batches before the last, a rank's entry to a collective, its hops, its end."""
+
+KIND_NAMES: tuple[str, ...] = ("forward", "output", "backward", "update", "earlier", "in", "send", "recv", "out")
+"""Kind -> name."""
+
+STEADY_STEPS = 4
+"""Steps unrolled for a steady state; the first one fills the pipeline."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepDag:
+    """Every operation of every rank. Build it with `expand_step`."""
+
+    dag: Dag
+    """Per rank: lead, compute, Ins; then all hops (SEND, RECV each); then Outs."""
+
+    duration_ns: Ints
+    """[ops] For `replay` or `greedy`."""
+
+    kind: Ints
+    """[ops] FORWARD .. UPDATE, LEAD, IN, SEND, RECV, OUT."""
+
+    rank: Ints
+    """[ops] Where it runs: a SEND at its sender, a RECV at its receiver."""
+
+    index: Ints
+    """[ops] Operation of the profile, bucket (IN, OUT), or hop (SEND, RECV)."""
+
+    hops: Hops
+    """The transfers."""
+
+    step: TrainingStep
+    """What it was made from."""
+
+    def path(self, duration_ns: ArrayLike | None = None) -> Ints:
+        """Return the critical path over all ranks, in time order."""
+        return critical_path(self.dag, self.duration_ns if duration_ns is None else duration_ns)
+
+    def path_ns(self, duration_ns: ArrayLike | None = None) -> dict[str, int]:
+        """Return kind -> time on the critical path; the times add up to the makespan."""
+        duration = self.duration_ns if duration_ns is None else np.asarray(duration_ns)
+        total = Counter[str]()
+        for op in self.path(duration).tolist():
+            total[KIND_NAMES[self.kind[op]]] += int(duration[op])
+        return {name: total[name] for name in KIND_NAMES if total[name]}
+
+    def describe(self, op: int) -> str:
+        """Return one operation in words."""
+        kind, rank, index = int(self.kind[op]), int(self.rank[op]), int(self.index[op])
+        profile = self.step.profile
+        if kind in (SEND, RECV):
+            part = ", ".join(f"{name} {int(column[index])}" for name, column in self.hops.identity().items())
+            return f"{KIND_NAMES[kind]}: {part}"
+        if kind <= UPDATE and profile.block[index] >= 0:
+            return f"rank {rank}: {KIND_NAMES[kind]} of {profile.names[profile.block[index]]}"
+        return f"rank {rank}: {KIND_NAMES[kind]} {index}"
+
+
+def expand_step(step: TrainingStep, *, factor: ArrayLike | None = None, lane_order: bool = True) -> StepDag:
+    """Expand `step` over all ranks of its network.
+
+    `factor` [ranks] multiplies the compute of each rank (stragglers). With
+    `lane_order=False` the Dag is for `greedy`: buckets may overtake each other
+    by `step.order`. Raises `InputError` on a wrong factor.
+    """
+    ranks = step.network.num_ranks
+    slow = np.ones(ranks) if factor is None else np.asarray(factor, np.float64)
+    if slow.shape != (ranks,) or not (np.isfinite(slow).all() and (slow >= 0).all()):
+        raise InputError(f"factor has shape {list(slow.shape)}; pass one finite number >= 0 for each of {ranks} ranks.")
+    ends, profile = step.bucket_ends(), step.profile
+    hops = expand(step.bucket_bytes(), step.parts[ends], step.network)
+    before, takes = step.op_ns()
+    work = np.concatenate([[before], takes])
+    buckets, width, m = ends.size, 1 + takes.size + ends.size, hops.src.size
+    base = np.arange(ranks) * width
+    sends = ranks * width + 2 * np.arange(m)
+    outs = ranks * width + 2 * m + np.arange(ranks * buckets).reshape(ranks, buckets)
+
+    per_rank = np.concatenate([work, np.zeros(buckets, np.int64)])
+    kinds = np.concatenate([[LEAD], profile.kind, np.full(buckets, IN)])
+    index = np.concatenate([[0], np.arange(takes.size), np.arange(buckets)])
+    duration = np.concatenate([
+        np.rint(slow[:, None] * per_rank).astype(np.int64).reshape(-1),
+        np.stack([hops.send_ns, hops.recv_ns], axis=1).reshape(-1),
+        np.zeros(outs.size, np.int64),
+    ])  # fmt: skip
+    lane = np.concatenate([
+        np.where(np.tile(kinds, ranks) == IN, -1, np.repeat(np.arange(ranks), width)),
+        np.stack([ranks + hops.lane, np.full(m, -1)], axis=1).reshape(-1),
+        np.full(outs.size, -1),
+    ])  # fmt: skip
+    src, dst = _edges(step, hops, base, sends, outs, lane_order=lane_order)
+    return StepDag(
+        dag=Dag.from_edges(
+            duration.size,
+            src,
+            dst,
+            lane=lane,
+            lane_order=lane_order,
+            priority=None if lane_order else _priority(step, hops, kinds, ranks, outs.size),
+        ),
+        duration_ns=duration,
+        kind=np.concatenate([np.tile(kinds, ranks), np.tile([SEND, RECV], m), np.full(outs.size, OUT)]),
+        rank=np.concatenate([
+            np.repeat(np.arange(ranks), width), np.stack([hops.src, hops.dst], axis=1).reshape(-1),
+            np.repeat(np.arange(ranks), buckets),
+        ]),
+        index=np.concatenate([np.tile(index, ranks), np.repeat(np.arange(m), 2), np.tile(np.arange(buckets), ranks)]),
+        hops=hops,
+        step=step,
+    )  # fmt: skip
+
+
+def _edges(
+    step: TrainingStep, hops: Hops, base: Ints, sends: Ints, outs: NDArray[np.int64], *, lane_order: bool
+) -> tuple[Ints, Ints]:
+    """Return the order: producer -> In -> SEND -> RECV -> SEND ... -> Out -> update, and In -> Out."""
+    profile, ends = step.profile, step.bucket_ends()
+    num_ops, buckets = profile.kind.size, ends.size
+    produced = base[:, None] + 1 + profile.producer[ends][None, :]
+    ins = base[:, None] + 1 + num_ops + np.arange(buckets)[None, :]
+    updates = np.flatnonzero(profile.kind == UPDATE)
+    waited = profile.tensor[updates]
+    bucket_of = np.searchsorted(ends, np.maximum(waited, 0))
+    pairs = [
+        (produced, ins),
+        (ins, outs),
+        (ins[hops.enters[1], hops.enters[0]], sends[hops.enters[2]]),
+        (sends, sends + 1),
+        (sends[hops.after[0]] + 1, sends[hops.after[1]]),
+        (sends[hops.leaves[0]] + 1, outs[hops.leaves[2], hops.leaves[1]]),
+    ]
+    for update, tensor, bucket in zip(updates.tolist(), waited.tolist(), bucket_of.tolist(), strict=True):
+        awaited = outs if tensor < 0 else outs[:, bucket : bucket + 1]
+        pairs.append((awaited, np.broadcast_to((base + 1 + update)[:, None], awaited.shape)))
+    if not lane_order:
+        chain = base[:, None] + np.arange(int(updates[0]) + 1)[None, :]  # lead, then all but updates in program order
+        pairs += [(chain[:, :-1], chain[:, 1:]), (sends[hops.then[0]], sends[hops.then[1]])]
+    return (
+        np.concatenate([np.reshape(a, -1) for a, _ in pairs]).astype(np.int64),
+        np.concatenate([np.reshape(b, -1) for _, b in pairs]).astype(np.int64),
+    )
+
+
+def _priority(step: TrainingStep, hops: Hops, kinds: Ints, ranks: int, num_outs: int) -> NDArray[np.float64]:
+    """Return [ops] what goes first: compute by kind, then buckets as launched, or those that forward needs first."""
+    bucket = np.repeat(np.arange(step.bucket_ends().size), step.parts[step.bucket_ends()])[hops.seq]
+    turn = hops.seq if step.order == "ready" else -bucket
+    return np.concatenate([
+        np.tile(np.where(kinds == LEAD, FORWARD, kinds), ranks).astype(np.float64),
+        np.repeat(turn, 2).astype(np.float64),
+        np.zeros(num_outs),
+    ])  # fmt: skip
+
+
+def steady_ns(step: TrainingStep, *, num_steps: int = STEADY_STEPS) -> int:
+    """Return the step time in steady state, by list scheduling of `num_steps` steps of one worker.
+
+    The next forward pass of a block waits for the updates of its own weights
+    if `profile.overlaps_forward`, else for all of them. By symmetry one lane
+    per stage of the network stands for all ranks. Raises `InputError` for
+    fewer than 3 steps.
+    """
+    if num_steps < 3:
+        raise InputError(f"num_steps is {num_steps}; a steady state needs at least 3.")
+    one = _Worker.of(step)
+    n, size = one.duration_ns.size, step.profile.kind.size
+    shift = np.arange(num_steps) * n
+    profile = step.profile
+    updates = 1 + np.flatnonzero(profile.kind == UPDATE)
+    backward = 1 + int(np.flatnonzero(profile.kind == BACKWARD)[-1]) if (profile.kind == BACKWARD).any() else 0
+    waits = [(backward, 0)]
+    for update in updates.tolist():
+        block = int(profile.block[update - 1])
+        mine = np.flatnonzero((profile.kind == FORWARD) & (profile.block == block))
+        alone = profile.overlaps_forward and mine.size > 0 and one.duration_ns[0] == 0
+        waits.append((update, 1 + int(mine[0]) if alone else 0))
+    across = np.array(waits, np.int64)
+    src = np.concatenate([(one.src[None, :] + shift[:, None]).reshape(-1), *(across[:, 0] + s for s in shift[:-1])])
+    dst = np.concatenate([(one.dst[None, :] + shift[:, None]).reshape(-1), *(across[:, 1] + s for s in shift[1:])])
+    lag = np.concatenate([np.tile(one.lag_ns, num_steps), np.zeros(across.shape[0] * (num_steps - 1), np.int64)])
+    dag = Dag.from_edges(
+        n * num_steps,
+        src,
+        dst,
+        lane=np.tile(one.lane, num_steps),
+        lag_ns=lag,
+        priority=np.tile(one.priority, num_steps),
+        lane_order=False,
+    )
+    ends = greedy(dag, np.tile(one.duration_ns, num_steps)).end_ns.reshape(num_steps, n)[:, 1 : 1 + size]
+    finished = ends[:, updates - 1].max(axis=1)
+    return round(int(finished[-1] - finished[0]) / (num_steps - 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Worker:
+    """One step of one worker, every job of every part an operation: 0 = lead, then compute, then jobs."""
+
+    duration_ns: Ints
+    lane: Ints
+    priority: NDArray[np.float64]
+    src: Ints
+    dst: Ints
+    lag_ns: Ints
+
+    @classmethod
+    def of(cls, step: TrainingStep) -> _Worker:
+        profile, ends = step.profile, step.bucket_ends()
+        before, takes = step.op_ns()
+        parts, size = step.parts[ends], step.bucket_bytes()
+        stages = step.network.stages((size + parts - 1) // parts)
+        jobs = parts * (stages[0].jobs if stages else 0)
+        bucket = np.repeat(np.arange(ends.size), jobs)
+        at = 1 + takes.size + np.arange(bucket.size * len(stages)).reshape(bucket.size, len(stages))
+        ordered = np.arange(int(np.argmax(profile.kind == UPDATE)) + 1)  # lead and everything before the updates
+        pairs = [(ordered[:-1], ordered[1:], 0)]
+        if stages:
+            pairs.append((1 + profile.producer[ends][bucket], at[:, 0], 0))
+            pairs.append((at[:, :-1].reshape(-1), at[:, 1:].reshape(-1), step.network.recv_ns))
+        updates = np.flatnonzero(profile.kind == UPDATE)
+        for update in updates.tolist():
+            tensor = int(profile.tensor[update])
+            mine = slice(None) if tensor < 0 else bucket == np.searchsorted(ends, tensor)
+            if stages:
+                last = at[mine, -1]
+                pairs.append((last, np.full(last.size, 1 + update), step.network.recv_ns))
+            pairs.append((ordered[-1:] if tensor < 0 else 1 + profile.producer[[tensor]], np.array([1 + update]), 0))
+        turn = bucket if step.order == "ready" else -bucket
+        kinds = np.concatenate([[FORWARD], profile.kind])
+        return cls(
+            duration_ns=np.concatenate([
+                [before], takes, np.stack([stage.job_ns[bucket] for stage in stages], axis=1).reshape(-1),
+            ] if stages else [[before], takes]).astype(np.int64),
+            lane=np.concatenate([np.zeros(1 + takes.size, np.int64), np.tile(1 + np.arange(len(stages)), bucket.size)]),
+            priority=np.concatenate([kinds, np.repeat(turn, len(stages))]).astype(np.float64),
+            src=np.concatenate([np.reshape(a, -1) for a, _, _ in pairs]).astype(np.int64),
+            dst=np.concatenate([np.reshape(b, -1) for _, b, _ in pairs]).astype(np.int64),
+            lag_ns=np.concatenate([np.full(np.size(a), lag) for a, _, lag in pairs]).astype(np.int64),
+        )  # fmt: skip

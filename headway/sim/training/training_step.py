@@ -1,0 +1,353 @@
+"""One data-parallel training step, and the choices about it that moves can change.
+
+Use a `Profile` for what was measured or modelled (it never changes) and a
+`TrainingStep` for what is chosen: which operations run as one, which gradients
+travel as one bucket and in how many parts, what is computed in 16 bits, what
+is computed again, how many micro-batches are accumulated. Every choice is a
+flag on the profile, so taking one back restores the step exactly. All workers
+are equal, each has one compute lane. Durations are int64 ns, sizes bytes.
+
+>>> from headway.cost.specs import Link
+>>> profile = Profile.of([Block((5,), (7, 2), (0, 400)), Block((6,), (9,), (200,))], update_ns=1)
+>>> profile.kind.tolist(), profile.tensor.tolist()  # two forwards; the backward of the last block first; the update
+([0, 0, 2, 2, 2, 3], [-1, -1, 0, -1, 1, -1])
+>>> step = TrainingStep.of(profile, Network("ring", 2, Link("wire", 1e9, 0.0, "doctest")))
+>>> step.bucket_ends().tolist(), step.ready_ns().tolist()
+([0, 1], [20, 29])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.core.tables import pick
+from headway.sim.graph.hops import Network
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+FORWARD, OUTPUT, BACKWARD, UPDATE = range(4)
+"""Kinds of compute operation, in the order in which a device prefers them; communication comes last."""
+
+ORDERS: dict[str, str] = {
+    "ready": "buckets travel in the order in which their gradients are ready",
+    "forward": "what the next forward pass needs first overtakes the rest, part by part",
+}
+"""Order of communication -> what it means."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A layer, or a group of layers that is computed again as a whole: what `Profile.of` takes."""
+
+    forward_ns: tuple[int, ...]
+    """Durations of its forward operations."""
+
+    backward_ns: tuple[int, ...]
+    """Durations of its backward operations."""
+
+    gradient_bytes: tuple[int, ...] = ()
+    """For each backward operation: the gradient that it completes; 0 = none."""
+
+    fixed_ns: int = 0
+    """Part of each operation that does not shrink with the batch and that fusing saves: launch, reading its input."""
+
+    half_fraction: float = 1.0
+    """Duration in 16 bits / as profiled; 1 = it gains nothing."""
+
+    activation_bytes: int = 0
+    """What its forward pass keeps for its backward pass."""
+
+    input_bytes: int = 0
+    """What is kept instead when the block is computed again."""
+
+    kind: int = -1
+    """Equal blocks have equal kinds; -1 = like no other."""
+
+    name: str = ""
+    """For people."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Profile:
+    """What one worker computes in a step: n operations in program order, T gradients in the order they are ready."""
+
+    kind: Ints
+    """[n] FORWARD, OUTPUT, BACKWARD or UPDATE."""
+
+    duration_ns: Ints
+    """[n] As profiled, for the whole batch of a worker."""
+
+    fixed_ns: Ints
+    """[n] Part of it that neither shrinks with the batch nor is paid again by an operation fused to the one before."""
+
+    half_ns: Ints
+    """[n] Duration in 16 bits; equal to `duration_ns` where that changes nothing."""
+
+    block: Ints
+    """[n] Block of each operation, 0..blocks-1 in forward order; -1 = none (updates)."""
+
+    tensor: Ints
+    """[n] Gradient that the operation completes; -1 = none. An update with -1 waits for all gradients."""
+
+    tensor_bytes: Ints
+    """[T] Size of each gradient, in the order in which backward completes them."""
+
+    activation_bytes: Ints
+    """[blocks] What each block's forward pass keeps for its backward pass."""
+
+    input_bytes: Ints
+    """[blocks] What is kept instead when the block is computed again."""
+
+    block_kind: Ints
+    """[blocks] Equal blocks have equal kinds."""
+
+    names: tuple[str, ...]
+    """[blocks] For people."""
+
+    state_bytes: int = 0
+    """Weights, one copy of the gradients, optimizer state: what memory holds besides activations."""
+
+    copy_ns_per_byte: float = 0.0
+    """Cost of copying a gradient into its bucket, and the same again for copying it out."""
+
+    most_microbatches: int = 1
+    """Up to so many micro-batches a worker's batch can be cut into: its number of examples."""
+
+    overlaps_forward: bool = False
+    """Whether the next forward pass starts block by block, as weights are updated (not so in DDP)."""
+
+    def __post_init__(self) -> None:
+        """Check that arrays fit and gradients are numbered as they are ready; raises `InputError`."""
+        for name in ("kind", "duration_ns", "fixed_ns", "half_ns", "block", "tensor"):
+            if getattr(self, name).shape != self.kind.shape:
+                raise InputError(f"{name} has {getattr(self, name).size} entries; pass one per operation.")
+        if int(np.min(np.concatenate([self.duration_ns, self.half_ns, self.fixed_ns]), initial=0)) < 0:
+            raise InputError("a duration is negative; every duration must be >= 0. Correct the clock it came from.")
+        if self.tensor_bytes.size and int(self.tensor_bytes.min()) < 0:
+            raise InputError(f"tensor {int(self.tensor_bytes.argmin())} has a negative size; give sizes >= 0.")
+        made = self.tensor[self.kind == BACKWARD]
+        if made[made >= 0].tolist() != list(range(self.tensor_bytes.size)):
+            raise InputError(
+                f"backward completes gradients {made[made >= 0].tolist()[:9]}, sizes are given for "
+                f"{self.tensor_bytes.size}; number gradients 0, 1, 2, ... in the order of the backward operations."
+            )
+        if (np.diff(self.kind) < 0).any() or not (self.kind == UPDATE).any():
+            raise InputError(
+                "operations must run forward, output, backward, update, and end with an update; sort them."
+            )
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Sequence[Block],
+        *,
+        update_ns: int = 0,
+        output_ns: int = 0,
+        state_bytes: int = 0,
+        copy_ns_per_byte: float = 0.0,
+        most_microbatches: int = 1,
+        overlaps_forward: bool = False,
+    ) -> Profile:
+        """Lay blocks out: forward in order, backward in reverse, one update (one per gradient if the forward overlaps).
+
+        Raises `InputError` when there are no blocks or a block names more gradients than backward operations.
+        """
+        if not blocks:
+            raise InputError("a step needs at least one block; pass one per layer.")
+        rows: list[tuple[int, int, int, int, int, int]] = []
+        sizes: list[int] = []
+        home: list[int] = []
+        for index, block in enumerate(blocks):
+            rows += [(FORWARD, t, block.fixed_ns, _halved(t, block), index, -1) for t in block.forward_ns]
+        if output_ns:
+            rows.append((OUTPUT, output_ns, 0, output_ns, len(blocks) - 1, -1))
+        for index in reversed(range(len(blocks))):
+            block = blocks[index]
+            if len(block.gradient_bytes) > len(block.backward_ns):
+                raise InputError(f"block {index} has more gradients than backward operations; give each an operation.")
+            for at, t in enumerate(block.backward_ns):
+                size = block.gradient_bytes[at] if at < len(block.gradient_bytes) else 0
+                rows.append((BACKWARD, t, block.fixed_ns, _halved(t, block), index, len(sizes) if size else -1))
+                sizes += [size] if size else []
+                home += [index] if size else []
+        if overlaps_forward and sizes:
+            share = update_ns // len(sizes)
+            rows += [(UPDATE, share, 0, share, home[t], t) for t in range(len(sizes))]
+        else:
+            rows.append((UPDATE, update_ns, 0, update_ns, -1, -1))
+        kind, duration, fixed, half, block_of, tensor = np.ascontiguousarray(np.array(rows, np.int64).T)
+        kinds = [block.kind if block.kind >= 0 else -1 - index for index, block in enumerate(blocks)]
+        return cls(
+            kind=kind,
+            duration_ns=duration,
+            fixed_ns=fixed,
+            half_ns=half,
+            block=block_of,
+            tensor=tensor,
+            tensor_bytes=np.array(sizes, np.int64),
+            activation_bytes=np.array([block.activation_bytes for block in blocks], np.int64),
+            input_bytes=np.array([block.input_bytes for block in blocks], np.int64),
+            block_kind=np.unique(kinds, return_inverse=True)[1].astype(np.int64),
+            names=tuple(block.name or f"block {index}" for index, block in enumerate(blocks)),
+            state_bytes=state_bytes,
+            copy_ns_per_byte=copy_ns_per_byte,
+            most_microbatches=most_microbatches,
+            overlaps_forward=overlaps_forward,
+        )
+
+    @property
+    def producer(self) -> Ints:
+        """[T] Operation that completes each gradient."""
+        return np.flatnonzero((self.kind == BACKWARD) & (self.tensor >= 0))
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.names)
+
+
+def _halved(duration_ns: int, block: Block) -> int:
+    """Return a duration in 16 bits."""
+    return round(duration_ns * block.half_fraction)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingStep:
+    """A profile, the network, and every choice. Build it with `of`, change it with `headway.sim.training.moves`."""
+
+    profile: Profile
+    """What never changes."""
+
+    network: Network
+    """How gradients are summed."""
+
+    fused: Flags
+    """[n] Operation i runs as one with operation i + 1."""
+
+    joined: Flags
+    """[T] Gradient t travels in one bucket with gradient t + 1; never the last."""
+
+    parts: Ints
+    """[T] Parts of the bucket that ends with gradient t."""
+
+    half: Flags
+    """[blocks] Computed, and its gradients sent, in 16 bits."""
+
+    recomputed: Flags
+    """[blocks] Forward pass run once more before the backward pass, activations dropped in between."""
+
+    microbatches: int = 1
+    """Micro-batches that a worker accumulates before gradients are summed."""
+
+    order: str = "ready"
+    """One of `ORDERS`."""
+
+    gradient_view: bool = False
+    """Gradients live inside the buckets: no copies, and one copy of the gradients less in memory."""
+
+    def __post_init__(self) -> None:
+        """Check that the choices fit the profile; raises `InputError`."""
+        profile, pairs = self.profile, self.fused[:-1]
+        same = (profile.kind[1:] == profile.kind[:-1]) & (profile.block[1:] == profile.block[:-1])
+        if self.fused.size and (self.fused[-1] or (pairs & ~(same & (profile.kind[1:] != UPDATE))).any()):
+            raise InputError(
+                "operations of different blocks or kinds are fused; fuse neighbours inside one block only."
+            )
+        if self.joined.shape != profile.tensor_bytes.shape or (self.joined.size and self.joined[-1]):
+            raise InputError("the last gradient is joined to one that does not exist; split it off.")
+        if int(self.parts.min(initial=1)) < 1 or not 1 <= self.microbatches <= profile.most_microbatches:
+            raise InputError(
+                f"{self.microbatches} micro-batches, {int(self.parts.min(initial=1))} parts: give at least 1 part, and "
+                f"1..{profile.most_microbatches} micro-batches."
+            )
+        pick(ORDERS, self.order, "order of communication")
+
+    @classmethod
+    def of(cls, profile: Profile, network: Network) -> TrainingStep:
+        """Return the step with nothing fused, joined, cut or computed again."""
+        none, tensors, blocks = profile.kind.size, profile.tensor_bytes.size, profile.num_blocks
+        return cls(
+            profile,
+            network,
+            fused=np.zeros(none, np.bool_),
+            joined=np.zeros(tensors, np.bool_),
+            parts=np.ones(tensors, np.int64),
+            half=np.zeros(blocks, np.bool_),
+            recomputed=np.zeros(blocks, np.bool_),
+        )
+
+    def equals(self, other: TrainingStep) -> bool:
+        """Say whether both are the same choices on the same profile and network."""
+        return (self.profile, self.network) == (other.profile, other.network) and all(
+            np.array_equal(getattr(self, part.name), getattr(other, part.name)) for part in fields(self)[2:]
+        )
+
+    def gradient_bytes(self) -> Ints:
+        """Return [T] bytes of each gradient as it is sent."""
+        size = self.profile.tensor_bytes
+        return np.where(self.half[self.profile.block[self.profile.producer]], (size + 1) // 2, size)
+
+    def bucket_ends(self) -> Ints:
+        """Return [b] the last gradient of each bucket, in the order of readiness."""
+        return np.flatnonzero(~self.joined)
+
+    def bucket_bytes(self) -> Ints:
+        """Return [b] the size of each bucket."""
+        total = np.cumsum(self.gradient_bytes())[self.bucket_ends()]
+        return np.diff(total, prepend=0)
+
+    def op_ns(self) -> tuple[int, Ints]:
+        """Return (time of the micro-batches before the last, [n] durations in the last one).
+
+        A fused group has all its time in its first operation, so that nothing
+        it makes is ready before its end. Copies of gradients are part of the
+        operation that completes them, and of the first update.
+        """
+        profile, m = self.profile, self.microbatches
+        base = np.where(self.half[profile.block] & (profile.block >= 0), profile.half_ns, profile.duration_ns)
+        fixed = np.minimum(profile.fixed_ns, base)
+        takes = np.where(profile.kind == UPDATE, base, fixed + np.rint((base - fixed) / m).astype(np.int64))
+        takes = takes - np.concatenate([[0], np.where(self.fused[:-1], np.minimum(fixed, takes)[1:], 0)])
+        head = _heads(self.fused)
+        takes = np.bincount(head, takes, takes.size).astype(np.int64)
+        again = self.recomputed[profile.block] & (profile.block >= 0) & (profile.kind == FORWARD)
+        for block in np.flatnonzero(self.recomputed):
+            backward = np.flatnonzero((profile.block == block) & (profile.kind == BACKWARD))
+            takes[backward[:1]] += takes[again & (profile.block == block)].sum()
+        before = (m - 1) * int(takes[profile.kind != UPDATE].sum())
+        if not self.gradient_view and profile.copy_ns_per_byte:
+            copies = np.rint(self.gradient_bytes() * profile.copy_ns_per_byte).astype(np.int64)
+            np.add.at(takes, head[profile.producer], copies)
+            takes[np.argmax(profile.kind == UPDATE)] += copies.sum()
+        return before, takes
+
+    def ready_ns(self) -> Ints:
+        """Return [T] when each gradient is complete, from the start of the step."""
+        before, takes = self.op_ns()
+        return before + np.cumsum(takes)[self.profile.producer]
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that a worker holds: states, a copy of the gradients in buckets, activations.
+
+        Blocks that are computed again keep their input until their own backward pass needs everything.
+        """
+        profile = self.profile
+        scale = np.where(self.half, 0.5, 1.0) / self.microbatches
+        whole = profile.activation_bytes * scale
+        kept = np.where(self.recomputed, profile.input_bytes * scale, whole)
+        full = np.where(self.recomputed, kept + whole, whole)
+        earlier = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
+        copies = 0 if self.gradient_view else int(self.gradient_bytes().sum())
+        return profile.state_bytes + copies + int(np.ceil((earlier + full).max(initial=0.0)))
+
+
+def _heads(fused: Flags) -> Ints:
+    """Return [n] the first operation of the group that each belongs to."""
+    begins = np.concatenate([[True], ~fused[:-1]])
+    return np.maximum.accumulate(np.where(begins, np.arange(fused.size), 0))

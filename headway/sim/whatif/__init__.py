@@ -1,0 +1,1 @@
+"""Edits of a recorded step, and what a prediction says."""

@@ -1,0 +1,1 @@
+"""Traces in memory and in files: columns, names, steps, nesting, sweeps."""

@@ -1,0 +1,248 @@
+"""What run.json says of a loader, and what it rules out: the rows of `loaders`, typed.
+
+A row of an older run lacks keys, which then have their defaults. A value of another type than the key has, as a
+damaged file may hold, is left out and named in `damaged`: nothing is proposed for such a loader.
+
+>>> facts = LoaderFacts.of({"dataset": "Pictures", "num_workers": 0, "sampler": "MySampler", "persistent": "?"})
+>>> facts.num_workers, facts.draws, facts.damaged
+(0, None, ('persistent',))
+>>> unmovable(LoaderFacts(sampler="MySampler"))[:20], unmovable(LoaderFacts(sampler="RandomSampler"))
+('MySampler: a sampler', '')
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from headway.trace.events.in_force import DATASET, in_force, unfit
+
+SAFE_SAMPLERS = (
+    "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
+)  # fmt: skip
+"""Samplers whose order depends on nothing that training changes: reading them ahead is safe."""
+
+UNSEEDED = {"device": "a device's generator", "own": "a generator of its own"}
+"""Generators that torch does not seed in loader workers, in words: forked ones would all draw the same numbers."""
+
+CHANGES = "the examples of its dataset change while training goes on: {}"
+"""Why nothing of a loader may be read ahead, kept or shared; what was seen goes in."""
+
+OWN = "it is headway's own loader: pass {} where the script makes it"
+"""Why the loaders of the data room itself are left alone."""
+
+
+class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a remedy would say of a loader, asked in a forked child when its first iterator was made."""
+
+    processes: str | None = None
+    """Why worker processes may not make its batches, random draws aside; '' = they may, None = not asked."""
+
+    threads: str | None = None
+    """The same of threads."""
+
+    cache: str | None = None
+    """Why its examples may not be kept."""
+
+    processes_s: float | None = None
+    """Seconds that asking for processes took."""
+
+    threads_s: float | None = None
+    """Seconds that asking for threads took."""
+
+    cache_s: float | None = None
+    """Seconds that asking for a cache took."""
+
+
+UNSEEN = "its iterator is not of a DataLoader's making: a library makes it itself, or it was made before the recording"
+"""Why nothing is applied to a loader of which only batches were seen (one of fastai, for example)."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+"""A number of things: what is negative, or no double holds exactly, is damage."""
+
+
+class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """One loader of a run, as `headway.runtime.probe_input.loader_facts` saw it. Sizes are bytes."""
+
+    dataset: str = ""
+    line: str | None = None
+    """Where the script iterates it first: 'train.py:30'."""
+    num_workers: Count | None = None
+    """Workers per rank; None in a row that does not say."""
+    prefetch_factor: Count | None = None
+    persistent: bool = False
+    pin_memory: bool = False
+    batch_size: Count | None = None
+    dataset_size: Count | None = None
+    """Examples of the largest dataset that it was made for; None = unknown."""
+    smallest_dataset: Count | None = None
+    """The same of the smallest one."""
+    datasets: Count = 1
+    """Datasets that it was made for, one after the other."""
+    sampler: str | None = None
+    own: bool = False
+    """Whether it is headway's own loader."""
+    draws: tuple[str, ...] | None = None
+    """Generators that reading examples draws from; None = nobody looked."""
+    collate_draws: tuple[str, ...] | None = None
+    changes: str | None = None
+    """How its examples change while training goes on; '' = they do not, None = that is not known."""
+    changes_unchecked: str = ""
+    """Why that is not known."""
+    worker_init_fn: str | None = None
+    """module:name of it."""
+    steered: str | None = None
+    """How the training loop could change its order."""
+    reason_untunable: str | None = None
+    rehearsal: Rehearsal = Rehearsal()
+    unfit_ahead: str = ""
+    """Why nobody may read it ahead, as a remedy found while the run went on."""
+    unfit: str = ""
+    """Why nobody may keep its examples either, found likewise."""
+    damaged: tuple[str, ...] = ()
+    """Keys whose values were of another type."""
+
+    @classmethod
+    def of(cls, row: object) -> LoaderFacts:
+        """Read a row of run.json."""
+        try:
+            return msgspec.convert(row, cls)
+        except msgspec.ValidationError:
+            if not isinstance(row, Mapping):
+                return cls(damaged=("all",))
+        bad = tuple(sorted(str(key) for key, value in row.items() if not _fits({key: value}, cls)))
+        return msgspec.convert({**{key: row[key] for key in row if str(key) not in bad}, "damaged": bad}, cls)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """Generators that its examples or its collate function draw from, as far as anybody looked."""
+        return tuple(sorted({*(self.draws or ()), *(self.collate_draws or ())}))
+
+
+def loaders_in(meta: Mapping[str, Any]) -> dict[str, LoaderFacts]:
+    """Return group -> facts of the loaders of a run, as they were read there; {} where run.json has none.
+
+    A remedy that gave a loader workers is in force: what it had is what they made of it, not what the script asks for.
+    What remedies found of its dataset is among the facts; datasets are told apart by their class.
+    """
+    rows = meta.get("loaders")
+    facts = {str(group): LoaderFacts.of(row) for group, row in rows.items()} if isinstance(rows, Mapping) else {}
+    given = in_force(meta).get("data.workers")
+    if given is not None:
+        facts = {group: _with_workers(fact, given) for group, fact in facts.items()}
+    for found in unfit(meta):
+        reason = f"{found.reason} ({found.remedy} found it in this run)"
+        more = {"unfit_ahead": reason, **({"unfit": reason} if found.about == DATASET else {})}
+        for group, fact in facts.items():
+            if fact.dataset and fact.dataset == found.dataset:
+                facts[group] = msgspec.structs.replace(fact, **more)
+    return facts
+
+
+def facts_of(loaders: Mapping[str, LoaderFacts], group: int) -> LoaderFacts:
+    """Return the facts of a loader: none where it has no row; of batches that no loader was seen for, just that."""
+    return loaders.get(str(group), LoaderFacts(reason_untunable=UNSEEN if group < 0 else None))
+
+
+def _with_workers(facts: LoaderFacts, given: Mapping[str, Any]) -> LoaderFacts:
+    """Return the facts of a loader that data.workers was applied to with `given`; of others, what they are."""
+    rows = given.get("loaders")
+    about = [row for row in rows or () if isinstance(row, Mapping) and row.get("dataset") == facts.dataset]
+    counts = [row.get("num_workers") for row in about]
+    if not counts or not all(isinstance(count, int) for count in counts):  # left alone: at once, or later
+        return facts
+    ahead = given.get("prefetch_factor")
+    return msgspec.structs.replace(
+        facts,
+        num_workers=counts[-1],
+        prefetch_factor=max(ahead if isinstance(ahead, int) else 2, facts.prefetch_factor or 2),
+        persistent=facts.persistent or given.get("persistent_workers") is True,
+        pin_memory=facts.pin_memory or given.get("pin_memory") is True,
+    )
+
+
+def _fits(row: Mapping[Any, Any], kind: type[msgspec.Struct]) -> bool:
+    try:
+        msgspec.convert(row, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def bound(facts: LoaderFacts) -> str:
+    """Say why the batches of a loader may not be read ahead of training at all; '' if they may."""
+    if facts.damaged:
+        return f"what run.json says of it is damaged ({', '.join(facts.damaged)}): record it again"
+    if facts.reason_untunable:
+        return facts.reason_untunable
+    if facts.changes:
+        return CHANGES.format(facts.changes)
+    if facts.unfit or facts.unfit_ahead:
+        return facts.unfit or facts.unfit_ahead
+    if facts.steered:
+        return facts.steered
+    if facts.sampler is not None and facts.sampler not in SAFE_SAMPLERS:
+        return f"{facts.sampler}: a sampler of the script's own must not be read ahead"
+    return ""
+
+
+def unmovable(facts: LoaderFacts) -> str:
+    """Say why the examples of a loader may not be made by (more) workers; '' if they may.
+
+    Drawing from the generators that torch seeds in each worker is no hindrance, but needs the user's leave.
+    """
+    if facts.own:
+        return OWN.format("num_workers")
+    unseeded = [UNSEEDED[kind] for kind in facts.drawn if kind in UNSEEDED]
+    if unseeded:
+        return f"it draws from {' and '.join(unseeded)}: each worker would draw the same numbers"
+    asked = facts.rehearsal.processes
+    if asked is None and facts.worker_init_fn and not facts.num_workers:
+        return bound(facts) or f"its worker_init_fn ({facts.worker_init_fn}) has never run, and would with workers"
+    return bound(facts) or asked or ""
+
+
+def unthreadable(facts: LoaderFacts) -> str:
+    """Say why threads may not make the examples of a loader; '' if they may."""
+    if facts.own:
+        return OWN.format('workers="threads"')
+    if facts.drawn:
+        return f"it draws random numbers ({', '.join(facts.drawn)}), and threads would share the generators"
+    if facts.worker_init_fn and facts.num_workers != 0:
+        return f"its worker_init_fn ({facts.worker_init_fn}) prepares a process, and threads have none of their own"
+    return bound(facts) or facts.rehearsal.threads or ""
+
+
+def unkept(facts: LoaderFacts) -> str:
+    """Say why the examples of a loader cannot be kept; '' if they can."""
+    if facts.datasets > 1:
+        return "its dataset is made anew for each pass, and what is kept goes with it: make it once, before the loop"
+    return OWN.format("cache_bytes") if facts.own else uncacheable(facts) or facts.rehearsal.cache or ""
+
+
+def uncacheable(facts: LoaderFacts) -> str:
+    """Say why a cache cannot hold the examples of a loader, whoever makes it; '' if it can."""
+    if facts.damaged:
+        return bound(facts)
+    if facts.reason_untunable:
+        return facts.reason_untunable
+    if facts.changes:
+        return CHANGES.format(facts.changes)
+    if facts.unfit:
+        return facts.unfit
+    if facts.draws:
+        drawn = ", ".join(facts.draws)
+        return f"reading an example draws random numbers ({drawn}): a cache would freeze its random augmentation"
+    return ""
+
+
+def unshared(facts: LoaderFacts) -> str:
+    """Say why a server may not make the examples of a loader; '' if it may."""
+    if facts.own:
+        return OWN.format('server="auto"')
+    if facts.worker_init_fn:
+        return f"its worker_init_fn ({facts.worker_init_fn}) prepares processes that a server has none of"
+    return unmovable(facts)

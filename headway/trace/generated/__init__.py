@@ -1,0 +1,1 @@
+"""Operation traces that are generated, and played, with a known truth."""

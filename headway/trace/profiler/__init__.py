@@ -1,0 +1,1 @@
+"""The profiler's JSON: Kineto's rows, messages, arrows, names."""

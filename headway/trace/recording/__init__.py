@@ -1,0 +1,1 @@
+"""Rings become a run: rows, segments, loads, deliveries, evaluation, pauses."""

@@ -1,0 +1,220 @@
+"""Turn what the processes of a run recorded into one trace per rank.
+
+Rows get their names, columns, lanes, steps and depth here; loads get their
+children; what was overwritten becomes `dropped` rows. Nothing is written:
+`headway.runtime.finalise` does that. Times in int64 ns on CLOCK_MONOTONIC.
+
+>>> NAMES[CODE["input.next"]]
+'input.next'
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
+from headway.trace.events.intervals import inside
+from headway.trace.events.nesting import Nesting
+from headway.trace.events.steps import step_of
+from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import COLLECTIVES, KIND, SPANS
+from headway.trace.recording import basis, evaluation, gaps, segments
+from headway.trace.recording.deliveries import thinned
+from headway.trace.recording.devices import by_rank, lead_of
+from headway.trace.recording.loads import load_children, name_workers, place_made
+from headway.trace.recording.pauses import trimmed
+from headway.trace.recording.rows import Rows, lane_name, raw_rows
+from headway.trace.rings import spool
+from headway.trace.rings.spool import Recorded
+
+NAMES = tuple(SPANS)
+"""The name table of every trace made here."""
+
+CODE = {name: index for index, name in enumerate(NAMES)}
+"""Name -> its index in `NAMES`."""
+
+
+TOLD = ("optimizers", "patches", "regions", "coverage", "timers", "script")
+"""What a rank says of itself in RUN/tables that goes into `meta`."""
+
+AROUND = [CODE[name] for name in ("forward", "optimizer.closure", "host.script")]
+"""Names of stretches that hold others: what is inside keeps its depth."""
+
+
+def trace_of_rings(run: Path, attempt: int) -> list[Trace]:
+    """Return the traces of an attempt that was never finalised, without writing anything."""
+    groups = by_rank(spool.stems_of_run(run, attempt=attempt))
+    return [build(processes, rank=rank, attempt=attempt, run=run) for rank, processes in groups.items()]
+
+
+def build(
+    processes: Sequence[Recorded],
+    *,
+    rank: int,
+    attempt: int,
+    run: Path,
+    row: Mapping[str, Any] | None = None,
+) -> Trace:
+    """Return the trace of one rank from everything its processes recorded."""
+    lead = lead_of(processes)
+    lanes: list[str] = ["main"]
+    parts = [thinned(place_made(raw_rows(process, lanes, leads=process is lead), lanes)) for process in processes]
+    name_workers(parts, parts[processes.index(lead)])
+    columns = Rows.concat([*parts, *(load_children(part) for part in parts)])
+    columns = trimmed(columns, (columns.lane == 0) & (columns.process == lead.header.pid))
+    training = np.flatnonzero((columns.lane == 0) & (columns.process == lead.header.pid))
+    main = columns.where(training)
+    tables = _tables(run, rank, lead)
+    found = basis.basis_of(main, {int(key): value for key, value in tables.get("loops", {}).items()})
+    gradients = basis.gradients_of(main)
+    evaluation.mark_learning(main, gradients, found)
+    columns.seq[training] = main.seq
+    evaluations = evaluation.evaluations(main, gradients)
+    bounds = _bounds(main, found, evaluations)
+    marks = [
+        _process_row(lead, main, row),
+        _step_rows(bounds),
+        evaluations,
+        gaps.gaps(main, bounds, evaluations, gradients, found),
+        *(_dropped_rows(p, lanes, p is lead) for p in processes),
+    ]
+    kept = columns.where(~np.isin(columns.name, [CODE["input.parts"], segments.FORWARD, segments.BACKWARD]))
+    everything = Rows.concat([kept, segments.with_forwards(main), *marks])
+    everything.step[:] = step_of(everything.start_ns, bounds)
+    segments.place(everything, bounds)
+    _set_depth(everything)
+    order = np.lexsort((everything.depth, everything.lane, everything.start_ns))
+    return Trace.from_columns(
+        everything.columns(order, rank=rank),
+        names=NAMES,
+        lanes=lanes,
+        groups=_groups(tables),
+        ranks={rank: {**_rank_facts(lead, row, marks[0]), **_told(tables)}},
+        meta={
+            "source": "headway",
+            "attempt": attempt,
+            "num_steps": max(len(bounds) - 1, 0),
+            "step_basis": found.name,
+            "dropped": sum(process.dropped for process in processes),
+            "device_type": tables.get("device_type", "cpu"),
+            "collectives": list(COLLECTIVES),
+            **{key: tables[key] for key in TOLD if key in tables},
+        },
+    )
+
+
+def _bounds(main: Rows, found: basis.Basis, evaluations: Rows) -> NDArray[np.int64]:
+    """Return [steps + 1]: the start of step 0, then the end of each; empty without any.
+
+    Step 0 begins with the first batch that is no evaluation's, or the first forward that learns, or the first event
+    that steps are counted by.
+    """
+    if not len(found.ends_ns):
+        return np.empty(0, np.int64)
+    of_input = np.isin(main.name, [CODE["input.iter"], CODE["input.next"]])
+    learns = (main.name == evaluation.FORWARD) & (main.seq & evaluation.LEARNS > 0)
+    spans = evaluations.start_ns, evaluations.start_ns + evaluations.duration_ns
+    started = main.start_ns[(of_input | learns) & ~inside(main.start_ns, spans)]
+    return np.concatenate([[min(found.first_ns, started.min(initial=found.first_ns))], found.ends_ns]).astype(np.int64)
+
+
+def _tables(run: Path, rank: int, lead: Recorded) -> dict[str, Any]:
+    """Return what the process that leads has said of itself; a child that trains has a file of its own."""
+    own = json_object(run / "tables" / f"p{lead.header.pid}.json") if lead.header.role == "child" else {}
+    return own or json_object(run / "tables" / f"r{rank}.json")
+
+
+def _step_rows(bounds: NDArray[np.int64]) -> Rows:
+    n = max(len(bounds) - 1, 0)
+    return Rows.of(CODE["step"], bounds[:n], np.diff(bounds) if n else bounds[:0], kind=KIND["MARK"])
+
+
+def _process_row(lead: Recorded, main: Rows, row: Mapping[str, Any] | None) -> Rows:
+    """Return the life of the rank: from the kernel's start time (10 ms steps), not before the launcher's fork."""
+    header = lead.header
+    ends = main.start_ns + main.duration_ns
+    seen = (int(main.start_ns.min()), int(ends.max())) if len(main) else (header.clock_ns, header.clock_ns)
+    start = header.process_start_ns or seen[0]
+    end = header.end_ns or seen[1]
+    if row is not None and row.get("pid") == header.pid:
+        start = max(start, int(row["start_ns"]))
+        end = int(row["end_ns"] or end)
+    start = min(start, seen[0])
+    return Rows.of(CODE["process"], np.array([start]), np.array([max(end, seen[1]) - start]), kind=KIND["MARK"])
+
+
+def _dropped_rows(process: Recorded, lanes: list[str], leads: bool) -> Rows:
+    """Return one row per gap in the record numbers: between the neighbours that are still there."""
+    records = process.records
+    number = np.concatenate([[0], records["number"].astype(np.int64)])
+    missing = np.diff(number) - 1
+    gaps = np.flatnonzero(missing)
+    end = records["start_ns"] + records["duration_ns"]
+    start = np.where(gaps > 0, end[gaps - 1], process.header.clock_ns) if len(gaps) else np.empty(0, np.int64)
+    until = np.maximum(records["start_ns"][gaps], start)
+    rows = Rows.of(CODE["dropped"], start, until - start, kind=KIND["MARK"], bytes=missing[gaps])
+    if not leads and len(rows):
+        rows.lane[:] = lane_index(lanes, lane_name(process.header, 0, leads=False))
+    return rows
+
+
+def lane_index(lanes: list[str], name: str) -> int:
+    """Return the index of lane `name`, adding it when it is new."""
+    if name not in lanes:
+        lanes.append(name)
+    return lanes.index(name)
+
+
+def _set_depth(rows: Rows) -> None:
+    """Nest the rows of each process's lane; bookkeeping and what holds other rows neither nest nor are nested in."""
+    real = np.flatnonzero((rows.kind != KIND["MARK"]) & ~np.isin(rows.name, AROUND))
+    # Loader workers of different iterators may share a lane while they overlap: each process nests on its own.
+    _, key = np.unique(
+        np.stack([rows.lane[real].astype(np.int64), rows.process[real]], axis=1), axis=0, return_inverse=True
+    )
+    rows.depth[real] = Nesting.of(key.reshape(-1), rows.start_ns[real], rows.duration_ns[real]).depth
+
+
+def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: Rows) -> dict[str, Any]:
+    """Return what is known of the rank; `life` is its process row."""
+    header = lead.header
+    facts: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "pid": header.pid,
+        "role": header.role,
+        "local_rank": header.local_rank,
+        "start_ns": int(life.start_ns[0]),
+        "end_ns": int(life.start_ns[0] + life.duration_ns[0]),
+        "clock": [[header.clock_ns, header.realtime_ns]],
+    }
+    if row is not None:
+        facts["exit_code"] = row.get("exit_code")
+    return facts
+
+
+def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
+    names = ("deliveries", "input", "workers", "script", "timers", "pipeline")
+    return {key: tables[key] for key in names if key in tables}
+
+
+def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the process groups that the rank met: {'name', 'ranks'} each."""
+    found = tables.get("groups", {})
+    return {int(key): dict(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in `path`, {} when there is none."""
+    try:
+        found = read_json(path)
+    except (OSError, InputError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,219 @@
+"""Columns of a rank's rows while its trace is put together.
+
+Records become rows here: code to name and kind, the four numbers to the
+columns that the vocabulary gives them, threads and processes to lanes.
+Arrays are [n]; times int64 ns.
+
+>>> Rows.of(0, np.array([5, 1]), np.array([2, 9]), kind=0).by_end().start_ns.tolist()
+[5, 1]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.trace.events.trace import COLUMNS
+from headway.trace.events.vocabulary import IN_BACKGROUND, KIND, SPANS
+from headway.trace.rings.records import RingHeader
+from headway.trace.rings.spool import Recorded
+
+LOADER_LANE = "loader/"
+"""Lanes of loader workers begin so; the worker's number follows."""
+
+SAVER_LANE = "saver"
+"""Lane of what is done for a rank's checkpoints in the background, whoever wrote it down."""
+
+_NUMBERS = ("a", "b", "c", "d")
+_BLANK = {
+    "name": (np.int32, -1), "kind": (np.uint8, KIND["MARK"]), "lane": (np.int16, 0), "depth": (np.int16, 0),
+    "step": (np.int32, -1), "start_ns": (np.int64, 0), "duration_ns": (np.int64, 0), "group": (np.int32, -1),
+    "seq": (np.int64, -1), "peer": (np.int32, -1), "bytes": (np.int64, 0), "corr": (np.int64, -1),
+    "process": (np.int64, -1),
+    "cpu_ns": (np.int64, -1), "delay_ns": (np.int64, 0), "collate_ns": (np.int64, 0), "gc_ns": (np.int64, 0),
+}  # fmt: skip
+"""Column -> (dtype, value when nothing is known)."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of one rank; all arrays have the same length and may be written to."""
+
+    name: NDArray[Any]
+    kind: NDArray[Any]
+    lane: NDArray[Any]
+    depth: NDArray[Any]
+    step: NDArray[Any]
+    start_ns: NDArray[Any]
+    duration_ns: NDArray[Any]
+    group: NDArray[Any]
+    seq: NDArray[Any]
+    peer: NDArray[Any]
+    bytes: NDArray[Any]
+    corr: NDArray[Any]
+    process: NDArray[Any]
+    """Process id: kept until the trace is complete."""
+    cpu_ns: NDArray[Any]
+    """Of a load: CPU time of its thread, -1 when it was not measured."""
+    delay_ns: NDArray[Any]
+    """Of a load: time its thread could run but had no core."""
+    collate_ns: NDArray[Any]
+    """Of a load: CPU time of collate, part of `cpu_ns`."""
+    gc_ns: NDArray[Any]
+    """Of a load: garbage collection, part of `cpu_ns`."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.start_ns)
+
+    @classmethod
+    def blank(cls, n: int) -> Rows:
+        """Return `n` rows of which nothing is known."""
+        return cls(**{column: np.full(n, value, dtype) for column, (dtype, value) in _BLANK.items()})
+
+    @classmethod
+    def of(
+        cls, name: int, start_ns: NDArray[Any], duration_ns: NDArray[Any], *, kind: int, **more: NDArray[Any]
+    ) -> Rows:
+        """Return rows of one name and kind."""
+        rows = cls.blank(len(start_ns))
+        rows.name[:], rows.kind[:] = name, kind
+        rows.start_ns[:], rows.duration_ns[:] = start_ns, duration_ns
+        for column, values in more.items():
+            getattr(rows, column)[:] = values
+        return rows
+
+    @classmethod
+    def concat(cls, parts: Sequence[Rows]) -> Rows:
+        """Put `parts` one behind the other."""
+        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+
+    def where(self, mask: NDArray[Any]) -> Rows:
+        """Return the rows that `mask` (bool [n] or indices) picks."""
+        return Rows(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
+
+    def without(self, name: int) -> Rows:
+        """Return the rows that do not bear `name`."""
+        return self.where(self.name != name)
+
+    def by_end(self) -> Rows:
+        """Return the rows in the order in which they ended."""
+        return self.where(np.argsort(self.start_ns + self.duration_ns, kind="stable"))
+
+    def columns(self, order: NDArray[Any], *, rank: int) -> Mapping[str, NDArray[Any]]:
+        """Return the trace columns in `order`, all of rank `rank`."""
+        found = {f.name: getattr(self, f.name)[order] for f in fields(self) if f.name in COLUMNS}
+        return {**found, "rank": np.full(len(order), rank, np.int32)}
+
+
+def lane_name(header: RingHeader, thread: int, *, leads: bool, training: int = 0) -> str:
+    """Return the lane of thread `thread` (0 = the process's first) of the process of `header`.
+
+    In the process that leads, thread `training` is lane 'main'.
+    """
+    names = header.threads
+    suffix = "MainThread" if thread == 0 else names[thread - 1] if thread <= len(names) else f"{thread}"
+    if leads:
+        return "main" if thread == training else f"thread/{suffix}"
+    base = f"{LOADER_LANE}{header.worker}" if header.role == "loader" else f"process/{header.pid}"
+    return base if thread == 0 else f"{base}/{suffix}"
+
+
+def training_thread(records: NDArray[np.void]) -> int:
+    """Return the thread that trains: the first one, unless only others make updates, or without any, gradients.
+
+    Where nothing was trained it is the thread that computed forwards.
+    """
+    for name in ("optimizer.step", "segment.backward", "segment.grad", "forward"):
+        lanes, counts = np.unique(records["lane"][records["code"] == SPANS[name].code], return_counts=True)
+        if len(lanes):
+            return 0 if lanes[0] == 0 else int(lanes[counts.argmax()])
+    return 0
+
+
+def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
+    """Return the records of one process as rows; new lanes are added to `lanes`."""
+    records = process.records
+    rows = named_rows(records)
+    rows.process[:] = process.header.pid
+    training = training_thread(records) if leads else 0
+    for thread in np.unique(records["lane"]):
+        name = lane_name(process.header, int(thread), leads=leads, training=training)
+        if name not in lanes:
+            lanes.append(name)
+        rows.lane[records["lane"] == thread] = lanes.index(name)
+    _attach_parts(rows, records)
+    behind = np.isin(records["code"], [SPANS[name].code for name in IN_BACKGROUND])
+    if behind.any():
+        if SAVER_LANE not in lanes:
+            lanes.append(SAVER_LANE)
+        rows.lane[behind] = lanes.index(SAVER_LANE)
+    if leads:
+        # On a device the hooks of backward run in autograd's thread, while the training thread waits for it.
+        rows.lane[records["code"] == SPANS["comm.wait"].code] = lanes.index("main")
+    rows = Rows.concat([rows, _carried_backwards(rows, records)])
+    return rows.where(rows.name >= 0)
+
+
+def named_rows(records: NDArray[np.void]) -> Rows:
+    """Return records as rows with names, kinds and columns; lanes, processes and parts of loads are left blank."""
+    rows = Rows.blank(len(records))
+    rows.start_ns[:] = records["start_ns"]
+    rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
+    for index, span in enumerate(SPANS.values()):
+        mask = records["code"] == span.code
+        if not mask.any():
+            continue
+        rows.name[mask], rows.kind[mask] = index, KIND[span.kind]
+        for number, column in zip(_NUMBERS, span.columns, strict=False):
+            if column:
+                getattr(rows, column)[mask] = records[number][mask]
+    return rows
+
+
+def with_backwards(records: NDArray[np.void]) -> Rows:
+    """Return the records of one training thread as rows, with the backwards that updates carry."""
+    rows = named_rows(records)
+    rows = Rows.concat([rows, _carried_backwards(rows, records)])
+    return rows.where(rows.name >= 0)
+
+
+def _carried_backwards(rows: Rows, records: NDArray[np.void]) -> Rows:
+    """Return the backwards that optimizer records carry as their third and fourth number."""
+    at = np.flatnonzero((records["code"] == SPANS["optimizer.step"].code) & (records["d"] > 0))
+    found = rows.where(at)
+    found.name[:], found.kind[:] = list(SPANS).index("segment.backward"), KIND["MARK"]
+    found.start_ns[:], found.duration_ns[:] = records["c"][at], records["d"][at]
+    found.corr[:], found.seq[:] = 0, -1
+    return found
+
+
+def _attach_parts(rows: Rows, records: NDArray[np.void]) -> None:
+    """Give each load (or batch made elsewhere) the measurements in the `input.parts` that follows it in its thread."""
+    at = np.flatnonzero(records["code"] == SPANS["input.parts"].code)
+    if not len(at):
+        return
+    loads = np.flatnonzero(np.isin(records["code"], [SPANS["input.load"].code, SPANS["input.made"].code]))
+    key = _key(records, loads)
+    order = np.argsort(key, kind="stable")
+    found = np.searchsorted(key[order], _key(records, at))
+    found = np.minimum(found, max(len(order) - 1, 0))
+    if not len(order):
+        return
+    target = loads[order[found]]
+    same = (records["start_ns"][target] == records["start_ns"][at]) & (records["lane"][target] == records["lane"][at])
+    target, at = target[same], at[same]
+    rows.cpu_ns[target] = records["a"][at]
+    rows.delay_ns[target] = records["b"][at]
+    rows.collate_ns[target] = records["c"][at]
+    rows.gc_ns[target] = records["d"][at]
+
+
+def _key(records: NDArray[np.void], at: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return start and lane of records as one sortable number (lanes are few: the start dominates)."""
+    keys: NDArray[np.int64] = records["start_ns"][at] * 128 + records["lane"][at]
+    return keys

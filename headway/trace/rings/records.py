@@ -1,0 +1,231 @@
+"""Read the rings that recorded processes write: while they run, and after they died.
+
+Use `RingReader` to follow a ring (the launcher does), `read_ring` to take all
+that is left of one. Records come as a numpy structured array of `RECORD_DTYPE`
+in the order in which they were written. What the writer overwrote before it
+was read is counted in `lost`, never guessed.
+
+What the numbers a, b, c, d of a record mean: `SPANS[name].columns` in order.
+Two names are raw and become other rows when a run is finalised:
+
+- `input.parts` follows the `input.load` it measures (same lane, same start):
+  a = thread CPU ns, b = run delay ns (-1: the kernel does not say), c = CPU ns
+  of collate (part of a), d = ns of garbage collection (part of a).
+  Fetch = duration - a - b. In the main process only some loads have parts: all
+  those longer than 0.2 ms, and every 16th of the others.
+- `input.worker` says which process is worker `peer` of iterator `corr`: pid =
+  `seq`. The loads in that pid's ring carry group = n-th life of the worker's
+  dataset (0, 1, ... : one per iterator, more than one with persistent workers)
+  and peer = worker; the n-th `input.worker` row of a pid names their iterator.
+
+>>> RECORD_DTYPE.itemsize, RECORD_DTYPE.names[-1]
+(64, 'number')
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from mmap import ACCESS_READ, mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import FormatError
+from headway.trace.rings.progress_page import PAGE, PAGE_OFFSET
+from headway.trace.rings.ring import (
+    FIELDS,
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    RECORD_BYTES,
+    ROLES,
+    THREAD_BYTES,
+    THREADS_OFFSET,
+)
+
+RECORD_DTYPE = np.dtype(
+    [
+        ("code", "u2"), ("lane", "u2"), ("step", "i4"), ("start_ns", "i8"), ("duration_ns", "i8"),
+        ("a", "i8"), ("b", "i8"), ("c", "i8"), ("d", "i8"), ("number", "u8"),
+    ]
+)  # fmt: skip
+"""One record; `number` counts from 1 and is 0 in a slot that was never written."""
+
+IN_FLIGHT = 64
+"""Writers that may be inside a record at one moment: the oldest this many slots of a full ring are not trusted."""
+
+PATIENCE = 256
+"""A number still missing after this many later ones is given up: its writer failed between taking and storing it."""
+
+ORDERED_STORES = platform.machine() in ("x86_64", "AMD64", "i686")
+"""Whether stores become visible in program order; elsewhere the newest record waits for the next drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingHeader:
+    """Who wrote a ring, and when."""
+
+    pid: int
+    """Process that writes the ring."""
+
+    rank: int
+    """Rank that the process is, or belongs to. It wins over the file's name: a spawned rank learns it late."""
+
+    worker: int
+    """Loader worker, -1 for any other process."""
+
+    attempt: int
+    """Attempt of the job, from 0."""
+
+    local_rank: int
+    """Rank on this host."""
+
+    role: str
+    """One of `headway.trace.rings.ring.ROLES`."""
+
+    capacity: int
+    """Records that the ring holds."""
+
+    process_start_ns: int
+    """Start of the process to 10 ms, clock of `time.perf_counter_ns`; 0 if unknown."""
+
+    clock_ns: int
+    """`time.perf_counter_ns()` at the same moment as `realtime_ns`."""
+
+    realtime_ns: int
+    """`time.time_ns()` at the same moment as `clock_ns`."""
+
+    end_ns: int
+    """End of the process; 0 while it runs or when it was killed."""
+
+    threads: tuple[str, ...]
+    """Names of lanes 1, 2, ...; lane 0 is the main thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What a process was doing when its progress page was read."""
+
+    step: int
+    """Optimizer updates so far, all optimizers together."""
+
+    progress_ns: int
+    """End of the last one; 0 before the first."""
+
+    op: int
+    """Code of the operation that the process is in (`vocabulary.SPANS`), 0 for none."""
+
+    group: int
+    """Process group of the operation, -1 where that does not apply."""
+
+    peer: int
+    """Rank at the other end of a send or receive, -1 where that does not apply."""
+
+    seq: int
+    """Its number in that group, -1 where that does not apply."""
+
+    since_ns: int
+    """Its begin."""
+
+    loss: float
+    """Value of a tensor that a backward began from, taken now and then; NaN while unknown."""
+
+    stack_signal: int
+    """Signal that makes the process write its Python stacks, 0 for none."""
+
+
+def read_page(buffer: Any) -> Page:
+    """Return the progress page of a mapped ring as it stands; one that changes meanwhile is read again."""
+    area = slice(PAGE_OFFSET, PAGE_OFFSET + PAGE.size)
+    raw = bytes(buffer[area])
+    for _ in range(4):
+        before, raw = raw, bytes(buffer[area])
+        if raw == before:
+            break
+    return Page(*PAGE.unpack(raw))
+
+
+class RingReader:
+    """Follows one ring; `drain` returns what is new since the last call."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Map the file; raises `FormatError` when it is not a ring, or not yet one."""
+        self.path = Path(path)
+        self.next = 0
+        """Records up to this number have been returned or counted as lost."""
+        self.lost = 0
+        """Records overwritten before they were read, or never completed."""
+        with self.path.open("rb") as file:
+            head = file.read(HEADER_BYTES)
+            if len(head) < HEADER_BYTES or head[:8] != MAGIC:
+                raise FormatError(f"{path} is not a headway ring: its first bytes are {head[:8]!r}. Leave it out.")
+            self._map = mmap(file.fileno(), 0, access=ACCESS_READ)
+        capacity = self.header.capacity
+        if len(self._map) < HEADER_BYTES + capacity * RECORD_BYTES:
+            raise FormatError(
+                f"{path} is cut off: {len(self._map)} bytes for {capacity} records. Copy the run folder again."
+            )
+        self._slots: NDArray[np.void] = np.frombuffer(self._map, RECORD_DTYPE, capacity, HEADER_BYTES)
+
+    @property
+    def header(self) -> RingHeader:
+        """The header as it stands now."""
+        return header_of(self._map)
+
+    @property
+    def page(self) -> Page:
+        """The progress page as it stands now."""
+        return read_page(self._map)
+
+    def drain(self, *, final: bool = False) -> NDArray[np.void]:
+        """Return new records, oldest first; `final` when the writer is gone: nothing is waited for then."""
+        capacity = len(self._slots)
+        head = int(self._slots["number"].max(initial=0)) - (0 if final or ORDERED_STORES else 1)
+        if head <= self.next:
+            return np.empty(0, RECORD_DTYPE)
+        first = max(self.next, head - capacity)
+        wanted = np.arange(first, head)
+        block = self._slots[wanted & (capacity - 1)]
+        unsafe = int(self._slots["number"].max()) + (0 if final else IN_FLIGHT) - capacity
+        complete = (block["number"] == wanted + 1) & (wanted >= unsafe)
+        end = head if final else self._settled(wanted, complete, head)
+        taken = complete & (wanted < end)
+        records: NDArray[np.void] = block[taken]
+        self.lost += end - self.next - int(taken.sum())
+        self.next = end
+        return records
+
+    @staticmethod
+    def _settled(wanted: NDArray[np.int64], complete: NDArray[np.bool_], head: int) -> int:
+        """Return the number before which nothing is still being written."""
+        missing = wanted[~complete]
+        fresh = missing[missing >= head - PATIENCE]
+        return int(fresh[0]) if len(fresh) else head
+
+    def close(self) -> None:
+        """Let go of the file."""
+        del self._slots
+        self._map.close()
+
+
+def header_of(data: bytes | mmap) -> RingHeader:
+    """Return the header that the first `HEADER_BYTES` of a ring hold. Raises `FormatError` when they hold none."""
+    if len(data) < HEADER_BYTES or data[:8] != MAGIC:
+        raise FormatError(f"this is not a headway ring: its first bytes are {data[:8]!r}. Leave it out.")
+    numbers = dict(zip(FIELDS, HEADER.unpack_from(data, 0), strict=True))
+    spans = [THREADS_OFFSET + i * THREAD_BYTES for i in range(numbers["num_threads"])]
+    names = tuple(data[at : at + THREAD_BYTES].rstrip(b"\0").decode(errors="replace") for at in spans)
+    wanted = {name: numbers[name] for name in RingHeader.__dataclass_fields__ if name in numbers}
+    return RingHeader(**{**wanted, "role": ROLES[numbers["role"]], "threads": names})
+
+
+def read_ring(path: str | Path) -> tuple[RingHeader, NDArray[np.void], int]:
+    """Return header, records (oldest first) and how many were lost, of a ring whose writer is gone."""
+    reader = RingReader(path)
+    records = reader.drain(final=True)
+    header, lost = reader.header, reader.lost
+    reader.close()
+    return header, records, lost

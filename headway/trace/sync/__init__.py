@@ -1,0 +1,1 @@
+"""Clocks of several ranks put on one: meetings, causality, drift."""

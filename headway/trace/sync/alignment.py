@@ -1,0 +1,322 @@
+"""The clocks of all ranks put on that of the first: offset and drift from what the ranks did together [dPRO].
+
+Use it when ranks of several hosts, or profiler files of several ranks, are to
+be compared. `align` estimates offset and drift of every clock from the ends
+of matched collectives and messages (`end_differences`), then holds the
+estimate to causality (`causality`): no collective ends before its last start,
+no message is received before it is sent. Ranks of one host read one clock.
+
+The raw times stay as they are. What was found goes into `trace.ranks`, and
+`headway.trace.sync.clocks` applies it: aligned = raw + offset_ns + drift at raw.
+Times in int64 ns; drift in ns per ns (1e-6 = 1 ppm); residuals in us.
+
+>>> trace = Trace.from_columns(
+...     {"rank": [0, 1, 0, 1], "start_ns": [0, 930, 500, 1430], "duration_ns": [50, 20, 50, 20], "group": [0] * 4,
+...      "seq": [4, 4, 5, 5]}, names=["nccl:all_reduce"], name=[0] * 4, kind=[1] * 4)
+>>> found = align(trace)
+>>> found.theta_ns[:, 0].tolist(), found.violations_before, found.violations
+([0, -900], 2, 0)
+>>> found.apply(trace).ranks[1]["offset_ns"]
+-900
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import CycleError, InputError
+from headway.core.units import NS_PER_US
+from headway.trace.events.trace import Trace
+from headway.trace.sync.causality import Link, Projection, middle_end, project, violations
+from headway.trace.sync.clock_steps import find_steps, with_steps, without_step
+from headway.trace.sync.clocks import MAPPED, Clocks, aligned_ns
+from headway.trace.sync.end_differences import edges_of, estimate
+from headway.trace.sync.meetings import Ints, Meetings, match
+
+Floats = NDArray[np.float64]
+
+WINDOW_S = 60.0
+"""Longest window over which a clock's drift counts as constant; windows in which it changes are divided."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClockStep:
+    """A clock that was set forward or back."""
+
+    rank: int
+    """First rank that reads it."""
+
+    before_ns: int
+    """Last raw time that is known to lie before the step."""
+
+    by_ns: int
+    """How far forward; negative = back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """What puts the clocks of R ranks on that of the first one; Q borders of Q - 1 windows (Q = 1: no drift)."""
+
+    ranks: Ints
+    """[R] Ranks, ascending; the first is the reference."""
+
+    hosts: tuple[str, ...]
+    """[R] Host of each rank, '' = unknown; ranks of one host have equal maps."""
+
+    windows_ns: Ints
+    """[Q] Borders of the windows on the reference clock."""
+
+    knot_ns: Ints
+    """[R, K] Where each rank's map bends, on its raw clock: the same borders, and with steps also the steps' sides."""
+
+    theta_ns: Ints
+    """[R, K] What to add to a rank's raw time there; linear between the knots and beyond them."""
+
+    slope: Floats
+    """[R, K - 1] Rise of `theta_ns` between knots, ns per ns."""
+
+    residual_us: Floats
+    """[R] Median distance of the rank's aligned ends from the middle end of their meetings, NaN without any."""
+
+    violations_before: int
+    """Ends before a start they had to wait for, with the clocks as they were."""
+
+    violations: int
+    """The same after alignment."""
+
+    estimate_violations: int
+    """The same with the estimate, before its projection onto causality."""
+
+    moved_ns: Ints
+    """[R] Largest move of the rank's map by the projection."""
+
+    shortfall_us: float
+    """Worst violation left; above 0 only where no clocks fulfil the order."""
+
+    num_meetings: int
+    """Collectives and messages that were matched."""
+
+    skipped: int
+    """Calls without a partner, at the edges of windows."""
+
+    steps: tuple[ClockStep, ...] = ()
+    """Clocks that were set forward or back while they recorded."""
+
+    set_aside: int = 0
+    """Starts and ends that contradicted the clocks by far more than their scatter, where that was tolerated."""
+
+    @property
+    def drift_ppm(self) -> Floats:
+        """[R] Mean drift over all windows without the steps, parts per million; 0 without windows."""
+        if len(self.windows_ns) == 1:
+            return np.zeros(len(self.ranks))
+        rise = (self.theta_ns[:, -1] - self.theta_ns[:, 0]).astype(np.float64)
+        for step in self.steps:
+            same = self.hosts[int(np.searchsorted(self.ranks, step.rank))]
+            own = [rank == step.rank or (host == same != "") for rank, host in zip(self.ranks, self.hosts, strict=True)]
+            rise[own] += step.by_ns
+        return np.asarray(1e6 * rise / (self.knot_ns[:, -1] - self.knot_ns[:, 0]))
+
+    def apply(self, trace: Trace) -> Trace:
+        """Return `trace` with the maps in `trace.ranks`, in place of older ones; its times stay raw."""
+        ranks = {rank: {k: v for k, v in known.items() if k not in MAPPED} for rank, known in trace.ranks.items()}
+        for index, rank in enumerate(self.ranks.tolist()):
+            ranks[rank] = {**ranks.get(rank, {}), "offset_ns": int(self.theta_ns[index, 0])}
+            more = self.theta_ns[index] - self.theta_ns[index, 0]
+            if more.any():
+                ranks[rank]["drift_ns"] = np.stack([self.knot_ns[index], more], axis=1).tolist()
+        return replace(trace, ranks=ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the figures per rank and in all, plain values."""
+        drift, span = self.drift_ppm, self.windows_ns
+        return {
+            "reference": int(self.ranks[0]),
+            "windows": max(len(span) - 1, 0),
+            "window_s": float(span[-1] - span[0]) / 1e9 / (len(span) - 1) if len(span) > 1 else None,
+            "meetings": self.num_meetings,
+            "skipped": self.skipped,
+            "set_aside": self.set_aside,
+            "steps": [
+                {"rank": step.rank, "before_ns": step.before_ns, "by_us": step.by_ns / NS_PER_US} for step in self.steps
+            ],
+            "violations_before": self.violations_before,
+            "estimate_violations": self.estimate_violations,
+            "violations": self.violations,
+            "shortfall_us": self.shortfall_us,
+            "ranks": [
+                {
+                    "rank": rank,
+                    "host": self.hosts[index],
+                    "offset_ns": int(self.theta_ns[index, 0]),
+                    "drift_ppm": float(drift[index]),
+                    "residual_us": float(self.residual_us[index]),
+                    "moved_us": float(self.moved_ns[index]) / NS_PER_US,
+                }
+                for index, rank in enumerate(self.ranks.tolist())
+            ],
+        }
+
+
+def align(
+    trace: Trace, window_s: float | None = WINDOW_S, *, tolerate: bool = False, meetings: Meetings | None = None
+) -> Alignment:
+    """Estimate the clocks of the ranks of `trace` from its raw times.
+
+    `window_s` is about the longest window over which a drift counts as
+    constant (`headway.trace.sync.drift_windows` divides those in which it changes),
+    None for offsets alone, without steps. `meetings` are those of `headway.trace.sync.meetings.match`
+    unless given. Raises `InputError` on a rank without events or without
+    anything in common with the others, on unmatched messages and on mixed
+    clock units; `CycleError`, with the offending cycle, when no clocks fulfil
+    the order: a result that promises an order must not lack it in silence.
+    With `tolerate` wrong records are set aside then, and clocks of least
+    violation taken for the rest (`headway.trace.sync.causality`).
+    """
+    _check_events(trace)
+    met = match(trace) if meetings is None else meetings
+    ranks = np.unique(trace.events["rank"][trace.events["rank"] >= 0]).astype(np.int64)
+    hosts = tuple(str(trace.ranks.get(rank, {}).get("host") or "") for rank in ranks.tolist())
+    clock_of_rank = _clocks_of(hosts)
+    clock = clock_of_rank[np.searchsorted(ranks, met.rank)]
+    num_clocks = int(clock_of_rank.max(initial=0)) + 1
+    steps = () if window_s is None else find_steps(edges_of(met, clock, num_clocks), met, clock)
+    # Ends that are late together may look like a step; then no clocks fulfil the order with it, and it is left out.
+    for taken_out in (steps, ()) if steps else ((),):
+        even = reduce(lambda rest, step: without_step(rest, clock, step), taken_out, met)
+        first = estimate(even, clock, num_clocks, window_s=window_s)
+        _check_reached(first.reached[clock_of_rank], ranks, met)
+        estimated = with_steps(first.clocks, taken_out)
+        found = project(met, clock, estimated, tolerate=tolerate and not taken_out)
+        if not found.cycle:
+            break
+    if found.cycle and not tolerate:
+        raise CycleError(
+            _contradiction(trace, met, found, window_s),
+            tuple(int(met.row[call]) for link in found.cycle for call in link),
+        )
+    first_rank = {which: int(ranks[clock_of_rank == which][0]) for which in range(num_clocks)}
+    shown = tuple(ClockStep(first_rank[step.clock], step.before_ns, step.by_ns) for step in taken_out)
+    return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, (estimated, first.window_ns), found, shown)
+
+
+def _check_events(trace: Trace) -> None:
+    """Raise when the trace knows a rank of which it holds nothing."""
+    if not (trace.events["rank"] >= 0).any():
+        raise InputError("the trace has no event of a rank, so there is no clock to align. Open the traces of ranks.")
+    silent = sorted({rank for rank in trace.ranks if rank >= 0} - set(np.unique(trace.events["rank"]).tolist()))
+    if silent:
+        raise InputError(f"rank {silent[0]} has no events, so its clock is unknown. Add its trace, or leave it out.")
+
+
+def _clocks_of(hosts: tuple[str, ...]) -> Ints:
+    """[R] Clock that each rank reads: one per known host, its own otherwise; numbered from 0 in order of rank."""
+    table: dict[str, int] = {}
+    return np.array([table.setdefault(host or f"\0{index}", len(table)) for index, host in enumerate(hosts)], np.int64)
+
+
+def _check_reached(reached: NDArray[np.bool_], ranks: Ints, met: Meetings) -> None:
+    """Raise when a rank's clock hangs on nothing."""
+    alone = np.flatnonzero(~reached)
+    if len(alone):
+        what = (
+            "any collective or message" if met.num_meetings else "anything, because no call of two ranks was matched,"
+        )
+        raise InputError(
+            f"rank {ranks[alone[0]]} does not share {what} with rank {ranks[0]}, directly or through others "
+            f"({len(alone)} of {len(ranks)} ranks do not). Record windows of the same steps on all ranks, or select "
+            "ranks that communicate."
+        )
+
+
+def _contradiction(trace: Trace, met: Meetings, found: Projection, window_s: float | None) -> str:
+    """Say which calls contradict each other."""
+    parts = [_words(trace, met, link) for link in found.cycle[:6]]
+    more = f"; and {len(found.cycle) - 6} more" if len(found.cycle) > 6 else ""
+    fixed = window_s is None
+    remedy = (
+        f"Pass a window length, so that clocks may drift (window_s={WINDOW_S:g}, --window-s {WINDOW_S:g})"
+        if window_s is None
+        else f"Pass shorter windows (window_s={window_s / 4:g}, --window-s {window_s / 4:g}), correct the matching or "
+        "the host names"
+    )
+    return (
+        f"no offsets{'' if fixed else ' and drifts'} of the clocks fulfil the order of these calls; they are "
+        f"{found.cycle_ns / NS_PER_US:.3f} us short, whatever the clocks: {'; '.join(parts)}{more}. {remedy}, drop "
+        "these steps, or take the least violation (tolerate=True, --tolerate)."
+    )
+
+
+def _words(trace: Trace, met: Meetings, link: Link) -> str:
+    end, start = link
+    row = int(met.row[end])
+    name = trace.name_of(row) or "a call"
+    group, seq = int(trace.events["group"][row]), int(trace.events["seq"][row])
+    place = " ".join(f"{what} {value}" for what, value in (("group", group), ("seq", seq)) if value >= 0)
+    return f"rank {met.rank[end]} ends {name} ({place or f'row {row}'}) before rank {met.rank[start]} starts it"
+
+
+def _alignment(
+    trace: Trace,
+    ranks: Ints,
+    hosts: tuple[str, ...],
+    clock_of_rank: Ints,
+    met: Meetings,
+    clock: Ints,
+    first: tuple[Clocks, Ints],
+    found: Projection,
+    steps: tuple[ClockStep, ...],
+) -> Alignment:
+    """Gather the figures."""
+    estimated, windows_ns = first
+    knots, theta = found.clocks.knot_ns[clock_of_rank], found.clocks.theta_ns[clock_of_rank]
+    start, end = as_known(met, trace.ranks)
+    aligned = found.clocks.aligned_ns(clock, met.end_ns)
+    return Alignment(
+        ranks=ranks,
+        hosts=hosts,
+        windows_ns=windows_ns,
+        knot_ns=knots,
+        theta_ns=theta,
+        slope=np.diff(theta, axis=1) / np.maximum(np.diff(knots, axis=1), 1),
+        residual_us=_residual_us(met, ranks, aligned),
+        violations_before=violations(met, start, end)[0],
+        violations=found.violations,
+        estimate_violations=found.violations_before,
+        moved_ns=np.abs(theta - estimated.theta_ns[clock_of_rank]).max(axis=1),
+        shortfall_us=found.shortfall_ns / NS_PER_US,
+        num_meetings=met.num_meetings,
+        skipped=met.skipped,
+        set_aside=found.set_aside,
+        steps=steps,
+    )
+
+
+def as_known(met: Meetings, ranks: Mapping[int, Mapping[str, Any]]) -> tuple[Ints, Ints]:
+    """Return starts and ends [n] of calls on the clock that `ranks`, a trace's table, makes of them."""
+    start, end = met.start_ns.copy(), met.end_ns.copy()
+    for rank, known in ranks.items():
+        if any(known.get(key) for key in MAPPED):
+            own = met.rank == rank
+            start[own], end[own] = aligned_ns(known, start[own]), aligned_ns(known, end[own])
+    return start, end
+
+
+def _residual_us(met: Meetings, ranks: Ints, end_ns: Ints) -> Floats:
+    """[R] Median distance of each rank's ends from the middle one of their meeting."""
+    result = np.full(len(ranks), np.nan)
+    if not met.num_meetings:
+        return result
+    away = np.abs(end_ns - middle_end(met, end_ns)[met.meeting])
+    by_rank = np.argsort(met.rank, kind="stable")
+    cuts = np.searchsorted(met.rank[by_rank], ranks)
+    for index, part in enumerate(np.split(away[by_rank], cuts[1:])):
+        if len(part):
+            result[index] = float(np.median(part)) / NS_PER_US
+    return result
