@@ -366,7 +366,7 @@ def main() -> int:
     """Run the checks, print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pretend", action="store_true", help="on the emulated accelerator")
-    parser.add_argument("--only", choices=CHECKS, help="one check")
+    parser.add_argument("--only", choices=CHECKS, nargs="+", help="these checks")
     parser.add_argument("--check", choices=CHECKS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.check:
@@ -375,7 +375,7 @@ def main() -> int:
         return 0
     rows = list[dict[str, Any]]()
     missing = "" if options.pretend or device.host_has_devices() else "the kernel knows no device"
-    for name in [options.only] if options.only else CHECKS:
+    for name in options.only or CHECKS:
         if missing:
             rows.append({"check": name, "state": "not asked", "reason": missing})
             continue

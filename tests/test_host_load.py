@@ -57,7 +57,9 @@ def test_the_series_covers_the_run_in_order_and_keeps_its_mean(steps, own):
     assert series.own_cores == pytest.approx([own] * len(series.end_s), abs=1e-3)
     assert series.other_cores == pytest.approx([1.0] * len(series.end_s), abs=1e-3)
     assert HostSeries.from_facts({"host_series": msgspec.to_builtins(series)}) == series
-    assert HostSeries.from_facts({"host_series": {"end_s": [1.0]}}) is None
+    for end_s in ([1.0], [2.0, 1.0], [1.0, float("nan")], [-1.0, 1.0]):
+        damaged = {"end_s": end_s, "own_cores": [0.0, 0.0], "other_cores": [0.0, 0.0], "memory_bytes": [1, 1]}
+        assert HostSeries.from_facts({"host_series": damaged}) is None
 
 
 def proc(root: Path, busy: int, processes: dict[int, tuple[int, str, int, int]], running: int) -> None:

@@ -195,6 +195,13 @@ def test_a_window_opens_at_the_step_that_was_asked_for_whatever_the_budget(tmp_p
     assert len(before) == 20 * 2
 
 
+def test_a_step_that_is_never_reached_is_said(tmp_path):
+    source = TRAIN.replace("OPTIMIZERS", "1").replace("STEPS", "30")
+    run_script(source, tmp_path, HEADWAY_WINDOW_AT="1000")
+
+    assert "step 1000 was not reached" in (tmp_path / "stderr").read_text()
+
+
 def test_the_profilers_file_has_kernels_or_not(tmp_path):
     path = tmp_path / "r0-w1.json"
     path.write_text('{"traceEvents": [{"ph": "X", "cat": "cpu_op"}]}' + " " * (1 << 20))

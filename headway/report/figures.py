@@ -286,6 +286,7 @@ def verdict(why: Json) -> Verdict:
     rest = _larger_loss(why, str(first.get("cause", "")).partition(".")[0])
     sentence = f"{end}{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}."
     gain = predicted(first) if (finite(first.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING else ""
+    gain = "" if str(first.get("fix") or "").startswith(NOT_RESOLVED) else gain
     names = (str(first.get(key) or "") for key in ("cause", "remedy", "allow", "script"))
     return Verdict(sentence, clean(first.get("fix") or ""), gain, *names)
 

@@ -41,6 +41,7 @@ from headway.runtime.probes import NEVER, Probes, now
 from headway.runtime.rank_variables import number
 from headway.runtime.window_schedule import Schedule, opening_step, spacing, takes_part
 from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.ring import warn
 
 WINDOW = SPANS["window"].code
 
@@ -395,6 +396,8 @@ class Windows:
         for writer in self._writers:
             writer.join(10)
         self.probes.tables["windows_stopped"] = reason
+        if self._asked is not None and self.probes.recorder.rank == 0:
+            warn(f"step {self._asked} was not reached: --window-at opened no deep window")
 
 
 class _Open:

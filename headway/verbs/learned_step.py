@@ -115,7 +115,14 @@ def check_threads(threads: int) -> int:
 
 def _built(target: str, batch: int) -> tuple[Any, tuple[Any, ...]]:
     """Return the module that BUILD makes, and its inputs."""
-    made = imported(target, "my_project.model:build")(batch)
+    build = imported(target, "my_project.model:build")
+    try:
+        made = build(batch)
+    except Exception as cause:
+        raise InputError(
+            f"{target} raised {type(cause).__name__}: {cause}. It is called with the batch size, and returns a pair: "
+            "the module, and its inputs."
+        ) from cause
     if not (isinstance(made, tuple) and len(made) == 2 and hasattr(made[0], "named_parameters")):
         raise InputError(f"{target} returned a {type(made).__name__}; return a pair: the module, and its inputs.")
     module, inputs = made

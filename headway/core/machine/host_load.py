@@ -19,6 +19,7 @@ on a full host is larger than the cores that it got. Times are seconds.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -204,8 +205,12 @@ class HostSeries(msgspec.Struct, frozen=True, kw_only=True):
             found = msgspec.convert(facts.get("host_series"), cls)
         except msgspec.ValidationError:
             return None
-        sizes = {len(found.end_s), len(found.own_cores), len(found.other_cores), len(found.memory_bytes)}
-        return found if len(sizes) == 1 and found.end_s else None
+        columns = (found.end_s, found.own_cores, found.other_cores, found.memory_bytes)
+        values = [value for column in columns for value in column]
+        ends = [0.0, *found.end_s]
+        fits = len({len(column) for column in columns}) == 1 and 0 < len(found.end_s) <= MOST_READINGS
+        fits = fits and all(0 <= value < 1e18 for value in values) and all(a < b for a, b in itertools.pairwise(ends))
+        return found if fits and found.cores >= 0 else None
 
 
 class LoadSampler:
