@@ -48,7 +48,11 @@ class Device:
 
     is_capturing = False
 
-    def record(self) -> FakeEvent:
+    def stream(self) -> Device:
+        """Return its only stream."""
+        return self
+
+    def record(self, stream: Device | None = None) -> FakeEvent:
         """Return an event that was queued."""
         event = FakeEvent(self)
         self.queue.append(event)
@@ -160,7 +164,7 @@ def test_a_device_that_never_gets_through_costs_bounded_memory_and_is_counted():
 
 def test_a_device_that_refuses_an_event_ends_its_timing_and_not_the_job(tmp_path, capsys):
     class Broken(Device):
-        def record(self) -> FakeEvent:
+        def record(self, stream: Device | None = None) -> FakeEvent:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     undo = emulate(lambda tensor: broken, {("cuda", 0): (broken := Broken())})
