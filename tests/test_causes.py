@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -432,3 +433,14 @@ def test_a_loader_without_workers_collates_and_one_with_too_many_is_told_to_have
 
     assert cause.fix == "fewer workers: 10 of them take turns on 1 core"
     assert "num_workers=1," in cause.script
+
+
+def test_what_an_evaluation_waits_for_is_no_loss_of_the_training_loader():
+    ledger = Ledger.of(FAULTS["input.fetch"].make())
+    forecast = SimpleNamespace(base_step_s=1.0, step_s=0.5, speedup=2.0, interval=(1.9, 2.1))
+    alone = find_causes(ledger, predict=lambda edits: forecast)[0]
+    ledger.sub_ns["eval.input"] = 9 * ledger.sub_ns["input.fetch"]
+    beside = find_causes(ledger, predict=lambda edits: forecast)[0]
+
+    assert alone.cause == beside.cause == "input.fetch"
+    assert beside.lost_device_s < 0.2 * alone.lost_device_s

@@ -148,6 +148,11 @@ def find_causes(
     total_s: dict[str, float] = {}
     for cause in found:
         total_s[cause.cause] = total_s.get(cause.cause, 0.0) + cause.lost_device_s
+    # A replay without waits for input is one without those of evaluations too, which are a cause of their own.
+    evaluating_s = ledger.sub_ns.get("eval.input", 0) / NS_PER_S
+    for name in total_s:
+        if name.startswith("input.") and evaluating_s > total_s[name]:
+            total_s[name] += evaluating_s
     found = [
         _booked(cause)
         if predict is None
