@@ -219,6 +219,29 @@ def test_what_the_host_does_before_it_launches_a_loss_is_no_work_for_certain(clo
     assert unknown >= 19 * 6_000_000
 
 
+@pytest.mark.parametrize("learns", [True, False], ids=["fetched ahead of a backward", "models without a backward"])
+def test_a_wait_for_a_batch_between_a_model_and_a_backward_is_no_work(clock, learns):
+    accelerator, written = Accelerator(), []
+    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    for _ in range(20):
+        timing.ready()
+        for _ in range(1 if learns else 3):
+            accelerator.launch(1_000_000)
+            timing.computed()
+            clock.sleep(0.005)  # the loader
+            timing.ready()
+        timing.turned()
+        accelerator.launch(2_000_000)
+        timing.ended()
+        timing.updated()
+        clock.sleep(0.004)
+    timing.finish()
+    work, unknown = (sum(r[2] for r in written if r[0] == code) for code in (WORK, UNKNOWN))
+    truth = sum(end - begin for begin, end in accelerator.work)
+
+    assert abs(work + unknown - truth) <= 0.15 * truth
+
+
 def test_two_of_the_events_are_left_out_while_the_host_is_far_ahead(clock):
     accelerator = Accelerator(depth=1000)
     timing = DeviceTimers(lambda *r: None, accelerator.device)

@@ -41,9 +41,9 @@ from headway.trace.events.vocabulary import SPANS
 
 WORK, UNKNOWN = SPANS["device.work"].code, SPANS["device.unknown"].code
 
-READY, COPIED, COMPUTED, UPDATED = -1, -2, -3, -4
+READY, COPIED, COMPUTED, UPDATED, FETCHED = -1, -2, -3, -4, -5
 """What marks stand for beside the ends of the two segments: forward may begin, the host waited for a copy to the
-device, a model was launched, an update was."""
+device, a model was launched, an update was, a batch came between a model and a backward."""
 
 MOST_MARKS = 64
 """A stretch without an update is written in pieces of so many marks."""
@@ -67,9 +67,9 @@ class Mark:
     host_ns: int
     """The host's clock just before it was recorded."""
     code: int
-    """READY, COPIED, COMPUTED, FORWARD (which ends there), BACKWARD (the same) or UPDATED."""
+    """READY, FETCHED, COPIED, COMPUTED, FORWARD (which ends there), BACKWARD (the same) or UPDATED."""
     computed_ns: int = 0
-    """Of FORWARD without COMPUTED before it: the host's clock when the model had been launched; 0 = not seen."""
+    """Of FORWARD and FETCHED: the host's clock when the model before it had been launched; 0 = not seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,10 @@ class DeviceTimers:
 
     def ready(self) -> None:
         """Say that forward may begin: the batch is there."""
-        if self._in_forward:
-            return  # fetched ahead, between a model and its backward
         self._is_ready = True
         if not self._must_be_busy():
-            self._note(READY)
+            # One that comes between a model and a backward was fetched ahead: the forward goes on behind it.
+            self._note(FETCHED, self._computed_ns) if self._in_forward else self._note(READY)
 
     def copied(self) -> None:
         """Say that the host waited for a copy to the device: it may have waited until all work before was done."""
@@ -270,9 +269,9 @@ class DeviceTimers:
                 self._emit(mark.code, begun_ns + ahead_ns, moment - begun_ns, 1, mark.host_ns)
             recorded, launched_ns = mark.host_ns - ahead_ns, last.host_ns
             drained_ns = recorded  # when the device may have got through all that it had been given; none where it is B
-            if mark.code in (READY, COPIED) or last.code == COMPUTED:
+            if mark.code in (READY, COPIED):
                 drained_ns = last_ns
-            elif mark.code == FORWARD and mark.computed_ns:
+            elif mark.computed_ns:
                 launched_ns = mark.computed_ns  # the forward was under way until it was launched at least
                 drained_ns = max(last_ns, launched_ns - ahead_ns)
             if drained_ns < recorded:
@@ -288,7 +287,7 @@ class DeviceTimers:
                     write(UNKNOWN, drained_ns, recorded, launched_ns)
                     worked_from = recorded
             last, last_ns = mark, moment
-            begun_ns = begun_ns if mark.code == COMPUTED else moment
+            begun_ns = begun_ns if mark.code in (COMPUTED, FETCHED) else moment
         self._open_ns = min(fuzz_ns, max(last_ns - worked_from, 0))
         write(WORK, worked_from, last_ns - self._open_ns, last.host_ns)
         if marks[-1].code == UPDATED:
