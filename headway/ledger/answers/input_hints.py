@@ -136,8 +136,8 @@ HINTS: tuple[Hint, ...] = (
          "collate in worker processes{TRY}workers=2", MORE),
     Hint("input.transfer", "workers are refused", lambda s: s.on_host and s.workers == 0,
          "make the collate function faster: workers are refused ({refusal})"),
-    Hint("input.transfer", "its workers are more than the cores",
-         lambda s: s.on_host and 0 < s.cores < (s.workers or 0),
+    Hint("input.transfer", "its workers are more than twice the cores",  # fewer may wait for storage, not for a core
+         lambda s: s.on_host and 0 < 2 * s.cores < (s.workers or 0),
          "fewer workers: {workers} of them take turns on {cores}", FEWER),
     Hint("input.transfer", "batches are large", lambda s: s.on_host,
          "hand over less: smaller dtypes, fewer and larger tensors per batch"),
