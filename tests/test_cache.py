@@ -305,6 +305,43 @@ def test_a_dataset_that_the_script_changes_during_a_pass_is_read_as_it_is_now(re
         assert batches() == plain
 
 
+class OpenedLate(Dataset):
+    """Opens its file when it is first read, as tar and zip files are."""
+
+    file = None
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if self.file is None:
+            self.file = open(__file__, "rb")  # noqa: SIM115 - for as long as the dataset lives
+        self.file.seek(index)
+        return {"byte": self.file.read(1)[0]}
+
+
+@pytest.mark.parametrize("remedies", [(cache, workers), (workers, cache)])
+def test_a_file_that_the_first_reading_opens_is_no_change_beside_workers(remedies, rarely):
+    def batches():
+        dataset = OpenedLate()
+        loader = DataLoader(dataset, 4)
+        seen = [batch["byte"].tolist() for _ in range(4) for batch in loader]
+        if dataset.file is not None:
+            dataset.file.close()
+        return seen
+
+    plain, contexts = batches(), []
+    with ExitStack() as stack:
+        for remedy in remedies:
+            settings = {"bytes": 1 << 20} if remedy is cache else {"num_workers": 2}
+            contexts.append(stack.enter_context(applied(remedy, settings)))
+        assert batches() == plain
+
+    outcomes = [context.outcomes[-1] for context in contexts]
+    assert all(isinstance(outcome, Applied) for outcome in outcomes), outcomes
+    assert "reason_not_applied" not in str([outcome.facts for outcome in outcomes])
+
+
 class Together(Counted):
     """Gives many examples in another form than one."""
 

@@ -161,10 +161,20 @@ class ExampleCaches:
             except Exception as failure:
                 self._leave(dataset, f"{type(failure).__name__}: {failure}")
             if self.verification is None or self.stored.get(id(dataset)) is None:
-                return original(loader)
+                return begun(loader)
             return self.verification.following(
-                loader, lambda: original(loader), self.report, leave, own_workers=loader.num_workers
+                loader, lambda: begun(loader), self.report, leave, own_workers=loader.num_workers
             )
+
+        def begun(loader: DataLoader[Any]) -> Any:
+            """Make the iterator. Where it has workers, all reading begins there, with the dataset as it is now.
+
+            `data.workers` has just read the first examples in this process too, which may have opened a file.
+            """
+            iterator, stored = original(loader), self.stored.get(id(loader.dataset))
+            if stored is not None and getattr(iterator, "_num_workers", 0):
+                stored.note(loader.dataset)
+            return iterator
 
         def leave(loader: DataLoader[Any], reason: str) -> None:
             self._leave(loader.dataset, reason)
@@ -200,8 +210,6 @@ class ExampleCaches:
         stored = self.stored[id(dataset)] = Stored.empty(dataset, size, capacity_bytes)
         stored.bytes_taken = min(needed_bytes, capacity_bytes)
         self.budget_bytes -= stored.bytes_taken
-        if loader.num_workers:  # else the first example read may open a file: no change that matters
-            stored.note(dataset)
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
 
     def _forget_the_dead(self) -> None:

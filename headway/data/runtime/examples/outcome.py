@@ -11,6 +11,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from headway.data.caches.scrutiny import Scrutiny
+from headway.data.runtime.examples.visible import unheard
 from headway.runtime.reach import is_installed
 from headway.runtime.remedy import Applied, Context, Refused
 from headway.trace.events.in_force import DATASET, READING
@@ -150,5 +151,6 @@ def speak(dataset: Any, scrutiny: Scrutiny) -> None:
     """Warn, once for all readers of a dataset, that what was kept of it is not used any more."""
     if scrutiny.is_news():
         text = f"{type(dataset).__name__} is cached no more: {scrutiny.finding}. Its examples are read anew."
-        with suppress(RuntimeWarning):  # a script that makes errors of warnings loses no batch by it
+        # A script that makes errors of warnings loses no batch by it, nor do the workers that hand over its batches.
+        with suppress(RuntimeWarning), unheard():
             warnings.warn(text, RuntimeWarning, stacklevel=3)

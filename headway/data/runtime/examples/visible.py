@@ -116,6 +116,17 @@ def noting(*, ahead: bool = False) -> Iterator[list[str]]:
             outer += acts
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Note nothing that this thread does in the block: it is an act of headway's own, not of the script's reading."""
+    outer, was_ahead = _NOTING.acts, _NOTING.ahead
+    _NOTING.acts, _NOTING.ahead = None, False
+    try:
+        yield
+    finally:
+        _NOTING.acts, _NOTING.ahead = outer, was_ahead
+
+
 def listen(patch: Callable[[str, Callable[[Any], Any]], Any]) -> None:
     """Have the functions of `ACTS` noted from now on; `patch(target, wrapper)` replaces one of them."""
     session = active()
