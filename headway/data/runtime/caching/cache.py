@@ -172,7 +172,7 @@ class ExampleCaches:
             `data.workers` has just read the first examples in this process too, which may have opened a file.
             """
             iterator, stored = original(loader), self.stored.get(id(loader.dataset))
-            if stored is not None and getattr(iterator, "_num_workers", 0):
+            if stored is not None and getattr(iterator, "_num_workers", 0) > 0:
                 stored.note(loader.dataset)
             return iterator
 
