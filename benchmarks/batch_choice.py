@@ -25,8 +25,8 @@ from headway.cluster import NoiseScale, fit_speed
 from headway.cluster.adaptive.useful import Limits, best_batch
 from headway.cluster.runtime.batch import batch
 from headway.cluster.runtime.noise import noise
+from headway.runtime.in_rank.remedy import Context
 from headway.runtime.pool import Pool
-from headway.runtime.remedy import Context
 
 INITIAL, TRIED, SEEDS, DIM = 16, (1, 2, 4, 8, 16, 32), 3, 30
 FIXED_S, EXAMPLE_S = 0.012, 0.0009

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from headway.runtime import bootstrap
+from headway.runtime.in_rank import bootstrap
 
 WARM, CHUNKS, CHUNK = 30, 10, 20
 

@@ -6,8 +6,8 @@ one) leaves the script's printed results and its end as they are without the rem
 one run; each fault is a forked process of its own.
 
 `GUARDS` are left out: a function that answers the failures of those that it calls cannot answer one of its own first
-line. So is `headway/runtime/guard.py`, which does the same for all functions that a remedy replaces. On the data server
-counts that each example comes once in each epoch: that remedy is allowed to change the order.
+line. So is `headway/runtime/in_rank/guard.py`, which does the same for all functions that a remedy replaces. On the
+data server counts that each example comes once in each epoch: that remedy is allowed to change the order.
 
 `--sample N` makes fail the first N functions of each remedy and N others only: what CI runs.
 """
@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset
 from headway.catalog import REMEDIES
 from headway.core.files.planfile import Remedy
 from headway.data.runtime.guard.decisions import Budget
-from headway.runtime.remedy import Context, apply_one
+from headway.runtime.in_rank.remedy import Context, apply_one
 
 ROOMS = tuple(f"/headway/{room}/" for room in ("data", "comm", "checkpoint", "host"))
 GUARDS = (

@@ -32,7 +32,7 @@ for step in range(5):
         raise RuntimeError({ERROR.partition(": ")[2]!r})
 """
 OURS = (
-    "import sys; from pathlib import Path; from headway.runtime.launch import LaunchOptions, launch;"
+    "import sys; from pathlib import Path; from headway.runtime.launching.launch import LaunchOptions, launch;"
     "sys.exit(launch(LaunchOptions(out=Path(sys.argv[1]), nproc_per_node=4, quiet=True), sys.argv[2:]).code)"
 )
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from headway.fault.runtime import supervise
 from headway.fault.runtime.incidents import Progress
-from headway.runtime.hang_watch import HangWatch
-from headway.runtime.launch import LaunchOptions, launch
+from headway.runtime.launching.hang_watch import HangWatch
+from headway.runtime.launching.launch import LaunchOptions, launch
 
 JOB = """
 import os, sys, time

@@ -23,8 +23,8 @@ from torch.testing._internal.distributed import fake_pg
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from headway.core.mesh import Mesh
-from headway.runtime.probe_comm import new_group as recorded_new_group
-from headway.runtime.probes import Probes
+from headway.runtime.calls.probe_comm import new_group as recorded_new_group
+from headway.runtime.recorder.probes import Probes
 from headway.trace.rings.ring import Recorder
 
 WORLDS, FULL = (32, 64, 128), (32, 64, 128, 256)

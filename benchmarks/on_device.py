@@ -35,8 +35,9 @@ from benchmarks.device_truth import Mix, ledger_errors, rounded
 from headway.core.units import GIB, MIB
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
-from headway.runtime import device, device_checks
-from headway.runtime.device_checks import NotAskedError, answer_in_child, answer_of, start_child
+from headway.runtime.host import device
+from headway.runtime.in_rank import device_checks
+from headway.runtime.in_rank.device_checks import NotAskedError, answer_in_child, answer_of, start_child
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 from tests.accelerator import Truth, options_of

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from headway.runtime import bootstrap
+from headway.runtime.in_rank import bootstrap
 
 STEPS, CHUNK, TURN = int(os.environ["STEPS"]), 10, (0, 1, 1, 0)
 

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from headway.plan.planner import Plan as Plan
     from headway.plan.proposal import Proposal as Proposal
     from headway.plan.setup import Setup as Setup
-    from headway.runtime.annotate import epoch as epoch
-    from headway.runtime.annotate import evaluation as evaluation
-    from headway.runtime.annotate import log_to as log_to
-    from headway.runtime.annotate import steps as steps
-    from headway.runtime.annotate import timer as timer
+    from headway.runtime.in_rank.annotate import epoch as epoch
+    from headway.runtime.in_rank.annotate import evaluation as evaluation
+    from headway.runtime.in_rank.annotate import log_to as log_to
+    from headway.runtime.in_rank.annotate import steps as steps
+    from headway.runtime.in_rank.annotate import timer as timer
     from headway.sim.graph.dag import Dag as Dag
     from headway.trace.events.trace import Trace as Trace
 
@@ -52,14 +52,14 @@ PUBLIC: dict[str, str] = {
     "Trace": "headway.trace.events.trace:Trace",
     "checkpoint": "headway.checkpoint",
     "data": "headway.data",
-    "epoch": "headway.runtime.annotate:epoch",
-    "evaluation": "headway.runtime.annotate:evaluation",
-    "log_to": "headway.runtime.annotate:log_to",
+    "epoch": "headway.runtime.in_rank.annotate:epoch",
+    "evaluation": "headway.runtime.in_rank.annotate:evaluation",
+    "log_to": "headway.runtime.in_rank.annotate:log_to",
     "open_run": "headway.integrations.notebook:open_run",
     "run": "headway.integrations.notebook:run",
-    "steps": "headway.runtime.annotate:steps",
+    "steps": "headway.runtime.in_rank.annotate:steps",
     "storage": "headway.storage",
-    "timer": "headway.runtime.annotate:timer",
+    "timer": "headway.runtime.in_rank.annotate:timer",
 }
 """Every lazily loaded public name -> "module:attribute", or a room's "module"."""
 

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.runtime import device
+from headway.runtime.host import device
 
 now = time.perf_counter_ns
 

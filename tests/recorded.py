@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from headway.runtime import bootstrap
+from headway.runtime.in_rank import bootstrap
 from headway.trace.events.vocabulary import SPAN_OF_CODE
 from headway.trace.rings.records import read_ring
 from tests.paths import ROOT

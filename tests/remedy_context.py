@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from headway.data.runtime.guard.decisions import Budget
-from headway.runtime.patches import replace_attribute
-from headway.runtime.remedy import Refused
+from headway.runtime.calls.patches import replace_attribute
+from headway.runtime.in_rank.remedy import Refused
 
 
 class TestContext:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime.agent import Group, RankSpec, Signals
-from headway.runtime.rank_env import INJECT
+from headway.runtime.host.rank_env import INJECT
+from headway.runtime.launching.agent import Group, RankSpec, Signals
 
 
 def group_of(*scripts: str) -> Group:
@@ -172,7 +172,8 @@ def test_a_rank_whose_launcher_is_killed_is_asked_to_end_and_may_save_first(tmp_
         "open('ready', 'w').close(); time.sleep(60)"
     )
     launcher = (
-        "import os, sys, time; from pathlib import Path; from headway.runtime.agent import RankProcess, RankSpec\n"
+        "import os, sys, time; from pathlib import Path\n"
+        "from headway.runtime.launching.agent import RankProcess, RankSpec\n"
         f"RankProcess(RankSpec(0, 0, (sys.executable, '-c', {rank!r}), os.environ), 1, 2)\n"
         "while not Path('ready').exists(): time.sleep(0.01)\n"
         "os.kill(os.getpid(), 9)"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import headway
-from headway.runtime import bootstrap
+from headway.runtime.in_rank import bootstrap
 from headway.trace.events.trace import Trace
 from tests.recorded import recording, rows, run_script
 

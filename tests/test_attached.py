@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.runtime.attached import launch_line_id, place_of
-from headway.runtime.bootstrap import rank_of
+from headway.runtime.in_rank.bootstrap import rank_of
+from headway.runtime.launching.attached import launch_line_id, place_of
 from headway.trace.recording.runs import Run
 from tests.launching import DDP, script, wait_for
 from tests.paths import ROOT
@@ -23,7 +23,7 @@ from tests.paths import ROOT
 ONE_RANK = """
 import sys
 from pathlib import Path
-from headway.runtime.launch import LaunchOptions, launch
+from headway.runtime.launching.launch import LaunchOptions, launch
 sys.exit(launch(LaunchOptions(out=Path(sys.argv[1]), no_launch=True, quiet=True), sys.argv[2:]).code)
 """
 

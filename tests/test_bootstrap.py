@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.runtime.bootstrap import WATCHED, rank_of
-from headway.runtime.hooks import PostImport
+from headway.runtime.in_rank.bootstrap import WATCHED, rank_of
+from headway.runtime.in_rank.hooks import PostImport
 from headway.trace.rings.records import read_ring
 from tests.paths import ROOT
 from tests.recorded import INJECT, environment, recording, rows, run_script
@@ -74,7 +74,7 @@ def test_losses_are_the_same_with_and_without_and_every_worker_is_seen(start, tm
 
 
 def test_headway_off_and_no_run_folder_record_nothing(tmp_path):
-    code = "import sys, torch; print('headway.runtime.bootstrap' in sys.modules)"
+    code = "import sys, torch; print('headway.runtime.in_rank.bootstrap' in sys.modules)"
 
     assert run_python(code, tmp_path, HEADWAY="off").stdout == "False\n"
     assert run_python(code, tmp_path, HEADWAY_RUN="").stdout == "False\n"
@@ -245,7 +245,7 @@ def test_the_end_of_a_process_is_noted_whatever_fails_before(tmp_path, monkeypat
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr("headway.runtime.bootstrap.process_memory", broken)
+    monkeypatch.setattr("headway.runtime.in_rank.bootstrap.process_memory", broken)
     with recording(tmp_path / "run") as session:
         session.finish()
 

@@ -17,7 +17,7 @@ from headway.data.runtime.caching.cache import cache
 from headway.data.runtime.examples.examples import encode
 from headway.data.runtime.guard.decisions import NOT_TRIED
 from headway.data.runtime.remedies.workers import workers
-from headway.runtime.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.remedy_context import applied
 
 READS = mmap.mmap(-1, 4096)

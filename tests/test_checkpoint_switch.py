@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from headway.checkpoint.runtime.torch_calls.switch import Later, behind
 from headway.core.errors import BackgroundError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.runtime.exit_class import HEADER
-from headway.runtime.remedy import Refused
+from headway.runtime.in_rank.remedy import Refused
+from headway.runtime.run_folder.exit_class import HEADER
 from headway.storage import verify
 from tests.paths import ROOT
 from tests.recorded import environment

@@ -19,7 +19,7 @@ from headway.cluster.adaptive.recorded import Measured, noise_of
 from headway.cluster.runtime.batch import batch
 from headway.cluster.runtime.noise import noise
 from headway.core.errors import InputError
-from headway.runtime.remedy import Refused
+from headway.runtime.in_rank.remedy import Refused
 from tests.paths import ROOT
 from tests.remedy_context import TestContext, applied
 from tests.spawn import on_ranks

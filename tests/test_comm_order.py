@@ -13,7 +13,7 @@ from headway.catalog import PARAMETERS, REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.plan.parameters import check_parameters
-from headway.runtime.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.recorded import FSDP2, run_script
 from tests.remedy_context import applied
 from tests.spawn import on_ranks

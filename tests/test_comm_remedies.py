@@ -14,7 +14,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.units import MIB
 from headway.plan.parameters import check_parameters
-from headway.runtime.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.remedy_context import applied
 
 DDP = torch.nn.parallel.DistributedDataParallel

@@ -18,7 +18,7 @@ from headway.comm.runtime.compress import GradientCompression, compression
 from headway.comm.runtime.push_pull import PushPull, cut
 from headway.comm.runtime.residuals import Residuals
 from headway.core.errors import BackgroundError, InputError
-from headway.runtime.remedy import Refused
+from headway.runtime.in_rank.remedy import Refused
 from tests.remedy_context import applied
 from tests.spawn import on_ranks
 

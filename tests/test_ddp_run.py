@@ -14,7 +14,7 @@ from headway.comm.advise import propose
 from headway.core.errors import InputError
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.runtime.ddp_facts import facts_of, order_of
+from headway.runtime.recorder.ddp_facts import facts_of, order_of
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_window import models_of, windows_of
 from headway.sim.recorded.program import Program

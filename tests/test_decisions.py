@@ -18,7 +18,7 @@ from headway.data.runtime.guard.decisions import NOT_TRIED, Budget, Decisions, f
 from headway.data.runtime.remedies.sharing import server
 from headway.data.runtime.remedies.switch import threads
 from headway.data.runtime.remedies.workers import workers
-from headway.runtime.remedy import Refused
+from headway.runtime.in_rank.remedy import Refused
 from tests.loaders_made import Squares
 from tests.remedy_context import TestContext
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import on_device
-from headway.runtime import device, device_checks
+from headway.runtime.host import device
+from headway.runtime.in_rank import device_checks
 from headway.verbs.doctor import doctor
 from tests.paths import ROOT
 

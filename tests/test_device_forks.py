@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.runtime.device import PRETEND
+from headway.runtime.host.device import PRETEND
 from tests.paths import ROOT
 from tests.recorded import environment, rows, run_script
 
@@ -17,7 +17,7 @@ SCRIPT = """
     import os, torch
     from types import SimpleNamespace
     from torch.utils.data import DataLoader, Dataset
-    from headway.runtime import device
+    from headway.runtime.host import device
 
     parent = os.getpid()
 

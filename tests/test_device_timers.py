@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from headway.runtime import device
-from headway.runtime.device import emulate
-from headway.runtime.device_timers import QUERIES, UNKNOWN, WORK, AllTimers, DeviceTimers
+from headway.runtime.host import device
+from headway.runtime.host.device import emulate
+from headway.runtime.recorder.device_timers import QUERIES, UNKNOWN, WORK, AllTimers, DeviceTimers
 from tests.accelerator import Accelerator, CudaEvent, Stream, now
 
 
@@ -35,7 +35,7 @@ class VirtualClock:
 def clock(monkeypatch):
     """Have the device and its timers go by a virtual clock."""
     made = VirtualClock()
-    monkeypatch.setattr("headway.runtime.device_timers.now", made.now)
+    monkeypatch.setattr("headway.runtime.recorder.device_timers.now", made.now)
     monkeypatch.setattr("tests.accelerator.now", made.now)
     monkeypatch.setattr("tests.accelerator.time", made)
     return made

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.machine.host import available_cores
-from headway.runtime import doctor
-from headway.runtime.doctor import CHECKS, Finding, check
+from headway.runtime.host import doctor
+from headway.runtime.host.doctor import CHECKS, Finding, check
 from tests.paths import ROOT
 
 
@@ -80,7 +80,7 @@ def test_a_cgroup_of_the_first_kind_is_read_too(tmp_path):
 
 
 def test_looking_imports_no_torch():
-    code = "import sys; from headway.runtime.doctor import check; check(); print('torch' in sys.modules)"
+    code = "import sys; from headway.runtime.host.doctor import check; check(); print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
 
     assert found.stdout.strip() == "False"

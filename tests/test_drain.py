@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.drain import DRAIN_S, WAITING_BYTES, Drainer, prune_windows
-from headway.runtime.finalise import finalise
-from headway.runtime.problems import Problems
+from headway.runtime.run_folder.drain import DRAIN_S, WAITING_BYTES, Drainer, prune_windows
+from headway.runtime.run_folder.finalise import finalise
+from headway.runtime.run_folder.problems import Problems
 from headway.trace.events.parquet import read
 from headway.trace.rings.spool import recorded, stems
 from tests.paths import ROOT
@@ -75,7 +75,7 @@ def test_beyond_the_budget_the_oldest_pieces_go_but_not_the_start_and_the_loss_i
 
 
 def test_the_ring_of_a_process_that_is_gone_is_emptied_and_keeps_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.runtime.drain.FAR_S", DRAIN_S)  # spools are flushed at that very drain too
+    monkeypatch.setattr("headway.runtime.run_folder.drain.FAR_S", DRAIN_S)  # spools are flushed at that very drain too
     code = (
         "import sys; from tests.rings_made import Process; from pathlib import Path;Process(Path(sys.argv[1])).train(3)"
     )

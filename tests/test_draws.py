@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
-from headway.runtime.reach import MOST_OBJECTS
+from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
+from headway.runtime.script.reach import MOST_OBJECTS
 
 DRAWS = {
     "random": random.random,

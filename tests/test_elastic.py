@@ -76,7 +76,7 @@ def test_every_attempt_of_two_hosts_has_a_store_of_its_own(tmp_path):
 
 
 def test_a_rendezvous_without_an_endpoint_is_refused(tmp_path):
-    from headway.runtime.elastic import backend_setup
+    from headway.runtime.launching.elastic import backend_setup
 
     with pytest.raises(InputError, match="HOST:PORT"):
         backend_setup("c10d", "", "127.0.0.1", None, {})

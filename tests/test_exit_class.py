@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.exit_class import (
+from headway.runtime.run_folder.exit_class import (
     ADVICE,
     CLASSES,
     HEADER,

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 
 from headway.core.files.planfile import Remedy
 from headway.data.runtime.remedies.workers import workers
-from headway.runtime.guard import guarded
-from headway.runtime.remedy import Refused, apply_one
+from headway.runtime.in_rank.guard import guarded
+from headway.runtime.in_rank.remedy import Refused, apply_one
 from tests.loaders_made import Squares
 from tests.paths import ROOT
 from tests.recorded import environment
@@ -91,7 +91,7 @@ def test_what_the_original_raises_goes_on_without_a_context(error):
 
 def failing(parameters, made):
     """A remedy whose replacement fails."""
-    from headway.runtime.remedy import Applied
+    from headway.runtime.in_rank.remedy import Applied
 
     made.patch("colorsys:rgb_to_yiq", fails_before)
     return Applied("test.failing")

@@ -19,9 +19,9 @@ from headway.fault.runtime.injectors import FAULTS
 from headway.fault.runtime.loss_guard import guard
 from headway.fault.runtime.supervise import of_hang
 from headway.ledger.answers.metrics import ettr
-from headway.runtime.bad_loss import FEWEST, SPIKE, judge
-from headway.runtime.hang_proof import LOOKS, proven
-from headway.runtime.timers import LOOK_EVERY
+from headway.runtime.launching.hang_proof import LOOKS, proven
+from headway.runtime.recorder.timers import LOOK_EVERY
+from headway.runtime.script.bad_loss import FEWEST, SPIKE, judge
 from headway.verbs.drill import exit_code
 from tests.launching import headway, script
 from tests.remedy_context import TestContext

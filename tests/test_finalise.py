@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from headway.runtime.finalise import facts, finalise, finalise_attempt
+from headway.runtime.run_folder.finalise import facts, finalise, finalise_attempt
 from headway.trace.events import parquet
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.runtime.drain import Drainer
-from headway.runtime.problems import Problems
+from headway.runtime.run_folder.drain import Drainer
+from headway.runtime.run_folder.problems import Problems
 from headway.trace.rings import follow
 from headway.trace.rings.follow import RingFollower, RunFollower
 from headway.trace.rings.records import IN_FLIGHT, PATIENCE, RECORD_DTYPE, read_ring

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.runtime import gap_stacks, probes
-from headway.runtime.gap_stacks import GapStacks
-from headway.runtime.loop_depth import loop_depth, loops_of
-from headway.runtime.script_lines import calling_line, feeds
+from headway.runtime.recorder import probes
+from headway.runtime.script import gap_stacks
+from headway.runtime.script.gap_stacks import GapStacks
+from headway.runtime.script.loop_depth import loop_depth, loops_of
+from headway.runtime.script.script_lines import calling_line, feeds
 from tests.recorded import recording
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.ledger.jobs.hang import localise
 from headway.ledger.jobs.hang_reports import of_watch
-from headway.runtime.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, summary
-from headway.runtime.launch import LaunchOptions, check
+from headway.runtime.launching.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, summary
+from headway.runtime.launching.launch import LaunchOptions, check
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE, Page
 from headway.verbs.hang import verdict_of
@@ -368,8 +368,8 @@ def test_a_rank_that_sleeps_before_the_all_reduce_is_named_and_its_line_shown(tm
 
 
 PRETENDED = """
-import headway.runtime.probes
-headway.runtime.probes.device_type = lambda: "a device"
+import headway.runtime.recorder.probes
+headway.runtime.recorder.probes.device_type = lambda: "a device"
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(2))"""
 

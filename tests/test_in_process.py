@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import headway
-from headway.runtime import bootstrap
+from headway.runtime.in_rank import bootstrap
 from headway.trace.recording.runs import Run
 from tests.paths import ROOT
 from tests.recorded import recording

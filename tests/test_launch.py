@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import InputError
-from headway.runtime.launch import LaunchOptions, launch
-from headway.runtime.rank_env import Port, check_host, num_processes, parse_hosts
+from headway.runtime.host.rank_env import Port, check_host, num_processes, parse_hosts
+from headway.runtime.launching.launch import LaunchOptions, launch
 from headway.trace.recording.runs import Run
 from tests.launching import run, script
 from tests.paths import ROOT
@@ -168,7 +168,8 @@ def test_a_command_whose_output_is_redirected_writes_what_python_writes(tmp_path
 
 
 def test_the_launcher_starts_ranks_without_numpy_or_torch():
-    code = "import sys, headway.runtime.launch; print([m for m in ('torch', 'numpy', 'pyarrow') if m in sys.modules])"
+    code = "import sys, headway.runtime.launching.launch\n"
+    code += "print([m for m in ('torch', 'numpy', 'pyarrow') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
 
     assert found.stdout.strip() == "[]"

@@ -19,7 +19,7 @@ from headway.report.serving.live import (
     live_parts,
     live_why,
 )
-from headway.runtime.live_feed import Finalised, records_of
+from headway.runtime.run_folder.live_feed import Finalised, records_of
 from tests.runs_made import MS, RunMaker
 from tests.test_html_report import HOSTILE, _Outline
 

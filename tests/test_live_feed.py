@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from headway.ledger.answers.ledger import Ledger
-from headway.runtime import live_feed
-from headway.runtime.finalise import finalise
-from headway.runtime.live_feed import LiveFeed, finalised, records_of
+from headway.runtime.run_folder import live_feed
+from headway.runtime.run_folder.finalise import finalise
+from headway.runtime.run_folder.live_feed import LiveFeed, finalised, records_of
 from headway.trace.recording.runs import Run
 from headway.trace.rings.records import read_ring
 from headway.trace.rings.ring import Recorder

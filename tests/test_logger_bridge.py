@@ -12,7 +12,7 @@ import torch
 
 import headway
 from headway.core.errors import InputError
-from headway.runtime.logger_bridge import QUEUE, LoggerBridge, writer_of
+from headway.runtime.in_rank.logger_bridge import QUEUE, LoggerBridge, writer_of
 from tests.recorded import recording, run_script
 
 
@@ -148,7 +148,7 @@ def test_a_logger_that_blocks_delays_no_step_and_drops_are_counted(tmp_path, cap
 
 
 def test_the_end_of_the_recording_waits_for_a_stuck_logger_only_so_long(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("headway.runtime.logger_bridge.LAST_S", 0.05)
+    monkeypatch.setattr("headway.runtime.in_rank.logger_bridge.LAST_S", 0.05)
     release = threading.Event()
 
     class Stuck:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from headway.catalog import MEASUREMENTS
 from headway.data.runtime.checks import measurements
 from headway.data.runtime.checks.measurements import Filling, Stopwatch
-from headway.runtime.patches import replace_attribute
+from headway.runtime.calls.patches import replace_attribute
 
 READS = mmap.mmap(-1, 4096)
 """How often each example was read, shared with forked workers."""

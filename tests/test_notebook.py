@@ -11,7 +11,7 @@ import torch
 import headway
 from headway.core.errors import InputError
 from headway.report.page.notebook import fragment
-from headway.runtime.in_process import Run
+from headway.runtime.in_rank.in_process import Run
 from tests.paths import ROOT
 from tests.report_data import demo_why
 

@@ -164,7 +164,7 @@ def test_listed_edges_survive_and_others_are_not_invented(data, n, tmp_path_fact
 
 
 @pytest.mark.parametrize(
-    "module", ["headway.ledger.live.live_ledger", "headway.trace.rings.follow", "headway.runtime.status"]
+    "module", ["headway.ledger.live.live_ledger", "headway.trace.rings.follow", "headway.runtime.run_folder.status"]
 )
 def test_what_runs_beside_training_does_not_load_pyarrow(module):
     code = f"import {module}, sys; print('pyarrow' in sys.modules)"

@@ -11,8 +11,8 @@ import torch.distributed.pipelining
 from torch._dynamo import callback as _callback  # so that every target is imported
 
 from headway.core.errors import InputError
-from headway.runtime.patches import PATCHES, Patch, install, replace_attribute, same_face
-from headway.runtime.probes import Probes
+from headway.runtime.calls.patches import PATCHES, Patch, install, replace_attribute, same_face
+from headway.runtime.recorder.probes import Probes
 from headway.trace.rings.ring import Recorder
 from tests.recorded import recording
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.runtime.device import PRETEND
-from headway.runtime.patches import PATCHES
+from headway.runtime.calls.patches import PATCHES
+from headway.runtime.host.device import PRETEND
 
 ROOT = Path(__file__).resolve().parent.parent
 

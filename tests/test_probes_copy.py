@@ -6,9 +6,9 @@ import time
 
 import torch
 
-from headway.runtime import device
-from headway.runtime.patches import PATCHES, install, replace_attribute
-from headway.runtime.probe_copy import copy_in, to_device
+from headway.runtime.calls.patches import PATCHES, install, replace_attribute
+from headway.runtime.calls.probe_copy import copy_in, to_device
+from headway.runtime.host import device
 from tests.accelerator import Accelerator
 from tests.recorded import recording, rows
 

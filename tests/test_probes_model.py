@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.func import functional_call, grad_and_value, vmap
 
-from headway.runtime import probe_model
-from headway.runtime.gradients import CYCLES, FORWARDS
+from headway.runtime.calls import probe_model
+from headway.runtime.script.gradients import CYCLES, FORWARDS
 from tests.recorded import recording, rows
 
 ENABLED, TRAINING = 1, 2

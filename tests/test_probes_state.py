@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.runtime.saves import Saves
+from headway.runtime.script.saves import Saves
 from tests.recorded import recording, rows
 
 MS = 1_000_000

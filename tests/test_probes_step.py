@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from headway.runtime import probes
+from headway.runtime.recorder import probes
 from tests.recorded import recording, rows
 
 

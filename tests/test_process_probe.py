@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from headway.runtime.process_probe import HALTED, SIGNAL, ask, catches, register_stacks, state
+from headway.runtime.host.process_probe import HALTED, SIGNAL, ask, catches, register_stacks, state
 from tests.launching import wait_for
 
 ASLEEP = """
 import sys, time
 sys.path.insert(0, {root!r})
-from headway.runtime.process_probe import register_stacks
+from headway.runtime.host.process_probe import register_stacks
 number = register_stacks({path!r})
 def waits_here():
     print(number, flush=True)

@@ -22,9 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.core.errors import InputError
 from headway.ledger.kinds.buckets import BUCKETS
 from headway.ledger.live.live_ledger import LiveLedger
-from headway.runtime.launch import LaunchOptions, check
-from headway.runtime.live_feed import Finalised, records_of
-from headway.runtime.prometheus import LedgerCollector, Metrics, check_port
+from headway.runtime.launching.launch import LaunchOptions, check
+from headway.runtime.run_folder.live_feed import Finalised, records_of
+from headway.runtime.run_folder.prometheus import LedgerCollector, Metrics, check_port
 from tests.paths import ROOT
 from tests.recorded import environment
 from tests.runs_made import MS, RunMaker

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.runtime.rank_env import (
+from headway.runtime.host.rank_env import (
     INJECT,
     Command,
     Place,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.runtime.recording import SCHEMA, Exit, RankRow, Recording, claim_folder, next_folder, write_json
+from headway.runtime.run_folder.recording import SCHEMA, Exit, RankRow, Recording, claim_folder, next_folder, write_json
 from headway.trace.recording import runs
 
 KEYS = {
@@ -77,7 +77,7 @@ def test_a_plan_is_copied_and_an_event_file_that_cannot_be_written_is_a_problem_
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.runtime.finalise.finalise_attempt", full)
+    monkeypatch.setattr("headway.runtime.run_folder.finalise.finalise_attempt", full)
     recording.close_attempt([])()
 
     assert (tmp_path / "run" / "plan.json").read_text() == "{}"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.runtime.redact import MARK, arguments, environment, looks_generated, says_secret, text, value
+from headway.runtime.run_folder.redact import MARK, arguments, environment, looks_generated, says_secret, text, value
 from tests.paths import ROOT
 
 SECRETS = {
@@ -150,7 +150,7 @@ def test_no_byte_of_a_secret_is_in_the_run_folder_but_in_the_users_own_output(tm
     argv = ["--api-key", SECRETS["aws"], f"--url=https://u:{SECRETS['short']}@h/x", SECRETS["github"]]
     argv += [argument.replace("{}", SIGNED) for spelling in SPELLINGS for argument in spelling]
     code = (
-        "import sys; from pathlib import Path; from headway.runtime.launch import LaunchOptions, launch;"
+        "import sys; from pathlib import Path; from headway.runtime.launching.launch import LaunchOptions, launch;"
         "launch(LaunchOptions(out=Path(sys.argv[1]), quiet=True), sys.argv[2:])"
     )
     env = {**os.environ, "HF_TOKEN": SECRETS["hf"], "NCCL_KEY": SECRETS["hex"], "CUSTOM": SECRETS["uuid"]}

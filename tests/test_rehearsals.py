@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from headway.catalog import REHEARSALS
 from headway.data.runtime.remedies.switch import different
 from headway.data.runtime.remedies.workers import untunable, workers
-from headway.runtime import rehearsals
-from headway.runtime.finalise import loaders
+from headway.runtime.recorder import rehearsals
+from headway.runtime.run_folder.finalise import loaders
 from headway.trace.events.loader_facts import LoaderFacts
 from tests.loaders_made import ByTurns, Squares
 from tests.remedy_context import applied
@@ -94,7 +94,7 @@ def test_a_rehearsal_says_what_the_remedies_say(make, tmp_path, monkeypatch):
 
 
 def test_a_dataset_that_hangs_leaves_no_fact_and_no_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.runtime.rereading.TIMEOUT_S", 1)
+    monkeypatch.setattr("headway.runtime.recorder.rereading.TIMEOUT_S", 1)
     before = {process.pid for process in psutil.process_iter()}
     monkeypatch.setenv("HEADWAY_REMEDIES", json.dumps(REHEARSALS))
 

@@ -16,7 +16,7 @@ import torch
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.host.runtime import LogBuffer, frozen_arguments, rss_bytes
-from headway.runtime.remedy import Applied, Context, Refused, apply_one
+from headway.runtime.in_rank.remedy import Applied, Context, Refused, apply_one
 from tests.recorded import recording, rows, run_script
 
 TABLE = {
@@ -329,7 +329,7 @@ def test_a_full_disk_under_the_run_folder_does_not_reach_the_script(context, mon
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headway.runtime.remedy.write_json", full)
+    monkeypatch.setattr("headway.runtime.in_rank.remedy.write_json", full)
     context.note(Applied("comm.bucket", {}))
 
     assert "No space left" in context.probes.tables["patches"]["applied file"]

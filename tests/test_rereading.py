@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.runtime.rereading import LATER, Rereadings, checksum, detached
+from headway.runtime.recorder.rereading import LATER, Rereadings, checksum, detached
 from headway.trace.events.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
 from tests.loaders_made import Squares
 from tests.recorded import recording
@@ -133,7 +133,7 @@ def test_what_may_not_be_read_in_a_child_is_not_checked_and_says_why():
 
 
 def test_a_child_that_hangs_holds_nobody_up_and_ends_itself(monkeypatch):
-    monkeypatch.setattr("headway.runtime.rereading.TIMEOUT_S", 1)
+    monkeypatch.setattr("headway.runtime.recorder.rereading.TIMEOUT_S", 1)
     before = psutil.Process().children()
     pipe, _ = detached(lambda: b"%d" % time.sleep(600))
 
@@ -214,7 +214,7 @@ def test_nothing_that_the_script_lets_go_is_kept():
 def test_a_script_that_makes_loader_after_loader_pays_for_the_first_and_within_a_share_of_the_time(
     share, checked, monkeypatch
 ):
-    monkeypatch.setattr("headway.runtime.rereading.SHARE", share)
+    monkeypatch.setattr("headway.runtime.recorder.rereading.SHARE", share)
     recorder = Recorder()
     recorder.loaders = {group: {} for group in range(4)}
     again, dataset = Rereadings(recorder), Squares()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway.data.runtime.checks.resident import ResidentBatch, ResidentLoaders, in_batch
-from headway.runtime.patches import replace_attribute
+from headway.runtime.calls.patches import replace_attribute
 
 Pair = namedtuple("Pair", "x y")
 leaves = st.one_of(st.integers(), st.text(), st.lists(st.integers(-9, 9), min_size=1, max_size=3).map(torch.tensor))

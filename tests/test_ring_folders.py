@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from headway.core.files.mounts import Mount, place_of
-from headway.runtime.drain import Drainer
-from headway.runtime.finalise import finalise
-from headway.runtime.launch import LaunchOptions, launch
-from headway.runtime.problems import Problems
+from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.run_folder.drain import Drainer
+from headway.runtime.run_folder.finalise import finalise
+from headway.runtime.run_folder.problems import Problems
 from headway.trace.recording.runs import Run
 from headway.trace.rings import ring_folders, spool
 from tests.rings_made import Process

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.runtime.finalise import finalise
-from headway.runtime.recording import Exit, RankRow, Recording
+from headway.runtime.run_folder.finalise import finalise
+from headway.runtime.run_folder.recording import Exit, RankRow, Recording
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.trace.rings.ring import Recorder
 from tests.rings_made import Process

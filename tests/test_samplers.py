@@ -20,8 +20,8 @@ from headway.data.runtime.remedies.sharing import followed
 from headway.data.runtime.remedies.switch import threads, unthreadable
 from headway.data.runtime.remedies.workers import untunable, workers
 from headway.data.serving.server import DataServer
-from headway.runtime.probe_input import loader_facts
-from headway.runtime.samplers import order_generators, sampler_of
+from headway.runtime.calls.probe_input import loader_facts
+from headway.runtime.script.samplers import order_generators, sampler_of
 from tests.loaders_made import ByTurns, Squares, epochs
 from tests.remedy_context import applied
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.rng import derived_seed
-from headway.runtime.save_and_leave import LeaveBoard, Leaving
+from headway.runtime.launching.save_and_leave import LeaveBoard, Leaving
 from tests.launching import ROOT, run, start, wait_for
 
 JOB = str(ROOT / "tests" / "jobs" / "leaving.py")

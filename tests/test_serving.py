@@ -15,7 +15,7 @@ from headway.core.errors import HeadwayError
 from headway.core.wire.channel import hold_lock
 from headway.data import DataServer
 from headway.data.runtime.loader import serving
-from headway.runtime import bootstrap
+from headway.runtime.in_rank import bootstrap
 from tests.served_made import end, has_ended, server_of
 from tests.served_made import runtime as runtime
 from tests.test_server import facts, until

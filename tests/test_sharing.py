@@ -10,7 +10,7 @@ from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.guard.decisions import Decisions
 from headway.data.runtime.remedies.sharing import followed, server
 from headway.data.serving.server import DataServer
-from headway.runtime.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.loaders_made import ByTurns, Squares, Stream
 from tests.remedy_context import TestContext, applied
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.runtime.finalise import finalise
+from headway.runtime.run_folder.finalise import finalise
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
 from headway.trace.rings.spool import pack, recorded, unpack

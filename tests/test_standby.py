@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.runtime.launch import LaunchOptions, check
-from headway.runtime.rendezvous import answers
-from headway.runtime.reserve import members_of
+from headway.runtime.host.reserve import members_of
+from headway.runtime.launching.launch import LaunchOptions, check
+from headway.runtime.launching.rendezvous import answers
 from tests.launching import script, start, wait_for
 from tests.test_elastic import free_port
 

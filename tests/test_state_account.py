@@ -14,8 +14,8 @@ from headway.checkpoint import Checkpointer, CheckpointPolicy
 from headway.checkpoint.advise import recorded_saves
 from headway.core.errors import UnknownNameError
 from headway.ledger.answers.ledger import Ledger
-from headway.runtime import state_account
-from headway.runtime.probes import now
+from headway.runtime.in_rank import state_account
+from headway.runtime.recorder.probes import now
 from headway.sim.recorded.program import Program
 from headway.trace.events.vocabulary import IN_BACKGROUND
 from headway.trace.recording.runs import Run

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.kinds.buckets import BUCKET_OF, bucket_of_sub
-from headway.runtime.status import Progress, StatusLine, _styled
+from headway.runtime.run_folder.status import Progress, StatusLine, _styled
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
 
@@ -93,7 +93,7 @@ def test_off_a_terminal_it_is_a_plain_line_and_nothing_is_wiped(monkeypatch, tmp
     written: list[str] = []
     line = StatusLine(SimpleNamespace(at_line_start=True, before_output=None), world_size=1, start_ns=0)
     monkeypatch.setattr(line, "_write", written.append)
-    monkeypatch.setattr("headway.runtime.status.PLAIN_EVERY_S", 0.01)
+    monkeypatch.setattr("headway.runtime.run_folder.status.PLAIN_EVERY_S", 0.01)
     line._terminal = False
     line.start()
     while not written:
@@ -109,7 +109,7 @@ def test_a_plain_line_begins_a_line_of_its_own(monkeypatch):
     streams = SimpleNamespace(at_line_start=False, before_output=None)
     line = StatusLine(streams, world_size=1, start_ns=0)
     monkeypatch.setattr(line, "_write", written.append)
-    monkeypatch.setattr("headway.runtime.status.PLAIN_EVERY_S", 0.01)
+    monkeypatch.setattr("headway.runtime.run_folder.status.PLAIN_EVERY_S", 0.01)
     line._terminal = False
     line.start()
     while len(written) < 2:

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime.problems import Problems
-from headway.runtime.streams import BoundedLog, Streams, Tail, write_all
+from headway.runtime.run_folder.problems import Problems
+from headway.runtime.run_folder.streams import BoundedLog, Streams, Tail, write_all
 from tests.paths import ROOT
 
 
@@ -77,8 +77,8 @@ def captured(tmp_path: Path, writes: list[tuple[int, str, bytes]], *, json: bool
     code = f"""
 import os
 from pathlib import Path
-from headway.runtime.problems import Problems
-from headway.runtime.streams import Streams
+from headway.runtime.run_folder.problems import Problems
+from headway.runtime.run_folder.streams import Streams
 streams = Streams(Path({str(tmp_path / "logs")!r}), Problems(), limit_bytes=1 << 20, stdout_to_stderr={json})
 fds = {{rank: dict(zip(("out", "err"), streams.attach(rank, plain=rank == 0, label=f"default{{rank}}")))
        for rank in (0, 1)}}
@@ -134,8 +134,8 @@ def test_a_reader_that_went_away_costs_the_output_not_the_log(tmp_path):
     code = f"""
 import os, sys
 from pathlib import Path
-from headway.runtime.problems import Problems
-from headway.runtime.streams import Streams
+from headway.runtime.run_folder.problems import Problems
+from headway.runtime.run_folder.streams import Streams
 streams = Streams(Path({str(tmp_path)!r}), Problems(), limit_bytes=1 << 20)
 out, err = streams.attach(0, plain=True, label="default0")
 streams.start()
@@ -196,7 +196,7 @@ def test_on_a_terminal_rank_0_sees_one_too_and_the_status_line_never_cuts_into_i
         "sys.stderr.write('\\rbar 2/2\\n'); sys.stderr.flush(); time.sleep(1.5)\n"
     )
     code = (
-        "import sys; from pathlib import Path; from headway.runtime.launch import LaunchOptions, launch;"
+        "import sys; from pathlib import Path; from headway.runtime.launching.launch import LaunchOptions, launch;"
         f"launch(LaunchOptions(out=Path({str(tmp_path / 'run')!r})), [{str(job)!r}])"
     )
     controller, terminal = pty.openpty()

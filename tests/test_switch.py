@@ -21,7 +21,7 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.processes.hidden_thread import HiddenThread, running
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.remedies.switch import threads, unthreadable
-from headway.runtime.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.loaders_made import ByTurns, Stream, epochs, plain
 from tests.paths import ROOT
 from tests.recorded import environment

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import headway
 from headway.core.errors import InputError
-from headway.runtime import patches, timers
-from headway.runtime.device import emulate
-from headway.runtime.device_timers import MAX_PENDING, WORK, AllTimers, DeviceTimers
-from headway.runtime.timers import BACKWARD, FORWARD
+from headway.runtime.calls import patches
+from headway.runtime.host.device import emulate
+from headway.runtime.recorder import timers
+from headway.runtime.recorder.device_timers import MAX_PENDING, WORK, AllTimers, DeviceTimers
+from headway.runtime.recorder.timers import BACKWARD, FORWARD
 from headway.trace.events.trace import Trace
 from headway.trace.rings.records import RingReader
 from tests.recorded import recording, rows, run_script
@@ -346,7 +347,7 @@ def test_a_script_that_is_not_edited_gets_forward_and_backward_of_every_step(tmp
         """,
         tmp_path,
     )
-    from headway.runtime.finalise import finalise
+    from headway.runtime.run_folder.finalise import finalise
 
     (path,) = finalise(tmp_path / "run")
     trace = Trace.open(path)

@@ -27,8 +27,8 @@ from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.report.figures import verdict
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
-from headway.runtime.exit_class import HEADER, RankEnd, failure_text
-from headway.runtime.recording import Exit
+from headway.runtime.run_folder.exit_class import HEADER, RankEnd, failure_text
+from headway.runtime.run_folder.recording import Exit
 from headway.sim.whatif.edits import EDITS
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace

@@ -23,7 +23,7 @@ from headway.data.runtime.guard import contents
 from headway.data.runtime.remedies import switch
 from headway.data.runtime.remedies.switch import threads
 from headway.data.runtime.remedies.workers import untunable, workers
-from headway.runtime.patches import replace_attribute
+from headway.runtime.calls.patches import replace_attribute
 from tests.loaders_made import Squares, epochs
 from tests.remedy_context import applied
 

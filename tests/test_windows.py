@@ -14,9 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.runtime import device
-from headway.runtime.window_schedule import MOST_RANKS, Schedule, opening_step, spacing, takes_part
-from headway.runtime.windows import (
+from headway.runtime.host import device
+from headway.runtime.in_rank.windows import (
     BUDGET,
     HOLD_NS,
     HOST_ROWS,
@@ -28,6 +27,7 @@ from headway.runtime.windows import (
     quiet_stderr,
     shape_after,
 )
+from headway.runtime.recorder.window_schedule import MOST_RANKS, Schedule, opening_step, spacing, takes_part
 from tests.accelerator import Accelerator, now
 from tests.recorded import recording, rows, run_script
 
@@ -138,7 +138,7 @@ def test_windows_of_a_device_begin_light_and_take_the_host_in_where_it_fits(
 ):
     """A window with the host's operations that held the thread for too long is not tried again."""
     monkeypatch.setattr(device, "activities", lambda: ("CUDA",))
-    monkeypatch.setattr("headway.runtime.windows.low_level_start", lambda **_: None)
+    monkeypatch.setattr("headway.runtime.in_rank.windows.low_level_start", lambda **_: None)
     with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
         windows, found = session.windows, []
         windows._cycle, windows._first_ns = 1, 1
@@ -403,7 +403,7 @@ def test_followers_read_what_the_leader_announced(tmp_path):
 
 def test_a_leader_that_takes_no_part_in_the_first_windows_does_not_take_them_for_cheap(tmp_path, monkeypatch):
     """What a window costs it cannot know, so that it goes on to assume what the first one is assumed to cost."""
-    monkeypatch.setattr("headway.runtime.windows.takes_part", lambda *_: False)
+    monkeypatch.setattr("headway.runtime.in_rank.windows.takes_part", lambda *_: False)
     with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
         windows = session.windows
         windows._cycle, windows._first_ns = 1, 1
@@ -417,8 +417,10 @@ def test_a_leader_that_takes_no_part_in_the_first_windows_does_not_take_them_for
 def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monkeypatch):
     """The host is ahead: what it launched in the window runs when it has launched two more steps."""
     accelerator, stopped = Accelerator(), []
-    monkeypatch.setattr("headway.runtime.windows.low_level_start", lambda **_: None)
-    monkeypatch.setattr("headway.runtime.windows.low_level_stop", lambda: stopped.append(now()) or SimpleNamespace())
+    monkeypatch.setattr("headway.runtime.in_rank.windows.low_level_start", lambda **_: None)
+    monkeypatch.setattr(
+        "headway.runtime.in_rank.windows.low_level_stop", lambda: stopped.append(now()) or SimpleNamespace()
+    )
     undo = device.emulate(lambda _: accelerator.device, {("cuda", 0): accelerator.device})
     try:
         with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:

@@ -15,8 +15,8 @@ from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.remedies.workers import WAITS, untunable, workers
 from headway.ledger.booking.rows import rows_by_rank
 from headway.ledger.booking.waits import find_loads, match_batches
-from headway.runtime.finalise import finalise_attempt
-from headway.runtime.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, Refused
+from headway.runtime.run_folder.finalise import finalise_attempt
 from headway.trace.recording.runs import Run
 from tests.loaders_made import ByTurns, Squares, Stream, epochs
 from tests.recorded import recording

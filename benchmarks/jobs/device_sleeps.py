@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from benchmarks.jobs.device_loop import Examples, timed
-from headway.runtime.device_checks import cycles_per_ms
+from headway.runtime.in_rank.device_checks import cycles_per_ms
 
 
 class Wide(Examples):

@@ -82,7 +82,7 @@ def stretch(training: Training) -> float:
 @contextmanager
 def recorded(folder: str) -> Iterator[None]:
     """Record as `headway run` would, without windows."""
-    from headway.runtime import bootstrap
+    from headway.runtime.in_rank import bootstrap
 
     run = tempfile.mkdtemp(dir=folder)
     os.environ |= {"HEADWAY_RUN": run, "HEADWAY_WINDOWS": "0"}

@@ -33,7 +33,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
 from headway.data.sessions import cluster_parquet as cluster_parquet
-from headway.runtime.draws import drawn, fingerprints, own_generators
+from headway.runtime.script.draws import drawn, fingerprints, own_generators
 
 Ints = NDArray[np.int64]
 Values = NDArray[Any]

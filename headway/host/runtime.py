@@ -39,9 +39,9 @@ from weakref import WeakKeyDictionary
 from headway.core.errors import HeadwayError, InputError
 from headway.core.processes.worker import Worker
 from headway.host.handlers import files, later
-from headway.runtime.file_looks import before_looks, related
-from headway.runtime.probes import NEVER, now
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.file_looks import before_looks, related
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.recorder.probes import NEVER, now
 from headway.trace.events.vocabulary import SPANS
 
 EVERY_STEPS = 1000

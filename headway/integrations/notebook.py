@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import InputError
-from headway.runtime import in_process
-from headway.runtime.in_process import Shown
+from headway.runtime.in_rank import in_process
+from headway.runtime.in_rank.in_process import Shown
 
 if TYPE_CHECKING:
     from headway.ledger.answers.ledger import Ledger

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from headway.runtime import bootstrap
-from headway.runtime.annotate import Evaluation, mark_epoch
-from headway.runtime.logger_bridge import LoggerBridge
+from headway.runtime.in_rank import bootstrap
+from headway.runtime.in_rank.annotate import Evaluation, mark_epoch
+from headway.runtime.in_rank.logger_bridge import LoggerBridge
 
 
 class TrainerReport:

@@ -4,7 +4,7 @@
 Parquet, `doctor` checks the host beforehand, `pool` runs functions on
 several ranks for tests and benchmarks. Importing this package loads no torch.
 
->>> import sys, headway.runtime.launch
->>> headway.runtime.launch.LaunchOptions().is_plain
+>>> import sys, headway.runtime.launching.launch
+>>> headway.runtime.launching.launch.LaunchOptions().is_plain
 True
 """

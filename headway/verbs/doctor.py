@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from headway.report.text.terminal import render_doctor
-from headway.runtime import device_checks
-from headway.runtime.doctor import check
+from headway.runtime.host.doctor import check
+from headway.runtime.in_rank import device_checks
 from headway.verbs.output import emit
 
 

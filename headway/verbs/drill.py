@@ -19,8 +19,8 @@ from headway.fault.incident import read_incidents
 from headway.fault.runtime.drill import schedule, score
 from headway.fault.runtime.injectors import FAULTS, FOLDER, NAME, marks
 from headway.report.paper import ScreenOptions, draw
-from headway.runtime.launch import LaunchOptions, check, launch
-from headway.runtime.rank_env import num_processes
+from headway.runtime.host.rank_env import num_processes
+from headway.runtime.launching.launch import LaunchOptions, check, launch
 from headway.trace.recording.runs import Run
 from headway.verbs.fault import ettr_of
 from headway.verbs.output import emit

@@ -15,7 +15,7 @@ from headway.ledger.answers.compare import steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
-from headway.runtime.recording import write_json
+from headway.runtime.run_folder.recording import write_json
 from headway.trace.recording.runs import Run
 from headway.verbs.explain import Explanation, explain_run, outcomes
 from headway.verbs.verified import verified, withdrawn

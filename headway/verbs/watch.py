@@ -15,7 +15,7 @@ from headway.report.facts import created, facts_of
 from headway.report.page.html import page
 from headway.report.serving.live import LiveView, live_charts, live_key, live_page, live_parts
 from headway.report.serving.live_server import Allowed, LiveServer, listening, server_of
-from headway.runtime.live_feed import LiveFeed
+from headway.runtime.run_folder.live_feed import LiveFeed
 from headway.verbs.output import emit
 from headway.verbs.source import newest_run
 

@@ -55,10 +55,10 @@ from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.private import runtime_directory
 from headway.core.tables import pick
-from headway.runtime import state_account
-from headway.runtime.device import capturing, host_has_devices
-from headway.runtime.rank_env import may_restart
-from headway.runtime.save_and_leave import Leaving
+from headway.runtime.host.device import capturing, host_has_devices
+from headway.runtime.host.rank_env import may_restart
+from headway.runtime.in_rank import state_account
+from headway.runtime.launching.save_and_leave import Leaving
 from headway.runtime.state.rng_state import RngStates
 from headway.storage.manifest import COMMIT, GENERATORS, METADATA
 from headway.storage.objects import url_of

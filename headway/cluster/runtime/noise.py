@@ -26,7 +26,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.core.errors import InputError
-from headway.runtime.remedy import Applied, Context, Refused, on_scaled_loss
+from headway.runtime.in_rank.remedy import Applied, Context, Refused, on_scaled_loss
 
 NAME = "cluster.noise"
 

@@ -39,8 +39,8 @@ from headway.comm.runtime.push_pull import Layout, PushPull, cut
 from headway.core.closing import Closing
 from headway.core.errors import InputError
 from headway.cost.codecs import read_codec
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.runtime.lane import CollectiveLane, separate_group
-from headway.runtime.remedy import Applied, Context, Refused
 from headway.sim.ddp.ddp_compress import MIN_BYTES
 from headway.trace.rings.ring import warn
 

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm import EXACT_RANKS
 from headway.core.errors import InputError
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 NAME = "comm.bucket"
 DDP = "torch.nn.parallel.distributed:DistributedDataParallel"

@@ -27,8 +27,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.runtime.patches import replace_attribute
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.calls.patches import replace_attribute
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 NAME = "comm.order"
 AHEAD = 1

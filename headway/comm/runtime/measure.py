@@ -17,7 +17,7 @@ import torch
 
 from headway.comm.runtime.codecs.table import codec_of
 from headway.cost.codecs import wire_bytes
-from headway.runtime.probes import write_json
+from headway.runtime.recorder.probes import write_json
 from headway.sim.ddp.ddp_compress import RAW
 
 SCHEMA = "headway.comm-bench/1"

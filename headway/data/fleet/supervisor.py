@@ -36,7 +36,7 @@ from headway.data.fleet.master import Master
 from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, hang_up, listen
 from headway.data.fleet.refusal import START_AGAIN, ended_with, refuse_all
 from headway.data.fleet.worker import Make, serve
-from headway.runtime.agent import die_with
+from headway.runtime.launching.agent import die_with
 
 MAX_ENDS, ENDS_S = 20, 10.0
 """So many workers may end unasked within so many seconds before no more are started."""

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.core.tables import pick
-from headway.runtime.patches import replace_attribute
-from headway.runtime.remedy import Applied, Context
+from headway.runtime.calls.patches import replace_attribute
+from headway.runtime.in_rank.remedy import Applied, Context
 
 NAME = "fault.inject"
 """As a plan names it; only the plan of a drill does."""

@@ -27,8 +27,8 @@ from typing import Any
 
 from headway.core.errors import HeadwayError
 from headway.core.tables import pick
-from headway.runtime.bad_loss import USUAL, Bad, judge
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.script.bad_loss import USUAL, Bad, judge
 
 NAME = "fault.guard"
 

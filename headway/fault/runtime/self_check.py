@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from headway.core.errors import InputError
-from headway.runtime.rank_env import num_devices, num_processes
+from headway.runtime.host.rank_env import num_devices, num_processes
 from headway.storage.digests import checksum
 
 STEPS, WIDTH, TOKENS = 8, 64, 48

@@ -1,6 +1,6 @@
 """Supervises the attempts of a run: notes each failure, decides what follows, starts later attempts warm.
 
-`headway run --max-restarts N` has one of these (`headway.runtime.supervision`
+`headway run --max-restarts N` has one of these (`headway.runtime.launching.supervision`
 is the joint). RUN/incidents.json is written whole at each change; a failure to
 write it costs the account, never the job.
 """
@@ -25,18 +25,18 @@ from headway.fault.runtime.loss_guard import BadLossStop
 from headway.fault.runtime.warm import Warm
 from headway.ledger.jobs.hang import localise
 from headway.ledger.jobs.hang_reports import frames, of_watch
-from headway.runtime import redact
-from headway.runtime.exit_class import RankEnd, is_secondary, traceback_of
-from headway.runtime.hang_proof import HALTED
-from headway.runtime.problems import Problems
-from headway.runtime.supervision import Failure, Supervisor
+from headway.runtime.launching.hang_proof import HALTED
+from headway.runtime.launching.supervision import Failure, Supervisor
+from headway.runtime.run_folder import redact
+from headway.runtime.run_folder.exit_class import RankEnd, is_secondary, traceback_of
+from headway.runtime.run_folder.problems import Problems
 from headway.trace.recording.assemble import json_object
 
 if TYPE_CHECKING:
-    from headway.runtime.agent import Group, RankSpec
-    from headway.runtime.drain import Drainer
-    from headway.runtime.launch import LaunchOptions
-    from headway.runtime.recording import Recording
+    from headway.runtime.launching.agent import Group, RankSpec
+    from headway.runtime.launching.launch import LaunchOptions
+    from headway.runtime.run_folder.drain import Drainer
+    from headway.runtime.run_folder.recording import Recording
 
 
 class JobSupervisor(Supervisor):

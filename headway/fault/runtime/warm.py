@@ -26,10 +26,10 @@ from typing import Any
 
 from headway.core.wire.wires import ChannelClosed, Packets
 from headway.fault.runtime.zygote import SOCKET, VARYING
-from headway.runtime.agent import RankSpec, die_with
-from headway.runtime.host_memory import host_memory
-from headway.runtime.save_and_leave import VARIABLE as LEAVE
-from headway.runtime.warm_note import VARIABLE as NOTE
+from headway.runtime.host.host_memory import host_memory
+from headway.runtime.host.warm_note import VARIABLE as NOTE
+from headway.runtime.launching.agent import RankSpec, die_with
+from headway.runtime.launching.save_and_leave import VARIABLE as LEAVE
 
 MODULE = "headway.fault.runtime.zygote"
 PR_SET_CHILD_SUBREAPER = 36

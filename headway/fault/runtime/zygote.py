@@ -40,12 +40,13 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from headway.core.wire.wires import ChannelClosed, Packets
-from headway.runtime import bootstrap, patches
-from headway.runtime.agent import die_with
-from headway.runtime.hooks import PostImport
-from headway.runtime.save_and_leave import NAME as BOARD
-from headway.runtime.save_and_leave import VARIABLE as LEAVE
-from headway.runtime.warm_note import num_threads, origin
+from headway.runtime.calls import patches
+from headway.runtime.host.warm_note import num_threads, origin
+from headway.runtime.in_rank import bootstrap
+from headway.runtime.in_rank.hooks import PostImport
+from headway.runtime.launching.agent import die_with
+from headway.runtime.launching.save_and_leave import NAME as BOARD
+from headway.runtime.launching.save_and_leave import VARIABLE as LEAVE
 
 SOCKET = "HEADWAY_ZYGOTE_SOCKET"
 """Variable that holds the descriptor of the channel to the launcher."""

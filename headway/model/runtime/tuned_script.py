@@ -32,7 +32,7 @@ from headway.core.errors import InputError
 from headway.model.runtime.tuner import Tuner
 from headway.model.tuning.search import FIRST_STEPS
 from headway.model.tuning.space import parsed
-from headway.runtime.remedy import Applied, Context, Refused, on_scaled_loss
+from headway.runtime.in_rank.remedy import Applied, Context, Refused, on_scaled_loss
 
 NAME = "model.tune"
 DEFAULT = ("lr=1e-5:1:log",)

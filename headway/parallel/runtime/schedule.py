@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from headway.core.errors import InputError
 from headway.parallel.advise import NAME, in_order
 from headway.parallel.runtime import trial
-from headway.runtime.probes import now
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.recorder.probes import now
 from headway.sim.pipeline.actions import F, I, PipelineProgram
 from headway.sim.pipeline.check import check
 from headway.sim.pipeline.lower import lower

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.runtime.device import device_type
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.host.device import device_type
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.trace.events.vocabulary import KIND, MOVING, SPANS
 from headway.trace.rings.progress_page import OP, PAGE, PAGE_OFFSET, SINCE_NS
 

@@ -30,7 +30,7 @@ def _record() -> None:
     if os.environ.setdefault("HEADWAY_MAIN_PID", str(os.getpid())) == str(os.getpid()):
         _lead()
     # By path: `import headway` would load logging and more before the script's first line.
-    loader = SourceFileLoader("headway_hooks", os.path.join(_RUNTIME, "hooks.py"))
+    loader = SourceFileLoader("headway_hooks", os.path.join(_RUNTIME, "in_rank", "hooks.py"))
     spec = spec_from_loader("headway_hooks", loader)
     try:
         if spec is not None:
@@ -45,8 +45,8 @@ def _record() -> None:
 
 
 def _surroundings() -> Any:
-    """Return what `headway.runtime.warm_note.surroundings` says at the start of the process."""
-    loader = SourceFileLoader("headway_warm_note", os.path.join(_RUNTIME, "warm_note.py"))
+    """Return what `headway.runtime.host.warm_note.surroundings` says at the start of the process."""
+    loader = SourceFileLoader("headway_warm_note", os.path.join(_RUNTIME, "host", "warm_note.py"))
     spec = spec_from_loader("headway_warm_note", loader)
     if spec is None:
         return None
@@ -78,7 +78,7 @@ def _begin(finder: Any) -> None:
     root = os.path.dirname(os.path.dirname(_RUNTIME))  # the library that launched the job records it, installed or not
     sys.path.insert(0, root)
     try:
-        from headway.runtime import bootstrap
+        from headway.runtime.in_rank import bootstrap
 
         bootstrap.start(finder)
         bootstrap.before_import("torch")

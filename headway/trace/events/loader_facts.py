@@ -65,7 +65,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """One loader of a run, as `headway.runtime.probe_input.loader_facts` saw it. Sizes are bytes."""
+    """One loader of a run, as `headway.runtime.calls.probe_input.loader_facts` saw it. Sizes are bytes."""
 
     dataset: str = ""
     line: str | None = None

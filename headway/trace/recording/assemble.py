@@ -2,7 +2,7 @@
 
 Rows get their names, columns, lanes, steps and depth here; loads get their
 children; what was overwritten becomes `dropped` rows. Nothing is written:
-`headway.runtime.finalise` does that. Times in int64 ns on CLOCK_MONOTONIC.
+`headway.runtime.run_folder.finalise` does that. Times in int64 ns on CLOCK_MONOTONIC.
 
 >>> NAMES[CODE["input.next"]]
 'input.next'

@@ -29,7 +29,7 @@ from headway.core.files.private import runtime_directory
 from headway.core.machine.host import host_id
 from headway.core.units import format_bytes
 from headway.core.wire.channel import hold_lock
-from headway.runtime.host_memory import host_memory, meminfo, tightest_group
+from headway.runtime.host.host_memory import host_memory, meminfo, tightest_group
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())

@@ -30,7 +30,7 @@ import torch
 
 from headway.checkpoint.policies.costs import choose_snapshot
 from headway.checkpoint.runtime.images.writers import sums_of, word_bytes
-from headway.runtime.device import Device
+from headway.runtime.host.device import Device
 from headway.runtime.state.copying import copy_into
 
 LOG = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from headway.core.errors import InputError
-from headway.runtime.patches import replace_attribute
+from headway.runtime.calls.patches import replace_attribute
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())

@@ -43,8 +43,8 @@ from headway.checkpoint.runtime.restores.replica_holders import ReplicaHolders
 from headway.checkpoint.runtime.saves.tickets import LISTEN_S, Commit, FailedSaves, SaveTicket
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
-from headway.runtime import state_account
-from headway.runtime.device import in_use
+from headway.runtime.host.device import in_use
+from headway.runtime.in_rank import state_account
 from headway.storage.digests import checksum
 
 LOG = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from headway.checkpoint.runtime.torch_calls.planner import HeadwayPlanner
 from headway.checkpoint.runtime.torch_calls.plugins import HeadwayReader, HeadwayWriter, Place
 from headway.checkpoint.runtime.torch_calls.stager import HeadwayStager, Save
 from headway.core.errors import FormatError, HeadwayError, InputError
-from headway.runtime import state_account
+from headway.runtime.in_rank import state_account
 from headway.runtime.lane import separate_group
 
 _NUMBERS = itertools.count(1)

@@ -42,10 +42,10 @@ from headway.checkpoint.runtime.torch_calls.calls import async_save, own_group, 
 from headway.checkpoint.runtime.torch_calls.plugins import HeadwayWriter, check_target
 from headway.checkpoint.runtime.torch_calls.stager import HeadwayStager, unstorable
 from headway.core.errors import BackgroundError, InputError
-from headway.runtime import state_account
-from headway.runtime.exit_class import FAILED_AT_EXIT
-from headway.runtime.file_looks import before_looks, related
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.in_rank import state_account
+from headway.runtime.in_rank.file_looks import before_looks, related
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.run_folder.exit_class import FAILED_AT_EXIT
 from headway.trace.rings.ring import warn
 
 NAME = "checkpoint.async"

@@ -32,8 +32,8 @@ from headway.data.runtime.guard.cache_trial import barred, probed
 from headway.data.runtime.guard.circumstances import listens, modes, outside
 from headway.data.runtime.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.guard.files_read import note_looks
-from headway.runtime.probe_input import is_own
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.calls.probe_input import is_own
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 
 def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:

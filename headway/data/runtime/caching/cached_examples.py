@@ -23,7 +23,7 @@ from headway.data.runtime.examples.watch import Watch
 from headway.data.runtime.guard.aligned import Aligned
 from headway.data.runtime.guard.circumstances import data_of
 from headway.data.runtime.guard.files_read import Noted, files_read, written_since
-from headway.runtime.guard import OfScript
+from headway.runtime.in_rank.guard import OfScript
 
 
 class _Examples(list[Any]):

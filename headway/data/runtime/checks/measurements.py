@@ -43,9 +43,9 @@ from torch.utils.data import DataLoader
 from headway.data.runtime.checks.cold_files import ColdFiles
 from headway.data.runtime.checks.resident import ResidentLoaders, group_of
 from headway.data.runtime.examples.usage import usage
-from headway.runtime.device import synchronize
-from headway.runtime.probes import write_json
-from headway.runtime.remedy import Applied, Context
+from headway.runtime.host.device import synchronize
+from headway.runtime.in_rank.remedy import Applied, Context
+from headway.runtime.recorder.probes import write_json
 
 FOLDER = "phase"
 """Folder of a run folder that receives the measurements."""

@@ -24,8 +24,8 @@ from headway.data.runtime.examples.keyed import generators_kept
 from headway.data.runtime.examples.outcome import Report, reporter
 from headway.data.runtime.guard.purity import picture
 from headway.data.runtime.loader.loader import DataLoader
-from headway.runtime.gradients import FORWARD
-from headway.runtime.remedy import Applied, Context
+from headway.runtime.in_rank.remedy import Applied, Context
+from headway.runtime.script.gradients import FORWARD
 
 BATCHES = 12
 """Global batches that are compared, by default."""

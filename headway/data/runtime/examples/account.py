@@ -22,9 +22,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from headway.runtime.bootstrap import active
-from headway.runtime.probes import Probes, now
-from headway.runtime.run_delay import open_schedstat, read_delay
+from headway.runtime.in_rank.bootstrap import active
+from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.trace.events.vocabulary import SPANS
 
 MADE, PARTS, AUDIT = (SPANS[name].code for name in ("input.made", "input.parts", "input.audit"))

@@ -33,7 +33,7 @@ from torch.utils.data import Subset
 
 from headway.core.rng import derived_seed
 from headway.data.orders.order import item_seeds
-from headway.runtime.device import generators as device_generators
+from headway.runtime.host.device import generators as device_generators
 
 WORD = 0xFFFFFFFFFFFFFFFF
 

@@ -12,8 +12,8 @@ from torch.utils.data import Subset
 
 from headway.data.caches.scrutiny import Scrutiny
 from headway.data.runtime.examples.visible import unheard
-from headway.runtime.reach import is_installed
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.script.reach import is_installed
 from headway.trace.events.in_force import DATASET, READING
 
 

@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from headway.runtime.bootstrap import active
-from headway.runtime.patches import replace_attribute
+from headway.runtime.calls.patches import replace_attribute
+from headway.runtime.in_rank.bootstrap import active
 
 PRINTS, LOGS, CHANGES, STARTS = "prints", "logs", "changes files", "starts a process"
 WARNS, ASKS = "shows a warning", "asks another process, whose answer may change"

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.core.processes.hidden_thread import running
 from headway.data.runtime.examples.keyed import current
-from headway.runtime.draws import drawn, fingerprints, own_generators
+from headway.runtime.script.draws import drawn, fingerprints, own_generators
 
 FEEDER = "QueueFeederThread"
 """The thread of a loader worker that sends its batches: it runs no code of the script's."""

@@ -17,11 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from headway.data.runtime.examples.outcome import OfDataset
 from headway.data.runtime.guard.portrait import portrait
 from headway.data.runtime.guard.purity import picture
-from headway.runtime.draws import restorer
-from headway.runtime.guard import OfScript
-from headway.runtime.host_memory import address_limit
-from headway.runtime.probe_input import is_own
-from headway.runtime.samplers import order_generators, sampler_of, samplers_within, steered
+from headway.runtime.calls.probe_input import is_own
+from headway.runtime.host.host_memory import address_limit
+from headway.runtime.in_rank.guard import OfScript
+from headway.runtime.script.draws import restorer
+from headway.runtime.script.samplers import order_generators, sampler_of, samplers_within, steered
 
 CHANGED = OfDataset(
     "the script changes its dataset during a pass: from there on it is read as the script made the loader"

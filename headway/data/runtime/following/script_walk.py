@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime.examples.keyed import Keys
 from headway.data.runtime.following.read_ahead import batch_size_of, in_batches, num_free
-from headway.runtime.guard import OfScript
+from headway.runtime.in_rank.guard import OfScript
 
 
 class ScriptWalk:

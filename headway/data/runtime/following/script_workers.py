@@ -38,7 +38,7 @@ from headway.data.runtime.guard.aligned import Aligned
 from headway.data.runtime.guard.circumstances import LISTENS, listens, outside
 from headway.data.runtime.guard.trial import read_here
 from headway.data.runtime.positions.views import View
-from headway.runtime.guard import OfScript
+from headway.runtime.in_rank.guard import OfScript
 
 DRAWN_BETWEEN = "the script draws random numbers, or changes data or sampler, between iter(loader) and the first batch"
 ALIVE_S = 0.5

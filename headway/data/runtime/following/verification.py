@@ -43,11 +43,11 @@ from headway.data.runtime.examples.keyed import Keys, generator_states, set_gene
 from headway.data.runtime.examples.outcome import OfDataset, Report
 from headway.data.runtime.guard.trial import be_worker, with_threads
 from headway.data.runtime.guard.trial_child import in_child
-from headway.runtime import bootstrap
-from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
-from headway.runtime.probe_input import name_of
-from headway.runtime.remedy import Context
-from headway.runtime.rereading import collated
+from headway.runtime.calls.probe_input import name_of
+from headway.runtime.in_rank import bootstrap
+from headway.runtime.in_rank.remedy import Context
+from headway.runtime.recorder.rereading import collated
+from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
 from headway.trace.rings.ring import warn
 
 T = TypeVar("T")

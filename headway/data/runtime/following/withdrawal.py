@@ -24,7 +24,7 @@ from typing import Any
 
 from headway.core.machine.host_load import LoadSampler
 from headway.data.runtime.examples.outcome import Report
-from headway.runtime.remedy import Context
+from headway.runtime.in_rank.remedy import Context
 from headway.trace.rings.ring import warn
 
 CHUNK, CHUNKS = 10, 5

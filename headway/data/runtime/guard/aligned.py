@@ -31,7 +31,7 @@ from torch.utils.data import Subset
 
 from headway.data.runtime.guard.contents import MOST_ENTRIES, is_mutable
 from headway.data.runtime.guard.portrait import portrait
-from headway.runtime.reach import LONG, reached
+from headway.runtime.script.reach import LONG, reached
 
 LARGE_BYTES = 1 << 20
 """Arrays with more bytes are compared by their rows as well."""

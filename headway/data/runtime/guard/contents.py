@@ -41,7 +41,7 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.data.runtime.guard.purity import FEW
-from headway.runtime.reach import LONG, items_of
+from headway.runtime.script.reach import LONG, items_of
 
 _CData: Any = ctypes.c_int.__mro__[-2]
 """Base of all numbers, arrays and structures of C, such as the values that processes share."""

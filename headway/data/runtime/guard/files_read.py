@@ -37,7 +37,7 @@ from functools import cache, wraps
 from typing import Any
 from urllib.parse import unquote
 
-from headway.runtime.bootstrap import active
+from headway.runtime.in_rank.bootstrap import active
 
 Noted = tuple[int, ...] | None
 """Device, inode, size, times of the last two kinds of change in ns; of a link that of its own change and its inode too.

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import xxhash
 
-from headway.runtime.reach import closure_of, slots_of
+from headway.runtime.script.reach import closure_of, slots_of
 
 MOST_VALUES = 1 << 16
 """Values that are looked into; of what comes later only type and length count."""

@@ -38,9 +38,9 @@ from headway.data.runtime.guard.circumstances import data_of
 from headway.data.runtime.guard.purity import impurity
 from headway.data.runtime.guard.surroundings import PLAIN, surroundings
 from headway.data.runtime.guard.trial_child import in_child
-from headway.runtime.reach import is_installed, reached
-from headway.runtime.rereading import collated
-from headway.runtime.samplers import order_generators
+from headway.runtime.recorder.rereading import collated
+from headway.runtime.script.reach import is_installed, reached
+from headway.runtime.script.samplers import order_generators
 
 SUMMED = "it computes {} of many numbers with {} threads of torch, and a worker's one adds them up in another order"
 """Why workers and threads are refused a dataset whose last bits depend on torch's threads."""

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from headway.core.processes.child import said
-from headway.runtime.host_memory import address_limit
-from headway.runtime.run_delay import read_delay
+from headway.runtime.host.host_memory import address_limit
+from headway.runtime.script.run_delay import read_delay
 
 TIMEOUT_S = 60.0
 """A child that has not answered by then hangs, as a worker would, where the caller gives it no other limit."""

@@ -16,7 +16,7 @@ from headway.data.runtime.guard.purity import SEEDED
 from headway.data.runtime.guard.surroundings import surroundings
 from headway.data.runtime.guard.trial import positions, pretend_worker
 from headway.data.runtime.guard.trial_child import in_child
-from headway.runtime.draws import drawn, fingerprints, own_generators
+from headway.runtime.script.draws import drawn, fingerprints, own_generators
 
 
 def beside_seeding(loader: DataLoader[Any]) -> str | None:

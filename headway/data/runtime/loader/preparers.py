@@ -41,7 +41,7 @@ from headway.data.serving.collation import TENSOR, collated
 from headway.data.serving.flights import Work
 from headway.data.serving.packing import Array, Marked, Stacked, pack, unpack
 from headway.data.serving.server import Preparer
-from headway.runtime.draws import drawn, fingerprints
+from headway.runtime.script.draws import drawn, fingerprints
 
 IMAGE = "image"
 """Mark of a stack [B, H, W, C] that is shown as [B, C, H, W]."""

@@ -43,7 +43,7 @@ from headway.data.serving.messages import (
 )
 from headway.data.serving.packing import unpack
 from headway.data.serving.progress import Progress
-from headway.runtime.guard import OfScript
+from headway.runtime.in_rank.guard import OfScript
 
 
 class LeaveFn(Protocol):

@@ -37,7 +37,7 @@ from headway.data.runtime.guard.portrait import portrait
 from headway.data.runtime.loader.preparers import identity, preparer_of
 from headway.data.serving.messages import FROM_SERVER
 from headway.data.serving.server import Daemon, DataServer, listen
-from headway.runtime import bootstrap
+from headway.runtime.in_rank import bootstrap
 
 START_S = 120.0
 """Longest that a server may take to look at its dataset; one that takes longer hangs in it, and is ended."""

@@ -55,9 +55,9 @@ from headway.data.runtime.guard.purity import impurity
 from headway.data.runtime.guard.trial import open_handle
 from headway.data.runtime.guard.trial_child import in_child
 from headway.data.runtime.positions.views import View, Walked, check_process
-from headway.runtime.draws import drawn, fingerprints, own_generators, restorer
-from headway.runtime.guard import OfScript
-from headway.runtime.probe_input import batch_bytes
+from headway.runtime.calls.probe_input import batch_bytes
+from headway.runtime.in_rank.guard import OfScript
+from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
 
 WORKERS = {
     "processes": "torch's worker processes",

@@ -26,7 +26,7 @@ from headway.data.orders.order import Permutation, Sequence, occurrences
 from headway.data.runtime.examples.deliveries import Deliveries
 from headway.data.runtime.examples.keyed import WORD, DrawsApart, Keys
 from headway.data.runtime.positions.sampler_states import put_back, taken, warn_of_unsaved
-from headway.runtime.samplers import innermost
+from headway.runtime.script.samplers import innermost
 
 State = dict[str, Any]
 

@@ -28,8 +28,8 @@ from headway.data.runtime.guard.trial import unfit
 from headway.data.runtime.loader.loader import DataLoader as OwnLoader
 from headway.data.runtime.loader.served import Served
 from headway.data.serving.server import DataServer
-from headway.runtime.remedy import Applied, Context, Refused
-from headway.runtime.samplers import sampler_of
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.script.samplers import sampler_of
 
 MOST_LOADERS = 64
 """A script that makes more loaders than this reads the rest by itself."""

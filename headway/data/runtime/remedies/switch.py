@@ -44,7 +44,7 @@ from headway.data.runtime.guard.trial import EXAMPLES, TriedBatch, unfit
 from headway.data.runtime.guard.trial_child import in_child
 from headway.data.runtime.loader.threads import LOCK_WAIT, Examples, InThreads, Making, Pool, Task
 from headway.data.runtime.positions.views import View
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 VISIBLE = "reading a batch prints, logs, warns, changes files, or starts or asks another process"
 """Why a batch is made by the training thread."""

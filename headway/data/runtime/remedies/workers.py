@@ -31,8 +31,8 @@ from headway.data.runtime.guard.circumstances import listens
 from headway.data.runtime.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.guard.trial import EXAMPLES, keeps, open_handle, unfit
 from headway.data.runtime.guard.worker_start import beside_seeding
-from headway.runtime.device import in_use
-from headway.runtime.remedy import Applied, Context, Refused
+from headway.runtime.host.device import in_use
+from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 WAITS = "the script waits for any of its child processes, which workers would be"
 

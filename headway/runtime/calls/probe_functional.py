@@ -1,0 +1,163 @@
+"""Probes of functional collectives: what tensor and sequence parallelism, and DTensor, communicate with.
+
+They are launched without blocking and waited for when their result is used, so the wait is recorded, as it is for
+asynchronous calls of torch.distributed. What was launched is found again by the memory of its result. The backwards
+of these collectives launch inside of torch's operators; there the group is read from the frame that waits. What
+torch.compile generates calls the operators themselves and is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from headway.runtime.calls.probe_comm import COLLECTIVE, MAX_PENDING, UNKNOWN_WORK, argument, groups_of, tensor_bytes
+from headway.runtime.recorder.probes import Probes, now
+from headway.trace.events.vocabulary import COLLECTIVES
+
+LAUNCHES: dict[str, str] = {
+    "all_reduce": "all_reduce", "broadcast": "broadcast", "all_to_all_single": "all_to_all_single",
+    "all_gather_single": "all_gather_into_tensor", "all_gather_tensor": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor", "reduce_scatter_tensor": "reduce_scatter_tensor",
+    "all_reduce_coalesced": "all_reduce_coalesced",
+    "all_gather_single_coalesced": "all_gather_coalesced", "all_gather_into_tensor_coalesced": "all_gather_coalesced",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor",
+}  # fmt: skip
+"""Function of torch.distributed._functional_collectives -> the collective (`vocabulary.COLLECTIVES`) that it is.
+
+Some names are older ones of others: only the outermost is looked at.
+"""
+
+Launched = tuple[int, int, int, int]
+"""(group, seq, bytes, index of the collective)."""
+
+UNTOLD: Launched = (-1, -1, 0, UNKNOWN_WORK)
+
+
+class Launches:
+    """Functional collectives that were launched and not waited for."""
+
+    def __init__(self, probes: Probes) -> None:
+        self._groups = groups_of(probes)
+        self._numbers: dict[str, int] = {}
+        self._pending: dict[int, Launched] = {}
+        self.current: tuple[int, int] | None = None
+        """Group and collective of the launch that is going on."""
+
+    def number(self, group: Any, tag: str = "") -> int:
+        """Return the number of a group, given in any of the forms that functional collectives take."""
+        import torch.distributed as dist
+        import torch.distributed._functional_collectives as functional
+
+        if isinstance(group, list):
+            return -1  # deprecated: asking torch would warn a second time
+        name = str(functional._resolve_group_name(group, tag))
+        number = self._numbers.get(name)
+        if number is None:
+            resolve: Any = dist.distributed_c10d
+            found = resolve._resolve_process_group(name)
+            number = self._numbers[name] = self._groups.of(found)
+        return number
+
+    def add(self, result: Any) -> None:
+        """Note what the present launch returned."""
+        if self.current is None:
+            return
+        group, corr = self.current
+        seq = self._groups.take(group) if group >= 0 else -1
+        self._pending[result.data_ptr()] = (group, seq, tensor_bytes(result), corr)
+        if len(self._pending) > MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+
+    def take(self, tensor: Any, name: object) -> Launched:
+        """Return what is known of a result that is waited for; `name` is that of its group, where the waiter says."""
+        found = self._pending.pop(tensor.data_ptr(), None)
+        if found is None and isinstance(name, str):
+            group = self.number(name)
+            found = (group, self._groups.take(group), tensor_bytes(tensor), UNKNOWN_WORK)
+        return UNTOLD if found is None else found
+
+
+def launches_of(probes: Probes) -> Launches:
+    """Return the process's `Launches`, made at first use."""
+    groups = groups_of(probes)
+    if groups.launches is None:
+        groups.launches = Launches(probes)
+    found: Launches = groups.launches
+    return found
+
+
+def launch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap one functional collective: its results are then known when they are waited for."""
+    import torch
+
+    launches, is_compiling = launches_of(probes), torch.compiler.is_compiling
+    group_of, tag_of = argument(original, "group"), argument(original, "tag")
+    corr = COLLECTIVES.index(LAUNCHES[original.__name__])
+
+    @functools.wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        """Launch the collective."""
+        if is_compiling() or launches.current is not None:
+            return original(*args, **kwargs)
+        try:
+            launches.current = (launches.number(group_of(args, kwargs), tag_of(args, kwargs) or ""), corr)
+        except Exception:
+            launches.current = None  # arguments that make no sense are the original's to refuse
+        try:
+            return original(*args, **kwargs)
+        finally:
+            launches.current = None
+
+    return called
+
+
+def launched(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `_maybe_wrap_tensor`, which every functional collective hands its result to."""
+    launches = launches_of(probes)
+
+    @functools.wraps(original)
+    def wrap(self: Any) -> Any:
+        """Note the result of the launch that is going on, then wrap it."""
+        if launches.current is not None:
+            try:
+                launches.add(self)
+            except Exception as cause:
+                probes.failed("functional collectives", cause)
+        return original(self)
+
+    return wrap
+
+
+def wait_tensor(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `wait_tensor`: the part of a functional collective that the training thread is blocked for."""
+    import torch
+
+    emit, page, launches, is_compiling = probes.emit, probes.page, launches_of(probes), torch.compiler.is_compiling
+
+    @functools.wraps(original)
+    def wait(tensor: Any) -> Any:
+        """Wait for the tensor, and record how long that took."""
+        if is_compiling():
+            return original(tensor)
+        known = UNTOLD
+        try:
+            known = launches.take(tensor, sys._getframe(1).f_locals.get("group_name"))
+        except Exception as cause:
+            probes.failed("functional collectives", cause)
+        start = now()
+        page.opened(COLLECTIVE, start, known[0], known[1])
+        try:
+            result = original(tensor)
+        finally:
+            page.closed()
+        try:
+            emit(COLLECTIVE, start, now() - start, *known)
+        except Exception as cause:
+            probes.failed("functional collectives", cause)
+        return result
+
+    return wait

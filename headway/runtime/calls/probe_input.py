@@ -1,0 +1,473 @@
+"""Probes of the input pipeline: waiting in `next(loader)`, and the work behind it wherever it runs.
+
+The wait is recorded on the training thread. The work (`input.load`) is
+recorded where the dataset runs: in the main process or in a loader worker,
+each in its own ring, per batch and never per example. Blocked time is wall -
+thread CPU - run delay; the run delay is field 2 of /proc/thread-self/schedstat.
+In the main process CPU time is read for every load that follows one longer
+than 0.2 ms, and for every 16th otherwise: reading costs 3 us. Around the first
+few loads of each loader the states of random number generators are compared:
+a plan has to know whether examples are drawn.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from headway.runtime.recorder import rehearsals
+from headway.runtime.recorder.probes import Probes, now, write_json
+from headway.runtime.recorder.rereading import Kept, Rereadings, checksum
+from headway.runtime.script.draws import drawn, fingerprints, own_generators
+from headway.runtime.script.run_delay import open_schedstat, read_delay
+from headway.runtime.script.samplers import sampler_of, steered
+from headway.runtime.script.script_lines import calling_line
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.ring import LOADER
+
+NEXT, ITER, LOAD = SPANS["input.next"].code, SPANS["input.iter"].code, SPANS["input.load"].code
+PARTS, WORKER = SPANS["input.parts"].code, SPANS["input.worker"].code
+
+LONG_LOAD_NS = 200_000
+"""A load longer than this pays for reading CPU time at every batch."""
+
+EVERY = 16
+"""Among shorter loads of the main process one in this many is measured."""
+
+LOOKS = 4
+"""Loads of each loader around which generators are looked at, in each process that loads for it: 0.1 ms each."""
+
+UNKNOWN = (-1, -1)
+"""Group and iterator of an iterator that did not come from `iter(loader)`."""
+
+cpu_now = time.thread_time_ns
+
+
+def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `DataLoader.__iter__`: creation of an iterator, its workers' processes included."""
+    emit = probes.emit
+    groups = LoaderGroups(probes)
+    iterators = 0
+
+    @functools.wraps(original)
+    def __iter__(self: Any) -> Any:  # noqa: N807  # the name it has in torch
+        """Make the iterator and record how long that took."""
+        nonlocal iterators
+        group, outer = opened(self), probes.opening[0]
+        probes.opening[0] = group  # workers that are forked now inherit it: so they know whom they load for
+        start = now()
+        try:
+            result = original(self)
+        finally:
+            probes.opening[0] = outer
+        try:
+            duration, corr = now() - start, iterators
+            iterators += 1
+            result.headway_ids = (group, corr)
+            result.headway_worker = -1
+            workers = getattr(result, "_workers", ())
+            emit(ITER, start, duration, group, corr, len(workers))
+            for worker, process in enumerate(workers):
+                emit(WORKER, start + duration, 0, group, corr, worker, process.pid)
+        except Exception as cause:
+            probes.failed("DataLoader.__iter__", cause)
+        return result
+
+    def opened(loader: Any) -> int:
+        begun = now()
+        try:
+            group = groups.of(loader)
+            if probes.rereadings is None and probes.leads:
+                probes.rereadings = Rereadings(probes)
+            if loader.num_workers and probes.rereadings is not None:
+                probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
+            if probes.leads:
+                probes.worked(begun)
+            return group
+        except Exception as cause:
+            probes.failed("loader facts", cause)
+            return -1
+
+    return __iter__
+
+
+def process_data(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `_MultiProcessingDataLoaderIter._process_data`: it knows which worker the batch at hand came from."""
+
+    @functools.wraps(original)
+    def _process_data(self: Any, data: Any, *rest: Any) -> Any:
+        """Note the worker, then go on."""
+        self.headway_worker = rest[0] if rest else -1
+        return original(self, data, *rest)
+
+    return _process_data
+
+
+def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `_BaseDataLoaderIter.__next__`: how long the training thread waits for a batch."""
+    emit = probes.emit
+
+    @functools.wraps(original)
+    def __next__(self: Any) -> Any:  # noqa: N807  # the name it has in torch
+        """Get the batch and record the wait; the last call, which ends the epoch, has seq = -1."""
+        start = now()
+        try:
+            batch = original(self)
+        except StopIteration:
+            record(self, start, now() - start, ended=True)
+            raise
+        duration = now() - start
+        try:
+            group, corr = self.headway_ids
+            emit(NEXT, start, duration, group, self._num_yielded - 1, self.headway_worker, corr)
+        except Exception:
+            record(self, start, duration, ended=False)
+        return batch
+
+    def record(self: Any, start: int, duration: int, *, ended: bool) -> None:
+        """The same with what is known, for an iterator that did not come from `iter(loader)`, and at its end."""
+        try:
+            group, corr = getattr(self, "headway_ids", UNKNOWN)
+            worker = getattr(self, "headway_worker", -1)
+            emit(NEXT, start, duration, group, -1 if ended else self._num_yielded - 1, -1 if ended else worker, corr)
+        except Exception as cause:
+            probes.failed("DataLoader.__next__", cause)
+
+    return __next__
+
+
+def fetcher_init(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `_BaseDatasetFetcher.__init__`: give it a meter, which knows whose fetcher it is."""
+    lives = 0
+    pid = os.getpid()
+
+    @functools.wraps(original)
+    def initialise(self: Any, dataset: Any, auto_collation: Any, collate_fn: Any, drop_last: Any) -> None:
+        """Initialise the fetcher, then note in which life of this process's dataset it is."""
+        nonlocal lives, pid
+        original(self, dataset, auto_collation, collate_fn, drop_last)
+        try:
+            if pid != os.getpid():
+                pid, lives = os.getpid(), 0
+            self.headway_meter = Meter(probes, lives)
+            lives += 1
+        except Exception as cause:
+            probes.failed("fetcher", cause)
+
+    return initialise
+
+
+def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap the `fetch` of a fetcher: dataset and collate of one batch."""
+    emit, fetching = probes.emit, probes.fetching
+
+    @functools.wraps(original)
+    def fetch(self: Any, possibly_batched_index: Any) -> Any:
+        """Fetch the batch and record it; at times its CPU time and its run delay too."""
+        meter = self.__dict__.get("headway_meter")
+        if meter is None:
+            return original(self, possibly_batched_index)
+        fetching[0] = True
+        try:
+            if meter.due:
+                return measured(self, possibly_batched_index, meter)
+            begin = now()
+            batch = original(self, possibly_batched_index)
+            duration = now() - begin
+        finally:
+            fetching[0] = False
+        try:
+            emit(LOAD, begin, duration, meter.life, meter.count, meter.worker, meter.bytes)
+            meter.count = count = meter.count + 1
+            meter.due = duration > LONG_LOAD_NS or not count % EVERY
+        except Exception as cause:
+            probes.failed("input.load", cause)
+        return batch
+
+    def measured(self: Any, index: Any, meter: Meter) -> Any:
+        """Fetch with a clock before the collate function, which is put back even when the dataset raises."""
+        collate_fn = self.collate_fn
+        kept = meter.first(self.dataset, collate_fn, index)
+        self.collate_fn = meter.timed(collate_fn)
+        meter.start(self.dataset, collate_fn)
+        try:
+            batch = original(self, index)
+        finally:
+            self.collate_fn = collate_fn
+        meter.stop(batch)
+        if kept is not None:
+            meter.expect(kept, batch)
+        return batch
+
+    return fetch
+
+
+class Meter:
+    """Measures the loads of one fetcher; `due` says whether the next one is measured with CPU time and run delay."""
+
+    __slots__ = ("_collate", "_cpu", "_delay", "_gc", "_look", "_probes", "_schedstat", "_start", "bytes", "count",
+                 "due", "group", "life", "worker")  # fmt: skip
+
+    def __init__(self, probes: Probes, life: int) -> None:
+        from torch.utils.data import get_worker_info
+
+        info, recorder = get_worker_info(), probes.recorder
+        self._probes = probes
+        if info is not None:
+            recorder.set_worker(info.id)
+        # A remedy's worker shows the script no worker information; it has said so itself.
+        self.worker = recorder.worker if recorder.role == LOADER else -1
+        self.life = life if self.worker >= 0 else -1
+        """In a worker: n-th life of its dataset. In the main process: -1, the enclosing input.next says the loader."""
+        self._schedstat = -1
+        self.group = probes.opening[0]
+        """Group of the loader; -1 when it is not known, as in workers that were not forked."""
+        self._look: Look | None = None
+        self.count = self.bytes = 0
+        self.due = True
+
+    def timed(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `collate_fn` with a reading of the CPU clock in front."""
+
+        def collate(examples: Any) -> Any:
+            self._collate = cpu_now()
+            if self._look is not None:
+                self._look.between()
+            return collate_fn(examples)
+
+        return collate
+
+    def first(self, dataset: Any, collate_fn: Callable[[Any], Any], index: Any) -> Kept | None:
+        """Keep the first load of the main process, which is read again later; None for any other."""
+        if self.count or self.worker >= 0 or self._probes.rereadings is None:
+            return None
+        try:
+            kept: Kept | None = self._probes.rereadings.keep(self.group, dataset, collate_fn, index)
+            return kept
+        except Exception as cause:
+            self._probes.failed("input.again", cause)
+            return None
+
+    def expect(self, kept: Kept, batch: Any) -> None:
+        """Note what a later reading has to give; of a batch that nobody can look into, nothing."""
+        try:
+            kept.expected = checksum(batch)
+        except Exception as cause:
+            kept.let_go()
+            self._probes.failed("input.again", cause)
+
+    def start(self, *holders: Any) -> None:
+        """Begin a measured load; `holders`, dataset and collate function, may have generators of their own."""
+        self._look = None
+        # Headway's loader seeds the generators for every example: that they move says nothing of the dataset.
+        seeded = type(holders[0]).__module__.startswith("headway.data.") if holders else False
+        if self.group >= 0 and not seeded and self._probes.looks.get(self.group, 0) < LOOKS:
+            self._look_around(holders)
+        self._collate, self._gc = -1, self._probes.gc_ns[0]
+        self._schedstat = open_schedstat()  # of the thread that loads this time
+        self._delay = read_delay(self._schedstat)
+        self._cpu = cpu_now()
+        self._start = now()
+
+    def stop(self, batch: Any) -> None:
+        """End a measured load and write its two records."""
+        try:
+            begin, duration, cpu = self._start, now() - self._start, cpu_now()
+            after = read_delay(self._schedstat)
+            # The clocks are read one after the other: cut so that the parts never exceed the whole.
+            spent = min(cpu - self._cpu, duration)
+            delay = min(after - self._delay, duration - spent) if after >= 0 <= self._delay else -1
+            collate = min(cpu - self._collate, spent) if self._collate >= 0 else 0
+            garbage = min(self._probes.gc_ns[0] - self._gc, spent)
+            self.bytes = batch_bytes(batch)
+            emit = self._probes.emit
+            emit(LOAD, begin, duration, self.life, self.count, self.worker, self.bytes)
+            emit(PARTS, begin, duration, spent, delay, collate, garbage)
+            self.count += 1
+            self.due = self.worker >= 0 or duration > LONG_LOAD_NS or not self.count % EVERY
+            if self._look is not None:
+                self.due = self._look.report(self._probes, self.group, self.worker) or self.due
+        except Exception as cause:
+            self._probes.failed("input.load", cause)
+
+    def _look_around(self, holders: tuple[Any, ...]) -> None:
+        """Note where the generators are before the load."""
+        self._probes.looks[self.group] = self._probes.looks.get(self.group, 0) + 1
+        try:
+            self._look = Look(holders)
+        except Exception as cause:
+            self._probes.failed("input.draws", cause)
+
+
+class Look:
+    """Generators before the dataset is read, before its examples are collated, and afterwards."""
+
+    def __init__(self, holders: tuple[Any, ...]) -> None:
+        self._own = own_generators(*holders)
+        self._before = fingerprints(self._own)
+        self._between: dict[str, object] | None = None
+
+    def between(self) -> None:
+        """The examples have been read and are not collated yet."""
+        self._between = fingerprints(self._own)
+
+    def report(self, probes: Probes, group: int, worker: int) -> bool:
+        """Add what was drawn to the loader's facts; returns whether the next load is to be looked at too.
+
+        Of several workers the first one reports, in a file of its own: it cannot reach its rank's facts.
+        """
+        after = fingerprints(self._own)
+        between = after if self._between is None else self._between
+        facts = probes.loaders.setdefault(group, {})
+        known = facts.get("draws") is not None
+        told = False
+        for key, names in (("draws", drawn(self._before, between)), ("collate_draws", drawn(between, after))):
+            told = told or bool(set(names) - set(facts.get(key) or ()))
+            facts[key] = sorted({*(facts.get(key) or ()), *names})
+        if worker == 0 and probes.run and (told or not known):
+            path = f"{probes.run}/loaders/r{probes.recorder.rank}-g{group}.json"
+            if told or not os.path.exists(path):
+                write_json(path, {group: {key: facts[key] for key in ("draws", "collate_draws")}})
+        return probes.looks[group] < LOOKS
+
+
+def batch_bytes(batch: Any, depth: int = 0) -> int:
+    """Return the bytes of the tensors and arrays in a batch of nested lists, tuples and mappings.
+
+    What does not say how large it is, as a sparse tensor, counts as 0.
+    """
+    try:
+        nbytes = getattr(batch, "nbytes", None)
+    except Exception:
+        nbytes = 0
+    if isinstance(nbytes, int):
+        return nbytes
+    if depth > 4:
+        return 0
+    if isinstance(batch, dict):
+        return sum(batch_bytes(value, depth + 1) for value in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return sum(batch_bytes(value, depth + 1) for value in batch)
+    return 0
+
+
+class LoaderGroups:
+    """Gives each loader a small number, in order of first use: the same on all ranks that run the same script.
+
+    A loader made anew for each epoch, with the same facts as one that is gone, keeps that one's number; how much data
+    it has is no such fact.
+    """
+
+    def __init__(self, probes: Probes) -> None:
+        self.probes = probes
+        self._loaders: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self._is_dataset: list[Callable[[Any], bool]] = []  # of each group: is this the dataset that was read last?
+
+    def of(self, loader: Any) -> int:
+        """Return the loader's group, and write its facts when it is new."""
+        for group, (reference, _) in enumerate(self._loaders):
+            if reference() is loader:
+                return group
+        # Where it is iterated for the first time: a loader of a trainer's own has no line of the script that made it.
+        facts = {**loader_facts(loader), "line": calling_line(sys._getframe(1))}
+        size = {key: facts[key] for key in ("dataset_size", "smallest_dataset")}  # a replay buffer grows
+        for group, (reference, old) in enumerate(self._loaders):
+            if reference() is None and {**old, **size} == facts:
+                self._loaders[group] = (weakref.ref(loader), facts)
+                self._note_size(self.probes.loaders[group], facts["dataset_size"])
+                if not self._is_dataset[group](loader.dataset):
+                    self._is_dataset[group] = _recognised(loader.dataset)
+                    self.probes.loaders[group]["datasets"] += 1
+                return group
+        self._loaders.append((weakref.ref(loader), dict(facts)))
+        self._is_dataset.append(_recognised(loader.dataset))
+        group = len(self._loaders) - 1
+        self.probes.loaders[group] = facts
+        self.probes.write_tables()
+        try:
+            rehearsals.begin(self.probes, group, loader)
+        except Exception as cause:
+            self.probes.failed("loader rehearsal", cause)
+        return group
+
+    @staticmethod
+    def _note_size(known: dict[str, Any], size: int | None) -> None:
+        """Widen the sizes in a loader's facts to that of its next dataset; one of unknown size makes them unknown."""
+        if size is None or known["dataset_size"] is None:
+            known["dataset_size"] = known["smallest_dataset"] = None
+            return
+        known["dataset_size"] = max(size, known["dataset_size"])
+        known["smallest_dataset"] = min(size, known["smallest_dataset"])
+
+
+def _recognised(thing: Any) -> Callable[[Any], bool]:
+    """Return what says whether something is this very thing, without keeping it alive."""
+    try:
+        reference = weakref.ref(thing)
+    except TypeError:  # a list: one that is made in its place later counts as the same
+        number = id(thing)
+        return lambda other: id(other) == number
+    return lambda other: reference() is other
+
+
+def loader_facts(loader: Any) -> dict[str, Any]:
+    """Return what is known of a `DataLoader`: the keys of run.json's `loaders`."""
+    from torch.utils.data import IterableDataset
+
+    streams = isinstance(loader.dataset, IterableDataset)
+    size = None
+    if not streams:
+        try:
+            size = len(loader.dataset)
+        except Exception:  # a dataset without a length, or one whose length fails: a fact less
+            size = None
+    return {
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent": bool(loader.persistent_workers),
+        "pin_memory": bool(loader.pin_memory),
+        "batch_size": loader.batch_size or getattr(loader.batch_sampler, "batch_size", None),
+        "dataset_size": size,
+        "smallest_dataset": size,
+        "sampler": type(sampler_of(loader)).__name__,
+        "dataset": type(loader.dataset).__name__,
+        "datasets": 1,
+        "own": is_own(loader),
+        "draws": None,
+        "collate_draws": None,
+        "changes": None,
+        "changes_unchecked": "",
+        "worker_init_fn": name_of(loader.worker_init_fn),
+        "steered": None if streams else steered(loader),
+        "reason_untunable": "an IterableDataset: more workers would repeat its data" if streams else None,
+    }
+
+
+def name_of(function: Any) -> str | None:
+    """Return module:name of a function, of an object that is called the name of its class; None for None.
+
+    What `functools.partial` wraps gives the name.
+
+    >>> name_of(name_of)
+    'headway.runtime.calls.probe_input:name_of'
+    """
+    if function is None:
+        return None
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def is_own(loader: Any) -> bool:
+    """Whether a loader is headway's: remedies leave it alone, its user has set what they would.
+
+    >>> is_own(object())
+    False
+    """
+    return any(base.__module__.startswith("headway.data.") for base in type(loader).__mro__)

@@ -1,0 +1,210 @@
+"""Probes of modules: which model computes, with or without gradients, in which mode.
+
+Only the outermost call is recorded, and only on the thread that trains. The function that stands in for
+`Module.__call__` is run by every submodule too, so what it does for those is one flag: nothing is registered with a
+module, because hooks are copied and pickled with it, and slow down all its calls.
+"""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import weakref
+from collections.abc import Callable
+from time import thread_time_ns
+from typing import Any
+
+from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.recorder.timers import out_of_compiler
+from headway.runtime.script.gradients import FORWARD as BY_FORWARD
+from headway.trace.events.vocabulary import SPANS, WAIT_NS
+
+FORWARD, MODE = SPANS["forward"].code, SPANS["mode"].code
+
+KNOWN_CALL = ("_compiled_call_impl", "_call_impl")
+"""Names that torch's `Module.__call__` uses: it chooses between these two, and does nothing else."""
+
+LOOKS = 16
+"""Calls for which a module without anything trainable is looked at again: a model may make its parameters late."""
+
+Reference = Callable[[], Any]
+
+
+class Models:
+    """Numbers models, in order of first use: modules that share their first trainable parameter are one model."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        """`id` of a live module that was called -> its model, -1 when nothing in it is trainable."""
+        self.parameters: list[Reference] = []
+        """[models] The first trainable parameter of each, weakly referenced."""
+        self._of_parameter: dict[int, int] = {}
+        self._references: dict[int, Reference] = {}
+        self._looks: dict[int, int] = {}
+
+    def add(self, module: Any) -> int:
+        """Return the model of a module that is not in `numbers`, and put it there."""
+        key, model = id(module), self.of_parameter(first_trainable(module))
+        if key not in self._references:
+            self._references[key] = weakref.ref(module, lambda _: self._forget(key))
+        looks = self._looks[key] = self._looks.get(key, 0) + 1
+        if model >= 0 or looks >= LOOKS:
+            self.numbers[key] = model
+        return model
+
+    def of_parameter(self, parameter: Any) -> int:
+        """Return the model whose first trainable parameter this is; a new one gets the next number."""
+        if parameter is None:
+            return -1
+        key = id(parameter)
+        model = self._of_parameter.get(key, -1)
+        if model < 0:
+            model = self._of_parameter[key] = len(self.parameters)
+            # A later parameter in the same memory is another one.
+            self.parameters.append(weakref.ref(parameter, lambda _: self._of_parameter.pop(key, None)))
+        return model
+
+    def known(self, module: Any) -> int:
+        """Return the model that `module` belongs to, -1 when it has never been called."""
+        parameter = first_trainable(module)
+        return -1 if parameter is None else self._of_parameter.get(id(parameter), -1)
+
+    def _forget(self, key: int) -> None:
+        for table in (self.numbers, self._references, self._looks):
+            table.pop(key, None)
+
+
+def first_trainable(module: Any) -> Any:
+    """Return the first parameter of a module that takes gradients, None when there is none."""
+    return next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
+
+
+def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `Module.__call__`: how long the outermost call takes on the training thread, and what it is for."""
+    import torch
+
+    models = probes.models = probes.models or Models()
+    emit, forwarding, begun = probes.emit, probes.forwarding, probes.gradients.begun
+    gradients, trainer, gap = probes.gradients, probes.trainer, probes.gap
+    gap_open, gap_asks = gap.open, gap.asks_forward
+    # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read. Between two
+    # forwards of a step it tells waiting from computing; it is a system call, so it is read only once a script was
+    # seen to have long times there.
+    ended_ns, cpu_ended, asks_cpu = [0], [-1], [False]
+    numbers, parameters = models.numbers, models.parameters
+    is_grad_enabled, ident = torch.is_grad_enabled, _thread.get_ident
+    direct = calls_directly(original)
+
+    def outermost(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module and record how long that took."""
+        if begun[0] and ident() != trainer[0]:
+            return original(self, *args, **kwargs)
+        forwarding[0], opened, between = True, gap_open[0], -1
+        if opened:
+            gap_open[0] = False
+            if gap_asks[0]:
+                gap.note_forward()
+            if probes.device_timers:
+                probes.device_timers.begun()
+        elif cpu_ended[0] >= 0:
+            between = thread_time_ns() - cpu_ended[0]
+        start = now()
+        try:
+            if direct:
+                result = (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
+            else:
+                result = original(self, *args, **kwargs)
+        finally:
+            forwarding[0] = False
+        try:
+            duration, learns = now() - start, is_grad_enabled()
+            model = numbers.get(id(self), -2)
+            if model == -2:
+                model = models.add(self)
+            emit(FORWARD, start, duration, model, learns + 2 * self.training, between)
+            if not opened and start - ended_ns[0] >= WAIT_NS and ended_ns[0]:
+                asks_cpu[0] = True
+            if asks_cpu[0]:
+                cpu_ended[0] = thread_time_ns()
+            ended_ns[0] = start + duration
+            if learns and model >= 0:
+                gradients.parameter = parameters[model]
+                if probes.device_timers:
+                    probes.device_timers.computed()
+            if not begun[0] and gradients.inferred():
+                trainer[0], gap_open[0] = ident(), True
+                if gap.asks[0]:
+                    gap.note_loop()
+                probes.advance(BY_FORWARD)
+        except Exception as cause:
+            probes.failed("forward", cause)
+        return result
+
+    for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):
+        out_of_compiler(function)
+    return out_of_compiler(_entry(original, outermost, forwarding))
+
+
+def calls_directly(original: Callable[..., Any]) -> bool:
+    """Whether torch's `Module.__call__` is the one that is known: it then need not be called."""
+    return getattr(getattr(original, "__code__", None), "co_names", None) == KNOWN_CALL
+
+
+def _entry(original: Callable[..., Any], outermost: Callable[..., Any], forwarding: list[bool]) -> Callable[..., Any]:
+    """Return what stands for `Module.__call__`: `outermost` where no module is being called, else nearly nothing."""
+    import torch
+
+    is_compiling = torch.compiler.is_dynamo_compiling
+
+    if calls_directly(original):
+        # One frame less for every submodule: what torch's function does is done here.
+        @functools.wraps(original)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807  # the name it has in torch
+            """Call the module; the outermost call is recorded."""
+            if is_compiling():
+                return original(self, *args, **kwargs)
+            if forwarding[0]:
+                if self._compiled_call_impl is not None:
+                    return self._compiled_call_impl(*args, **kwargs)
+                return self._call_impl(*args, **kwargs)
+            return outermost(self, args, kwargs)
+
+    else:
+
+        @functools.wraps(original)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807  # the name it has in torch
+            """Call the module; the outermost call is recorded."""
+            if is_compiling() or forwarding[0]:
+                return original(self, *args, **kwargs)
+            return outermost(self, args, kwargs)
+
+    return __call__
+
+
+def module_train(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `Module.train`, which `eval()` calls too: when a model that has computed changes its mode."""
+    import torch
+
+    models = probes.models = probes.models or Models()
+    emit, is_compiling = probes.emit, torch.compiler.is_dynamo_compiling
+    changing = [False]
+
+    @functools.wraps(original)
+    def train(self: Any, mode: bool = True) -> Any:
+        """Change the mode of the module and its submodules, which come here as well."""
+        if is_compiling() or changing[0]:
+            return original(self, mode)
+        changing[0] = True
+        try:
+            result = original(self, mode)
+        finally:
+            changing[0] = False
+        try:
+            model = models.known(self)
+            if model >= 0:
+                emit(MODE, now(), 0, model, int(mode))
+        except Exception as cause:
+            probes.failed("mode", cause)
+        return result
+
+    return train

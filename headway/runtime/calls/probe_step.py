@@ -1,0 +1,161 @@
+"""Probes of the optimizer: what ends a step wherever a script has one.
+
+Every `Optimizer` subclass gets its `step` from `Optimizer.profile_hook_step`
+when the first instance is made, so one patch there sees all optimizers, fused
+or not, several at once, under a scheduler or a scaler. An optimizer that
+steps another one inside is one step. Inside a compiled region nothing is
+recorded: the wrapper is traced away. A closure is recorded apart: what it
+computes is forward and backward, not the optimizer's own work.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from headway.runtime.recorder.probes import Probes, now
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.progress_page import OP, PROGRESS_NS
+from headway.trace.rings.progress_page import STEP as STEPS
+
+STEP, CLOSURE = SPANS["optimizer.step"].code, SPANS["optimizer.closure"].code
+
+
+def profile_hook_step(original: Callable[..., Any], probes: Probes) -> staticmethod[..., Any]:
+    """Wrap what `Optimizer.profile_hook_step` makes of a `step` function."""
+
+    @functools.wraps(original)
+    def hook(func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `func` with torch's own hooks and the recording around it."""
+        return recorded(original(func), probes)
+
+    return staticmethod(hook)
+
+
+def join_existing(optimizer_class: Any, probes: Probes) -> Callable[[], None]:
+    """Record the optimizer classes that were in use before headway came; the undo frees those and all later ones."""
+    pending, classes = [optimizer_class], []
+    while pending:
+        for subclass in pending.pop().__subclasses__():
+            pending.append(subclass)
+            if getattr(vars(subclass).get("step"), "hooked", False):
+                classes.append(subclass)
+    for subclass in classes:
+        step = recorded(getattr(subclass.step, "headway_inner", subclass.step), probes)
+        step.hooked = True  # type: ignore[attr-defined]  # the mark by which torch knows a class that is done
+        subclass.step = step
+
+    def undo() -> None:
+        """Leave the wrappers where they are, idle: other wrappers may stand around them by now."""
+        probes.live[0] = False
+
+    return undo
+
+
+def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Return the `step` function `inner` with a clock around it."""
+    import torch  # here, not above: the factories run in the middle of torch's own import
+
+    emit, steps, due, wake, live = probes.emit, probes.steps, probes.due, probes.wake, probes.live
+    is_compiling, index_of, indices = torch.compiler.is_dynamo_compiling, probes.index_of, probes.indices
+    stepping, cells, last = probes.stepping, probes.page.cells, probes.last_backward
+    gradients, gap = probes.gradients, probes.gap
+    begun, counted, gap_open, gap_asks = gradients.begun, gradients.counted, gap.open, gap.asks
+
+    @functools.wraps(inner)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's step and record how long it took."""
+        if is_compiling() or stepping[0] or not live[0]:
+            return inner(*args, **kwargs)
+        if kwargs or len(args) > 1:
+            args, kwargs = with_closure(args, kwargs, probes)
+        stepping[0] = True
+        start = now()
+        try:
+            result = inner(*args, **kwargs)
+        finally:
+            stepping[0] = False
+        try:
+            duration = now() - start
+            index = indices.get(id(args[0]), -1)
+            if index < 0:
+                index = index_of(args[0])
+            emit(STEP, start, duration, index, 0, last[0], last[1])
+            last[1] = 0
+            page = cells[0]
+            page[PROGRESS_NS] = start + duration
+            page[OP] = 0  # whatever was open is over, also what an exception left
+            now_begun = begun[0]
+            if now_begun != counted.get(index, 0):
+                counted[index] = now_begun
+                gradients.optimized[0] = True
+            elif not gradients.counts(index):
+                return result
+            steps[0] = count = steps[0] + 1
+            page[STEPS] = count
+            if count == 1:
+                probes.after_first_step()
+            gap_open[0] = True
+            if gap_asks[0]:
+                gap.note_loop()
+            if count >= due[0]:
+                wake(index, start + duration)
+        except Exception as cause:
+            probes.failed("optimizer.step", cause)
+        return result
+
+    step.headway_inner = inner  # type: ignore[attr-defined]  # a later session starts from the bare function
+    return step
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], probes: Probes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step with a clock around the closure, if they hold one."""
+    closure = kwargs.get("closure")
+    if callable(closure):
+        return args, {**kwargs, "closure": timed_closure(closure, args[0], probes)}
+    if len(args) > 1 and callable(args[1]):
+        return (args[0], timed_closure(args[1], args[0], probes), *args[2:]), kwargs
+    return args, kwargs
+
+
+def timed_closure(closure: Callable[[], Any], optimizer: Any, probes: Probes) -> Callable[[], Any]:
+    """Return `closure` with a clock around it."""
+    emit = probes.emit
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        """Call the closure and record how long that took."""
+        start = now()
+        result = closure(*args, **kwargs)
+        try:
+            emit(CLOSURE, start, now() - start, probes.index_of(optimizer))
+        except Exception as cause:
+            probes.failed("optimizer.closure", cause)
+        return result
+
+    timed.__wrapped__ = closure  # type: ignore[attr-defined]  # for those who look through wrappers
+    return timed
+
+
+def scaler_step(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `GradScaler.step`: a step that it skips (gradients not finite) counts, with seq = 1."""
+    emit, cells, index_of = probes.emit, probes.page.cells, probes.index_of
+
+    @functools.wraps(original)
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the scaler's step; record the optimizer step that did not happen."""
+        before, start = cells[0][PROGRESS_NS], now()
+        result = original(self, optimizer, *args, **kwargs)
+        try:
+            if cells[0][PROGRESS_NS] == before:
+                index = index_of(optimizer)
+                emit(STEP, start, now() - start, index, 1)
+                if probes.gradients.counts(index):
+                    probes.advance(index)
+        except Exception as cause:
+            probes.failed("GradScaler.step", cause)
+        return result
+
+    return step

@@ -1,0 +1,1 @@
+"""The host and its devices, and which rank of which world a process is."""

@@ -1,0 +1,1 @@
+"""What begins in each rank before the script does: hooks, patches, remedies, windows, annotations."""

@@ -1,0 +1,1 @@
+"""Starting ranks, watching over them, starting them again."""

@@ -1,0 +1,329 @@
+"""What the probes of one process share: where records go, what failed, who waits for steps.
+
+A probe is a function around one function of torch or Python. Probes are made
+by factories `wrapper(original, probes)` in `probe_*.py`; `patches.py` lists
+where each goes. Rules for all of them: one closure with everything bound, the
+original is called exactly once with exactly the caller's arguments, and what
+headway does around it can fail only into `Probes.failed`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.core.processes.hidden_thread import HiddenThread
+from headway.runtime.host.device import device_type
+from headway.runtime.script.gap_stacks import GapStacks
+from headway.runtime.script.gradients import Gradients
+from headway.runtime.script.loop_depth import loop_depth
+from headway.runtime.script.run_delay import open_schedstat, read_delay
+from headway.runtime.script.saves import Saves
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.progress_page import PROGRESS_NS, PageWriter
+from headway.trace.rings.progress_page import STEP as STEPS
+from headway.trace.rings.ring import CHILD, MAIN, SPAWNED, Recorder, warn
+
+now = time.perf_counter_ns
+"""The clock of every record: CLOCK_MONOTONIC, the same for all processes of a host."""
+
+NEVER = 1 << 62
+
+CPU, RECORDING = SPANS["host.cpu"].code, SPANS["host.recording"].code
+
+OWN_NS = 200_000
+"""Work of headway's own that took less has no record: it would cost more than it tells."""
+
+
+@dataclass(slots=True)
+class Probes:
+    """The shared state of this process's probes."""
+
+    recorder: Recorder
+    """Writes the records."""
+
+    run: str
+    """Run folder."""
+
+    emit: Callable[..., None] = field(init=False)
+    """`recorder.emit`, or a function that raises when HEADWAY_BREAK=run asks for it."""
+
+    page: Any = field(init=False)
+    """`recorder.page`, or one that writes nowhere when the timers are switched off."""
+
+    device_timers: Any = None
+    """The process's `device_timers.AllTimers`; None where the host has no device."""
+
+    last_backward: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """[3] Start and duration of a backward that is not recorded yet (duration 0 = none), 1 if it began a new cycle."""
+
+    open_timers: dict[int, tuple[str, int]] = field(default_factory=dict)
+    """`id` of a timer of the script's own that was begun -> its name and the step of its begin."""
+
+    gc_ns: list[int] = field(default_factory=lambda: [0])
+    """[1] Nanoseconds of garbage collection so far."""
+
+    gc_called: list[int] = field(default_factory=lambda: [0])
+    """[1] Calls of `gc.collect` by the script that are under way."""
+
+    fetching: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether the main process is inside a dataset: what it loads there is input, not a checkpoint."""
+
+    opening: list[int] = field(default_factory=lambda: [-1])
+    """[1] Group of the loader whose iterator is being made; a loader worker inherits that of its own. -1 = none."""
+
+    looks: dict[int, int] = field(default_factory=dict)
+    """Group -> loads around which this process has looked at the random number generators."""
+
+    rereadings: Any = None
+    """What is read again later (`rereading.Rereadings`); None before the first loader."""
+
+    inside: set[int] = field(default_factory=set)
+    """Threads inside a recorded save, load or collective: what those call themselves is not recorded again."""
+
+    saves: Saves = field(default_factory=Saves)
+    """What was saved last."""
+
+    groups: Any = None
+    """The process groups seen (`probe_comm.Groups`); None before the first one."""
+
+    context: Any = None
+    """The remedies of the plan (`remedy.Context`); None without a plan."""
+
+    compile_started: list[int] = field(default_factory=lambda: [0])
+    """[1] When the compiler began its present work."""
+
+    stepping: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether an optimizer is stepping: one that it steps inside is part of its step."""
+
+    gradients: Gradients = field(default_factory=Gradients)
+    """Which updates count, and what counts where there is no optimizer."""
+
+    losses: Any = None
+    """The losses that were looked at (`bad_loss.LossLooks`); None before torch was imported."""
+
+    models: Any = None
+    """The models that were called (`probe_model.Models`); None before torch was imported."""
+
+    gap: GapStacks = field(default_factory=GapStacks)
+    """What the script does between an update and the next forward."""
+
+    forwarding: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether the training thread is inside a module, or a backward: the modules called there are parts."""
+
+    differentiating: list[bool] = field(default_factory=lambda: [False])
+    """[1] Whether gradients are computed without a backward just now: what that calls itself is not recorded again."""
+
+    after_first_step: Callable[[], None] = lambda: None
+    """Called once, after the first update that counts."""
+
+    trainer: list[int] = field(default_factory=lambda: [0])
+    """[1] Identifier of the thread that ran the last backward or update; 0 before the first."""
+
+    steps: list[int] = field(default_factory=lambda: [0])
+    """[1] Optimizer steps so far, all optimizers together; without an optimizer: backwards, or forwards, that count."""
+
+    due: list[int] = field(default_factory=lambda: [1])
+    """[1] `wake` is called when `steps` reaches this number."""
+
+    live: list[bool] = field(default_factory=lambda: [True])
+    """[1] False once the recording was stopped: wrappers that cannot be taken out stay idle."""
+
+    listeners: list[Callable[[int], int]] = field(default_factory=list)
+    """Called by `wake` with the optimizer's index; each returns the number of optimizer steps until its next call."""
+
+    wanted: dict[Callable[[int], int], int] = field(default_factory=dict)
+    """Listener -> optimizer step of its next call; one that is not listed is called at the next step."""
+
+    tables: dict[str, Any] = field(default_factory=lambda: {"patches": {}, "groups": {}, "optimizers": {}})
+    """What codes in the records mean; written to RUN/tables/r<rank>.json."""
+
+    loaders: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Facts of each loader by group; written to RUN/loaders/r<rank>.json."""
+
+    indices: dict[int, int] = field(default_factory=dict)
+    """`id` of a live optimizer -> its number, see `index_of`."""
+
+    _is_full: bool = False
+    """Whether an error of the run folder was told."""
+
+    _writing: HiddenThread | None = None
+    """Writes tables beside the training; None before the first time."""
+
+    def __post_init__(self) -> None:
+        self.page = PageWriter() if timers_off() else self.recorder.page
+        self.emit = _broken_emit if "run" in os.environ.get("HEADWAY_BREAK", "").split(",") else self.recorder.emit
+
+    def failed(self, name: str, cause: BaseException) -> None:
+        """Warn once that a probe does not work, and note it for the coverage."""
+        if name in self.tables["patches"] and self.tables["patches"][name] != "ok":
+            return
+        reason = f"{type(cause).__name__}: {cause}"
+        self.tables["patches"][name] = reason
+        if not isinstance(cause, OSError):
+            warn(f"{name} is not recorded: {reason}")
+        elif not self._is_full:  # of a full disk, or a folder that is gone, each file would tell
+            self._is_full = True
+            warn(f"{name}, and maybe more, is not recorded: {cause.strerror or reason}")
+
+    def wake(self, optimizer: int, ended_ns: int = 0) -> None:
+        """Call the listeners whose step has come: an optimizer step that one of them waits for has ended.
+
+        What takes long here is recorded: it would pass for the script's own time between its steps. `ended_ns` is when
+        the step ended, where the caller knows; what it has done since counts as well.
+        """
+        moment = self.mark_cpu()
+        start = ended_ns or moment
+        steps, due = self.steps[0], NEVER
+        for listener in tuple(self.listeners):
+            try:
+                wanted = self.wanted.get(listener, 0)
+                if steps >= wanted:
+                    wanted = self.wanted[listener] = steps + listener(optimizer)
+                due = min(due, wanted)
+            except Exception as cause:
+                self.listeners.remove(listener)
+                self.failed(getattr(listener, "__qualname__", "a listener"), cause)
+        if steps == 1:
+            self.page.train_here()
+            self.write_tables_beside()
+            if self.gradients.watched[0]:
+                self.gap.follow(self.trainer, self._write_in_gap)
+        self.due[0] = due
+        self.worked(start)
+
+    def worked(self, start_ns: int) -> None:
+        """Record headway's own work on the training thread since `start_ns`, where it is long enough to matter."""
+        spent = now() - start_ns
+        if spent >= OWN_NS:
+            self.emit(RECORDING, start_ns, spent)
+            self.gap.resumed[0] = start_ns + spent
+
+    def advance(self, index: int) -> None:
+        """Count a step that no optimizer's wrapper counts itself; `index` as for `wake`."""
+        count = self.steps[0] = self.steps[0] + 1
+        page = self.page.cells[0]
+        page[PROGRESS_NS], page[STEPS] = now(), count
+        if count >= self.due[0]:
+            self.wake(index)
+
+    def mark_cpu(self) -> int:
+        """Note the CPU time of the calling thread, its wait for a core, and the CPU time of all threads; return when.
+
+        They tell a replay how many cores of the host compute occupies, and how much of it was waiting for one.
+        """
+        moment = now()
+        self.emit(CPU, moment, 0, time.thread_time_ns(), read_delay(open_schedstat()), time.process_time_ns())
+        return moment
+
+    def index_of(self, optimizer: Any) -> int:
+        """Return a small number for an optimizer, in order of first step; a dead one's `id` is not mistaken for it."""
+        index = self.indices.get(id(optimizer), -1)
+        if index < 0:
+            index = self.indices[id(optimizer)] = len(self.tables["optimizers"])
+            self.tables["optimizers"][str(index)] = type(optimizer).__name__
+            self.tables.setdefault("loops", {})[str(index)] = loop_depth(sys._getframe(1))
+            weakref.finalize(optimizer, self.indices.pop, id(optimizer), None).atexit = False
+        return index
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process is a rank, and not a child of one."""
+        return self.recorder.role in (MAIN, SPAWNED)
+
+    @property
+    def remedied(self) -> bool:
+        """Whether a plan with remedies is applied: what is recorded then is not the script as it was made."""
+        return self.context is not None and bool(self.context.outcomes)
+
+    def became_rank(self, rank: int) -> None:
+        """Note the rank that `init_process_group` gave this process; a child becomes a rank by that."""
+        self.recorder.set_rank(rank, role=SPAWNED if self.recorder.role == CHILD else None)
+        if self.context is not None:
+            self.context.write()
+
+    def write_tables(self) -> None:
+        """Write the tables and loader facts of a rank, each in one atomic act.
+
+        A child writes them once it trains, under its process id: it may become a rank of its own.
+        """
+        if self._writing is not None:
+            self._writing.join()
+        self._write_files(self._files())
+
+    def write_tables_beside(self) -> None:
+        """Do the same in a thread, from what is known now: a training step does not wait for the disk.
+
+        While an earlier write still waits for the disk there is nothing more to hurry with.
+        """
+        if self._writing is not None and self._writing.is_alive():
+            return
+        try:
+            files = self._files()
+            self._writing = HiddenThread(lambda: self._write_files(files), name="headway-tables").start()
+        except (RuntimeError, TypeError, ValueError) as cause:
+            self.failed("tables file", cause)
+
+    def _write_in_gap(self) -> None:
+        """Do so where the script works between its steps: what it costs is not the script's."""
+        start = now()
+        self.write_tables_beside()
+        self.worked(start)
+
+    def _files(self) -> list[tuple[str, str, str]]:
+        """Return (folder, file name, content) of what is to be written; a child that has not trained has nothing."""
+        if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
+            return []
+        rank = self.recorder.rank
+        script = self.gap.report()
+        if script:
+            self.tables["script"] = script
+        file = f"r{rank}.json" if self.leads else f"p{os.getpid()}.json"
+        tables = {**self.tables, "rank": rank, "attempt": self.recorder.attempt, "device_type": device_type()}
+        found = []
+        for folder, content in (("tables", tables), ("loaders", self.loaders)):
+            try:
+                found.append((folder, file, json.dumps(content, indent=1)))
+            except (TypeError, ValueError) as cause:
+                self.failed(f"{folder} file", cause)
+        return found
+
+    def _write_files(self, files: list[tuple[str, str, str]]) -> None:
+        for folder, file, text in files:
+            try:
+                write_whole(f"{self.run}/{folder}/{file}", text)
+            except OSError as cause:
+                self.failed(f"{folder} file", cause)
+
+
+def timers_off() -> bool:
+    """Whether HEADWAY_TIMERS=off leaves out the timers of segments, the progress page and the stacks on demand."""
+    return os.environ.get("HEADWAY_TIMERS", "").lower() in ("off", "0")
+
+
+def write_json(path: str, content: object) -> None:
+    """Write a small JSON file so that a reader sees the old or the new one, never half of it."""
+    write_whole(path, json.dumps(content, indent=1))
+
+
+def write_whole(path: str, text: str) -> None:
+    """Do so with a text."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    half = f"{path}.{os.getpid()}"
+    with open(half, "w", encoding="utf-8") as file:
+        file.write(text)
+    # os.replace may be one of the patched functions: the bare system call keeps headway's files out of the trace.
+    _replace(half, path)
+
+
+_replace = os.replace
+
+
+def _broken_emit(*_: object) -> None:
+    raise RuntimeError("HEADWAY_BREAK=run: every record fails on purpose")

@@ -1,0 +1,136 @@
+"""Always-on timers of the two critical segments of a step, forward and backward, on the host's clock.
+
+Backward is the call of `torch.autograd.backward`; forward is what lies
+between a batch (or an update) and the backward that follows, so it is derived
+when the run is finalised (`headway.trace.recording.segments`) and costs nothing here. On
+a device the host only launches: there `device_timers` records events as well.
+`HEADWAY_TIMERS=off` leaves all of this and the progress page out.
+"""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.script.gradients import BACKWARD as BY_BACKWARD
+from headway.runtime.script.gradients import leaf_of
+from headway.trace.events.vocabulary import SPANS
+from headway.trace.rings.progress_page import OP, SINCE_NS
+
+FORWARD, BACKWARD = SPANS["segment.forward"].code, SPANS["segment.backward"].code
+
+LOOK_EVERY = 8
+"""A power of two: at every so many updates a loss on the CPU is read, for the progress page and for what is bad."""
+
+
+def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `torch.autograd.backward`: its time on the host; a backward inside a backward is sorted out later.
+
+    The record of the update that follows carries it: a record less per step. Earlier micro-batches get their own.
+    """
+    emit, cells, steps, last = probes.emit, probes.page.cells, probes.steps, probes.last_backward
+    gradients, forwarding, trainer, gap = probes.gradients, probes.forwarding, probes.trainer, probes.gap
+    from headway.runtime.script.bad_loss import (  # here: every process that starts would pay for what it imports
+        LossLooks,
+        judge,
+    )
+
+    probes.losses = LossLooks()
+    begun, optimized, ident = gradients.begun, gradients.optimized, _thread.get_ident
+    gradients.watched[0] = True
+    probes.tables["timers"] = {"clock": "host"}
+    for function in (look_at, probes.page.seen_loss, probes.losses.seen, judge, probes.failed, gradients.began,
+                     gradients.ended, leaf_of, begin, gradients._chosen, probes.advance, probes.wake,
+                     gap.note_loop):  # fmt: skip
+        out_of_compiler(function)
+
+    @functools.wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        """Run backward and record how long that took."""
+        begun[0] += 1
+        trainer[0] = ident()
+        fresh = 0 if optimized[0] else begin(probes, args[0] if args else kwargs.get("tensors"))
+        outer, forwarding[0] = forwarding[0], True
+        page, start = cells[0], now()
+        page[SINCE_NS] = start
+        page[OP] = BACKWARD
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            forwarding[0] = outer
+        try:
+            page[OP] = 0
+            if last[1]:
+                emit(BACKWARD, last[0], last[1], 0, -1, last[2])
+            last[0], last[1], last[2] = start, now() - start, fresh
+            if not optimized[0]:
+                gradients.ended()
+                gap.open[0] = True
+                if gap.asks[0]:
+                    gap.note_loop()
+            if not steps[0] & (LOOK_EVERY - 1):
+                look_at(args[0], probes)
+        except Exception as cause:
+            probes.failed("segment.backward", cause)
+        return result
+
+    return out_of_compiler(backward)
+
+
+def begin(probes: Probes, roots: Any) -> int:
+    """Return 1 if a backward from `roots` begins a new cycle of gradients; that ends a step if nothing else does."""
+    try:
+        fresh, ended = probes.gradients.began(roots)
+        if ended:
+            probes.advance(BY_BACKWARD)
+    except Exception as cause:
+        probes.failed("fresh gradients", cause)
+        return 0
+    return fresh
+
+
+def out_of_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have torch.compile run the frame of `function` as it is: code that it cannot trace, where it breaks anyway.
+
+    Without this a compiled region that calls `backward()`, which always breaks the graph, would have the compiler try
+    the clock and the stores as well. What `function` calls is compiled as ever.
+    """
+    import torch
+
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        action = frames._FrameAction
+        strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        frames.set_code_exec_strategy(function.__code__, strategy)
+    elif hasattr(frames, "skip_code"):  # before torch 2.7
+        frames.skip_code(function.__code__)
+    return function
+
+
+def look_at(root: Any, probes: Probes) -> None:
+    """Keep the loss that a backward began from, where reading it disturbs nobody; note a device without events."""
+    torch = sys.modules["torch"]
+    if type(root) is not torch.Tensor:
+        return
+    kind = root.device.type
+    if kind == "cpu" and root.numel() == 1 and not torch._C._len_torch_dispatch_stack():
+        loss = float(root.detach())
+        probes.page.seen_loss(loss)
+        if probes.losses.seen(loss, probes.steps[0] + 1):
+            probes.tables["bad_losses"] = probes.losses.bad
+            probes.write_tables_beside()
+    elif kind != "cpu" and not probes.device_timers:
+        reason = f"{kind} has no events that headway can time by: segments are the host's launching time"
+        probes.tables["timers"] = {"clock": "host", "reason": reason}
+
+
+def flush_backward(probes: Probes) -> None:
+    """Write the backward that no update followed."""
+    start, duration, fresh = probes.last_backward
+    if duration:
+        probes.last_backward[1] = 0
+        probes.emit(BACKWARD, start, duration, 0, -1, fresh)
