@@ -22,7 +22,8 @@ from torch.utils.data import Dataset
 
 from headway.data import DataLoader
 from headway.data.stalls import attribute
-from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions
 from headway.sim.graph.intervals import MAX_DISCREPANCY
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run

@@ -17,7 +17,8 @@ from pathlib import Path
 from headway.fault.runtime import supervise
 from headway.fault.runtime.incidents import Progress
 from headway.runtime.launching.hang_watch import HangWatch
-from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions
 
 JOB = """
 import os, sys, time

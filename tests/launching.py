@@ -15,7 +15,8 @@ from tests.paths import ROOT
 LAUNCHER = """
 import json, sys
 from pathlib import Path
-from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.launching.options import LaunchOptions
+from headway.runtime.launching.launch import launch
 options = json.loads(sys.argv[1])
 report = launch(LaunchOptions(**{**options, "out": Path(options["out"])}), sys.argv[2:])
 if report.run is not None:

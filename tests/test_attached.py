@@ -23,7 +23,8 @@ from tests.paths import ROOT
 ONE_RANK = """
 import sys
 from pathlib import Path
-from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.launching.options import LaunchOptions
+from headway.runtime.launching.launch import launch
 sys.exit(launch(LaunchOptions(out=Path(sys.argv[1]), no_launch=True, quiet=True), sys.argv[2:]).code)
 """
 

@@ -18,7 +18,7 @@ from headway.core.errors import InputError
 from headway.ledger.jobs.hang import localise
 from headway.ledger.jobs.hang_reports import of_watch
 from headway.runtime.launching.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, summary
-from headway.runtime.launching.launch import LaunchOptions, check
+from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE, Page
 from headway.verbs.hang import verdict_of

@@ -14,7 +14,8 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.runtime.host.rank_env import Port, check_host, num_processes, parse_hosts
-from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions
 from headway.trace.recording.runs import Run
 from tests.launching import run, script
 from tests.paths import ROOT

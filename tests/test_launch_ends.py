@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions
 from headway.trace.recording.runs import Run
 from tests.launching import DDP, alive, run, script, start, wait_for
 

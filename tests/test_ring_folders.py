@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from headway.core.files.mounts import Mount, place_of
-from headway.runtime.launching.launch import LaunchOptions, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions
 from headway.runtime.run_folder.drain import Drainer
 from headway.runtime.run_folder.finalise import finalise
 from headway.runtime.run_folder.problems import Problems

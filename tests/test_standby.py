@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.runtime.host.reserve import members_of
-from headway.runtime.launching.launch import LaunchOptions, check
+from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.launching.rendezvous import answers
 from tests.launching import script, start, wait_for
 from tests.test_elastic import free_port

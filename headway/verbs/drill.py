@@ -20,7 +20,8 @@ from headway.fault.runtime.drill import schedule, score
 from headway.fault.runtime.injectors import FAULTS, FOLDER, NAME, marks
 from headway.report.paper import ScreenOptions, draw
 from headway.runtime.host.rank_env import num_processes
-from headway.runtime.launching.launch import LaunchOptions, check, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.recording.runs import Run
 from headway.verbs.fault import ettr_of
 from headway.verbs.output import emit

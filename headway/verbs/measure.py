@@ -23,7 +23,9 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes
 from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
-from headway.runtime.launching.launch import RUNS, ExitReport, LaunchOptions, check, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions, check
+from headway.runtime.launching.run_of_ranks import RUNS, ExitReport
 from headway.runtime.run_folder.recording import claim_folder, next_folder
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run

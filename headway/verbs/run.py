@@ -12,7 +12,8 @@ from headway.core.errors import HeadwayError, InputError
 from headway.core.files.planfile import PlanFile, read_plan
 from headway.core.tables import pick
 from headway.plan.parameters import check_parameters
-from headway.runtime.launching.launch import ExitReport, launch
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import is_run
 from headway.verbs.output import emit, emit_beside
 from headway.verbs.run_options import RunOptions

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from headway.catalog import SUPERVISOR
 from headway.core.errors import InputError
 from headway.core.units import parse_bytes
-from headway.runtime.launching.launch import LaunchOptions
+from headway.runtime.launching.options import LaunchOptions
 
 
 def _help(text: str) -> Parameter:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
-from headway.runtime.launching.launch import RUNS
+from headway.runtime.launching.run_of_ranks import RUNS
 from headway.trace.recording.runs import Run, is_run
 
 

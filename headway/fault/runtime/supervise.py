@@ -34,7 +34,7 @@ from headway.trace.recording.assemble import json_object
 
 if TYPE_CHECKING:
     from headway.runtime.launching.agent import Group, RankSpec
-    from headway.runtime.launching.launch import LaunchOptions
+    from headway.runtime.launching.options import LaunchOptions
     from headway.runtime.run_folder.drain import Drainer
     from headway.runtime.run_folder.recording import Recording
 

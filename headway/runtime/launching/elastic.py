@@ -36,15 +36,9 @@ from headway.runtime.host.rank_env import Place, Port
 from headway.runtime.host.reserve import Reserve
 from headway.runtime.launching.agent import Group, Signals
 from headway.runtime.launching.attempts import Attempts, say
-from headway.runtime.launching.launch import (
-    ExitReport,
-    LaunchOptions,
-    open_recording,
-    open_streams,
-    report,
-    specs_of,
-)
+from headway.runtime.launching.options import LaunchOptions
 from headway.runtime.launching.rendezvous import open_rendezvous
+from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, report, specs_of
 from headway.runtime.run_folder.exit_class import OomWatch, RankEnd
 
 DEFAULT_PORT = 29500
