@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from headway.checkpoint.reading.ownership import Held, shares
 from headway.checkpoint.reading.reads import Shard, plan_reads
-from headway.storage.boxes import cover_fault, whole
-from headway.storage.manifest import Piece
+from headway.storage.stored.boxes import cover_fault, whole
+from headway.storage.stored.manifest import Piece
 from tests.public_shapes import LLAMA_3_8B
 
 SIZES = (2, 8, 64)
@@ -91,7 +91,7 @@ def of_ours(num_ranks: int) -> dict[str, Any]:
 
 def whole_of(piece: Piece) -> Any:
     """Return the box of a piece."""
-    from headway.storage.boxes import Box
+    from headway.storage.stored.boxes import Box
 
     return Box(piece.offsets, piece.lengths)
 

@@ -22,10 +22,10 @@ from _command import headway
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from headway.storage.checks.verification import verify
 from headway.storage.formats.dcp import read_metadata
 from headway.storage.formats.records import read_saved
-from headway.storage.manifest import METADATA
-from headway.storage.verification import verify
+from headway.storage.stored.manifest import METADATA
 
 SEED = 20261120
 Place = tuple[str, int, str]

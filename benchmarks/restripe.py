@@ -21,10 +21,10 @@ from _command import ROOT
 
 sys.path.insert(0, str(ROOT))
 
+from headway.storage.checks.repair import repair
+from headway.storage.checks.verification import verify
 from headway.storage.redundancy.parity import state
-from headway.storage.redundancy.repair import repair
 from headway.storage.redundancy.restripe import restripe
-from headway.storage.verification import verify
 from tests.redundant import content, lose, protected, put_back
 
 RANKS, STEPS, ROWS, CAP_BYTES_PER_S = 10, (1, 2, 3), 200_000, 12e6

@@ -13,8 +13,8 @@ from headway.checkpoint.agents.saving import persist_rank
 from headway.checkpoint.runtime.images.image import Image, Part, pickled, plan
 from headway.checkpoint.runtime.images.shards import Holders, pieces
 from headway.core.wire.pace import Pace
-from headway.storage.commit import commit
-from headway.storage.draft import Draft
+from headway.storage.commits.commit import commit
+from headway.storage.commits.draft import Draft
 
 
 def write_part(

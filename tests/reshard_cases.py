@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.checkpoint.runtime.images.shards import FlatShard, local_shards
 from headway.checkpoint.runtime.restores.restore import restore_into
-from headway.storage.boxes import whole
-from headway.storage.commit import commit
+from headway.storage.commits.commit import commit
+from headway.storage.stored.boxes import whole
 from tests.layouts_made import write_part
 
 Whole = dict[str, torch.Tensor]

@@ -16,11 +16,11 @@ import torch.distributed.checkpoint as dcp
 from headway.checkpoint.policies.keep import Keep
 from headway.cli import main
 from headway.core.errors import InputError
-from headway.storage.commit import committed
-from headway.storage.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
+from headway.storage.checks.scrub import scrub
+from headway.storage.commits.commit import committed
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
-from headway.storage.scrub import scrub
+from headway.storage.stored.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
 from headway.verbs.ckpt import parse_keep
 from tests.checkpoints import Caller, some_state, unsynced, write_checkpoint
 

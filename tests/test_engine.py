@@ -18,7 +18,7 @@ from headway.checkpoint import CheckpointPolicy, Keep
 from headway.checkpoint.runtime.images.snapshot import Snapshot
 from headway.checkpoint.runtime.saves import saver
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
-from headway.storage.commit import committed
+from headway.storage.commits.commit import committed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -11,13 +11,13 @@ from headway.cli import main
 from headway.core.errors import InputError
 from headway.core.files.inside import check_inside, check_links, remove_tree
 from headway.core.files.whole_file import whole_file
-from headway.storage.commit import Committed, recover, remove
-from headway.storage.draft import open_draft
+from headway.storage.checks.repair import repair
+from headway.storage.commits.commit import Committed, recover, remove
+from headway.storage.commits.draft import open_draft
 from headway.storage.redundancy.parity import encode_rank
-from headway.storage.redundancy.repair import repair
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.regions.protected import ProtectedRegion
-from headway.storage.store import LocalStore
+from headway.storage.stored.store import LocalStore
 from tests import redundant
 from tests.redundant import content, lose
 

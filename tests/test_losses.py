@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
-from headway.storage.manifest import Piece, read_record
+from headway.storage.checks.repair import repair
+from headway.storage.checks.verification import verify
 from headway.storage.redundancy.losses import rows_of
 from headway.storage.redundancy.parity import judge
 from headway.storage.redundancy.parity_files import ParityFacts
-from headway.storage.redundancy.repair import repair
-from headway.storage.verification import verify
+from headway.storage.stored.manifest import Piece, read_record
 from tests import redundant
 from tests.redundant import content, flip, protected
 

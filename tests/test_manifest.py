@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError
-from headway.storage.manifest import (
+from headway.storage.stored.manifest import (
     CommitRecord,
     FileEntry,
     Piece,

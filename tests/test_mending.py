@@ -10,9 +10,9 @@ import torch
 from headway.checkpoint import restore_into
 from headway.checkpoint.reading.mending import Mending
 from headway.core.errors import DamageError
-from headway.storage.commit import commit
-from headway.storage.manifest import MANIFEST, RankManifest, read_record
+from headway.storage.commits.commit import commit
 from headway.storage.redundancy.parity import encode_rank
+from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
 from tests.layouts_made import write_part
 
 WORLD = 4

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.storage.digests import crc32
 from headway.storage.nvm.caches import Cache
 from headway.storage.nvm.contents import Fault, NvmBytes
 from headway.storage.nvm.controller import simulate_nvm
 from headway.storage.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, Layout, Memory, NvmDesign
 from headway.storage.nvm.traces import END, READ, TRACES, WRITE, checked, read_trace
+from headway.storage.stored.digests import crc32
 from headway.verbs.storage_sim import sim
 
 SMALL = Memory(

@@ -14,8 +14,9 @@ pytest.importorskip("moto.server", reason="the S3 server of these tests is moto:
 from headway.checkpoint.reading.remote import BucketFiles
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.processes import store_user
-from headway.storage.commit import StepTakenError
-from headway.storage.object_commit import (
+from headway.storage.checks.verification import verify_store
+from headway.storage.commits.commit import StepTakenError
+from headway.storage.commits.object_commit import (
     ObjectDraft,
     abandon,
     commit,
@@ -24,9 +25,8 @@ from headway.storage.object_commit import (
     recover,
     remove,
 )
-from headway.storage.objects import PART_BYTES, ObjectStore, open_store, url_of
-from headway.storage.store import LocalStore
-from headway.storage.verification import verify_store
+from headway.storage.stored.objects import PART_BYTES, ObjectStore, open_store, url_of
+from headway.storage.stored.store import LocalStore
 from tests import bucket_saves
 from tests.bucket_saves import save
 from tests.object_race import points, race

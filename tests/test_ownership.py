@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from headway.checkpoint.reading.ownership import CHUNK_BYTES, Held, least_chunk, owned, shares
 from headway.core.errors import InputError
 from headway.core.units import MIB
-from headway.storage.boxes import cover_fault
+from headway.storage.stored.boxes import cover_fault
 from tests.public_shapes import LLAMA_3_8B
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple).filter(lambda shape: math.prod(shape) < 5e7)

@@ -14,7 +14,7 @@ from headway.checkpoint.agents import persist as persisting
 from headway.checkpoint.agents.persist import Payload, persist
 from headway.core.errors import InputError
 from headway.core.wire.pace import Pace
-from headway.storage.digests import digest_of
+from headway.storage.stored.digests import digest_of
 
 
 @st.composite

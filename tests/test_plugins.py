@@ -27,7 +27,7 @@ from headway.checkpoint.runtime.images import image as images
 from headway.checkpoint.runtime.torch_calls import stager as stagers
 from headway.core.errors import BackgroundError, DamageError, FormatError, InputError
 from headway.storage import verify
-from headway.storage.commit import committed
+from headway.storage.commits.commit import committed
 from tests.spawn import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

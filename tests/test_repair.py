@@ -11,11 +11,11 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.storage.manifest import read_record
-from headway.storage.redundancy import repair as module
+from headway.storage.checks.repair import repair
+from headway.storage.checks.verification import verify
+from headway.storage.checks import repair as module
 from headway.storage.redundancy.parity_files import ParityFacts
-from headway.storage.redundancy.repair import repair
-from headway.storage.verification import verify
+from headway.storage.stored.manifest import read_record
 from tests import redundant
 from tests.redundant import content, flip, lose, protected, put_back
 

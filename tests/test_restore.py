@@ -21,9 +21,9 @@ from headway.checkpoint.runtime.images.image_file import host_bytes
 from headway.checkpoint.runtime.images.shards import is_tensor, leaves
 from headway.checkpoint.runtime.restores.restore import Reading
 from headway.core.errors import DamageError, InputError
-from headway.storage.commit import commit
-from headway.storage.digests import block_bytes_for
-from headway.storage.manifest import MANIFEST, RankManifest, read_record
+from headway.storage.commits.commit import commit
+from headway.storage.stored.digests import block_bytes_for
+from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
 from tests.layouts_made import write, write_part
 from tests.spawn import on_ranks
 

@@ -10,10 +10,10 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import DamageError, InputError
+from headway.storage.checks.repair import repair
+from headway.storage.checks.verification import verify
 from headway.storage.redundancy.parity import check, state
-from headway.storage.redundancy.repair import repair
 from headway.storage.redundancy.restripe import restripe
-from headway.storage.verification import verify
 from tests import redundant
 from tests.redundant import content, flip, lose, protected, put_back
 

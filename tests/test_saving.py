@@ -11,8 +11,8 @@ from headway.checkpoint.agents import saving
 from headway.checkpoint.agents.messages import Hello, Layout, Persist
 from headway.core.errors import HeadwayError, InputError
 from headway.core.wire.pace import Pace
-from headway.storage.commit import committed
-from headway.storage.draft import Draft
+from headway.storage.commits.commit import committed
+from headway.storage.commits.draft import Draft
 
 
 def hello(root, rank=0, world_size=1, **facts):

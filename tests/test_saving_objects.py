@@ -17,10 +17,10 @@ import torch.distributed.checkpoint as dcp
 
 import headway
 from headway.core.errors import HeadwayError, InputError
-from headway.storage.manifest import COMMIT, MANIFEST, image_name
-from headway.storage.object_commit import commit, committed
-from headway.storage.objects import open_store
-from headway.storage.verification import verify_store
+from headway.storage.checks.verification import verify_store
+from headway.storage.commits.object_commit import commit, committed
+from headway.storage.stored.manifest import COMMIT, MANIFEST, image_name
+from headway.storage.stored.objects import open_store
 from headway.verbs.ckpt import ls, prune, show, verify_
 from tests import bucket_saves
 from tests.bucket_saves import save

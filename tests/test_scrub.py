@@ -7,9 +7,9 @@ import torch
 
 from headway.core.errors import InputError
 from headway.core.wire.pace import Pace
-from headway.storage import verification
-from headway.storage.commit import committed, remove
-from headway.storage.scrub import NOTES, order, scrub, verified
+from headway.storage.checks import verification
+from headway.storage.checks.scrub import NOTES, order, scrub, verified
+from headway.storage.commits.commit import committed, remove
 from tests.checkpoints import unsynced, write_checkpoint
 
 

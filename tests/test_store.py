@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.store import LocalStore
+from headway.storage.stored.store import LocalStore
 from tests.checkpoints import unsynced
 
 

@@ -17,7 +17,7 @@ from headway.checkpoint.runtime.restores.restore import restore_into
 from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.core.errors import DamageError, FormatError
 from headway.storage.formats.dcp import Chunk, StoredTensor
-from headway.storage.store import LocalStore
+from headway.storage.stored.store import LocalStore
 from tests.checkpoints import write_checkpoint
 from tests.layouts_made import write
 

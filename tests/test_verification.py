@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from headway.core.errors import FormatError, InputError
+from headway.storage.checks.verification import verify, verify_store
 from headway.storage.formats.dcp import read_metadata
-from headway.storage.manifest import COMMIT, METADATA, CommitRecord, Piece, RankManifest, encode, read_record
-from headway.storage.verification import verify, verify_store
+from headway.storage.stored.manifest import COMMIT, METADATA, CommitRecord, Piece, RankManifest, encode, read_record
 from tests.checkpoints import Caller, some_state, write_checkpoint
 
 NO_CHECKSUM = ".metadata has no checksum: it was held to the records and to what torch writes"
@@ -397,7 +397,7 @@ print("torch" in sys.modules)
 
 
 def test_the_public_name_is_the_function_whatever_was_imported_before():
-    code = "import headway.storage.verification, headway.storage; print(callable(headway.storage.verify))"
+    code = "import headway.storage.checks.verification, headway.storage; print(callable(headway.storage.verify))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
     assert answer.stdout.strip() == "True"

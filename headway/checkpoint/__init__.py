@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headway.checkpoint.runtime.torch_calls.plugins import HeadwayReader as HeadwayReader
     from headway.checkpoint.runtime.torch_calls.plugins import HeadwayWriter as HeadwayWriter
     from headway.checkpoint.runtime.torch_calls.stager import HeadwayStager as HeadwayStager
-    from headway.storage.boxes import flat_to_boxes as flat_to_boxes
+    from headway.storage.stored.boxes import flat_to_boxes as flat_to_boxes
 
 PUBLIC: dict[str, str] = {
     "Shard": "headway.checkpoint.reading.reads:Shard",
@@ -43,7 +43,7 @@ PUBLIC: dict[str, str] = {
     "SaveTicket": "headway.checkpoint.runtime.saves.tickets:SaveTicket",
     "Commit": "headway.checkpoint.runtime.saves.tickets:Commit",
     "FlatShard": "headway.checkpoint.runtime.images.shards:FlatShard",
-    "flat_to_boxes": "headway.storage.boxes:flat_to_boxes",
+    "flat_to_boxes": "headway.storage.stored.boxes:flat_to_boxes",
     "CheckpointPolicy": "headway.checkpoint.policies.policy:CheckpointPolicy",
     "PolicyReport": "headway.checkpoint.policies.policy:PolicyReport",
     "StepTiming": "headway.checkpoint.policies.policy:StepTiming",

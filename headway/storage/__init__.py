@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.storage.boxes import flat_to_boxes as flat_to_boxes
+    from headway.storage.checks.verification import verify as verify
     from headway.storage.disks.afr import AfrModel as AfrModel
     from headway.storage.disks.fleet import Fleet as Fleet
     from headway.storage.disks.schemes import mttdl_hours as mttdl_hours
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from headway.storage.redundancy.erasure import RS as RS
     from headway.storage.regions.dirty import DirtyTracker as DirtyTracker
     from headway.storage.regions.protected import ProtectedRegion as ProtectedRegion
-    from headway.storage.verification import verify as verify
+    from headway.storage.stored.boxes import flat_to_boxes as flat_to_boxes
 
 PUBLIC: dict[str, str] = {
-    "flat_to_boxes": "headway.storage.boxes:flat_to_boxes",
+    "flat_to_boxes": "headway.storage.stored.boxes:flat_to_boxes",
     "AfrModel": "headway.storage.disks.afr:AfrModel",
     "Dgroup": "headway.storage.disks.sim:Dgroup",
     "DirtyTracker": "headway.storage.regions.dirty:DirtyTracker",
@@ -39,7 +39,7 @@ PUBLIC: dict[str, str] = {
     "ProtectedRegion": "headway.storage.regions.protected:ProtectedRegion",
     "RS": "headway.storage.redundancy.erasure:RS",
     "tolerated_afr": "headway.storage.disks.schemes:tolerated_afr",
-    "verify": "headway.storage.verification:verify",
+    "verify": "headway.storage.checks.verification:verify",
 }
 """Every lazily loaded public name -> "module:attribute"."""
 

@@ -16,16 +16,16 @@ from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.units import format_bytes, format_seconds, plural
 from headway.report.figures import clean
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.storage.commit import Committed, committed, recover, remove
-from headway.storage.contents import Contents, Tensor, contents, opened
-from headway.storage.difference import difference
-from headway.storage.manifest import METADATA
-from headway.storage.objects import url_of
+from headway.storage.checks.contents import Contents, Tensor, contents, opened
+from headway.storage.checks.difference import difference
+from headway.storage.checks.scrub import Verified, scrub, verified
+from headway.storage.checks.verification import Report, verify
+from headway.storage.commits.commit import Committed, committed, recover, remove
+from headway.storage.commits.sidecars import commit_record
 from headway.storage.redundancy.parity_files import state
-from headway.storage.scrub import Verified, scrub, verified
-from headway.storage.sidecars import commit_record
-from headway.storage.store import LocalStore
-from headway.storage.verification import Report, verify
+from headway.storage.stored.manifest import METADATA
+from headway.storage.stored.objects import url_of
+from headway.storage.stored.store import LocalStore
 from headway.verbs import ckpt_objects
 from headway.verbs.output import emit
 

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, parse_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
-from headway.storage.manifest import CommitRecord
-from headway.storage.objects import url_of
+from headway.storage.stored.manifest import CommitRecord
+from headway.storage.stored.objects import url_of
 from headway.verbs.ckpt_repair import checkpoint_at
 from headway.verbs.output import emit
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError
-from headway.storage.object_commit import CommittedObject, committed, recover, remove
-from headway.storage.objects import open_store
-from headway.storage.verification import Report, verify_store
+from headway.storage.checks.verification import Report, verify_store
+from headway.storage.commits.object_commit import CommittedObject, committed, recover, remove
+from headway.storage.stored.objects import open_store
 
 
 def rows(url: str) -> list[dict[str, Any]]:

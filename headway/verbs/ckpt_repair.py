@@ -10,11 +10,11 @@ from headway.core.errors import InputError
 from headway.core.files.inside import check_inside
 from headway.core.units import format_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
-from headway.storage.commit import STEP, is_own
-from headway.storage.manifest import COMMIT
-from headway.storage.objects import url_of
+from headway.storage.checks.repair import repair as repair_checkpoint
+from headway.storage.commits.commit import STEP, is_own
 from headway.storage.redundancy.parity import state, warnings
-from headway.storage.redundancy.repair import repair as repair_checkpoint
+from headway.storage.stored.manifest import COMMIT
+from headway.storage.stored.objects import url_of
 from headway.verbs.output import emit
 
 LINES = 20

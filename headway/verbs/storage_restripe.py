@@ -9,9 +9,9 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.units import format_bytes
 from headway.report.paper import ScreenOptions, add_row, draw, grid, uncut
-from headway.storage.commit import committed, is_own
-from headway.storage.objects import url_of
+from headway.storage.commits.commit import committed, is_own
 from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
+from headway.storage.stored.objects import url_of
 from headway.verbs.output import emit
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.core.wire.pace import Pace
-from headway.storage.digests import Digested, Digester, block_bytes_for
+from headway.storage.stored.digests import Digested, Digester, block_bytes_for
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -29,12 +29,13 @@ from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.files.whole_file import whole_file
 from headway.core.wire.pace import Pace
-from headway.storage.commit import Committed, commit, committed, newest, remove
-from headway.storage.commit import recover as recover_drafts
-from headway.storage.digests import crc32
-from headway.storage.draft import Draft, abandon, finish_rank, open_draft, ranks_done
-from headway.storage.durable import durable_file
-from headway.storage.manifest import (
+from headway.storage.commits.commit import Committed, commit, committed, newest, remove
+from headway.storage.commits.commit import recover as recover_drafts
+from headway.storage.commits.draft import Draft, abandon, finish_rank, open_draft, ranks_done
+from headway.storage.redundancy.parity import encode_rank
+from headway.storage.stored.digests import crc32
+from headway.storage.stored.durable import durable_file
+from headway.storage.stored.manifest import (
     COMMIT,
     MANIFEST,
     CommitRecord,
@@ -46,7 +47,6 @@ from headway.storage.manifest import (
     rank_folder,
     read_record,
 )
-from headway.storage.redundancy.parity import encode_rank
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -101,7 +101,7 @@ def payloads(slots: Sequence[Slot]) -> list[Payload]:
 def commit_if_ready(hello: Hello, draft: Draft) -> CommitRecord | None:
     """Commit when all ranks are done; return the record, or None while some are not.
 
-    Raises `HeadwayError` when a rank will never be done, and as `headway.storage.commit.commit` does.
+    Raises `HeadwayError` when a rank will never be done, and as `headway.storage.commits.commit.commit` does.
     """
     record = seen(hello, draft)
     if record is not None:

@@ -29,10 +29,18 @@ from headway.checkpoint.agents.saving import ABANDONED, GONE, is_superseded, los
 from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.wire.pace import Pace
-from headway.storage import object_commit
-from headway.storage.manifest import MANIFEST, CommitRecord, image_name, rank_folder
-from headway.storage.object_commit import ObjectDraft, abandon, committed, finish_rank, ranks_done, record_at, remove
-from headway.storage.objects import PART_BYTES, ObjectStore, open_store
+from headway.storage.commits import object_commit
+from headway.storage.commits.object_commit import (
+    ObjectDraft,
+    abandon,
+    committed,
+    finish_rank,
+    ranks_done,
+    record_at,
+    remove,
+)
+from headway.storage.stored.manifest import MANIFEST, CommitRecord, image_name, rank_folder
+from headway.storage.stored.objects import PART_BYTES, ObjectStore, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

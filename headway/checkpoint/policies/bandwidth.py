@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from headway.checkpoint.policies.costs import DURABLE_FILES
 from headway.core.errors import InputError
 from headway.core.units import MIB, NS_PER_S, format_bytes
-from headway.storage.digests import block_bytes_for, digest_of
-from headway.storage.durable import durable_file, sync_folder
+from headway.storage.stored.digests import block_bytes_for, digest_of
+from headway.storage.stored.durable import durable_file, sync_folder
 
 PIECE_BYTES = 8 * MIB
 """Bytes per write and read."""

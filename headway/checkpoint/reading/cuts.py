@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, product
 
-from headway.storage.boxes import Box
+from headway.storage.stored.boxes import Box
 
 Run = tuple[int, int]
 """First index and one past the last."""

@@ -16,13 +16,13 @@ import threading
 from pathlib import Path
 
 from headway.core.errors import HeadwayError
+from headway.storage.checks.repair import rebuilt
+from headway.storage.checks.verification import verify
+from headway.storage.commits.sidecars import commit_record
 from headway.storage.redundancy.losses import Losses
 from headway.storage.redundancy.parity import best
 from headway.storage.redundancy.parity_files import Images
-from headway.storage.redundancy.repair import rebuilt
-from headway.storage.sidecars import commit_record
-from headway.storage.store import LocalStore
-from headway.storage.verification import verify
+from headway.storage.stored.store import LocalStore
 
 
 class Mending:

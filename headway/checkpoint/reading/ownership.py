@@ -28,7 +28,7 @@ from itertools import pairwise
 
 from headway.core.errors import InputError
 from headway.core.units import KIB, MIB
-from headway.storage.boxes import Box, flat_to_boxes, whole
+from headway.storage.stored.boxes import Box, flat_to_boxes, whole
 
 CHUNK_BYTES = 4 * MIB
 """Chunks of a large state are no shorter: reads and writes stay long, records few."""

@@ -6,7 +6,7 @@ on right behind what it read last, twice as much is asked for each time, up to
 `AHEAD_BYTES`; a read elsewhere gets just what it wants. So at most as much is
 read in vain as was wanted. Offsets are bytes.
 
->>> from headway.storage.store import LocalStore
+>>> from headway.storage.stored.store import LocalStore
 >>> import tempfile
 >>> store = LocalStore(tempfile.mkdtemp())
 >>> store.put("a", [bytes(range(100))])
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from headway.checkpoint.reading.fetch import Room, Source, StoreFiles
 from headway.core.units import MIB
-from headway.storage.store import Store
+from headway.storage.stored.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

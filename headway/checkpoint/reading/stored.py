@@ -7,8 +7,8 @@ a row-major run (compressed, transposed, encrypted by an extension) are
 unpacked on first use, by whoever opened it. No torch. Offsets are bytes.
 
 >>> import tempfile
->>> from headway.storage.commit import commit
->>> from headway.storage.draft import finish_rank, open_draft
+>>> from headway.storage.commits.commit import commit
+>>> from headway.storage.commits.draft import finish_rank, open_draft
 >>> draft = open_draft(tempfile.mkdtemp(), 7, "a", rank=0)
 >>> finish_rank(draft, RankManifest(7, "a", 0, 1, None), None)
 >>> _ = commit(draft, world_size=1)
@@ -29,12 +29,13 @@ from typing import TYPE_CHECKING
 from headway.checkpoint.reading.fetch import Files, LocalFiles, Room, Source, StoreFiles, too_short
 from headway.core.errors import DamageError, FormatError
 from headway.core.files.bounds import RoomError
-from headway.storage.digests import Digested, crc32_combine, unpack_digests
+from headway.storage.commits.sidecars import commit_record, matches, rebuild
 from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import read_saved
 from headway.storage.formats.zip_files import entries
-from headway.storage.manifest import (
+from headway.storage.stored.digests import Digested, crc32_combine, unpack_digests
+from headway.storage.stored.manifest import (
     COMMIT,
     DIGESTS_FILE,
     MANIFEST,
@@ -49,8 +50,7 @@ from headway.storage.manifest import (
     merged_objects,
     rank_folder,
 )
-from headway.storage.sidecars import commit_record, matches, rebuild
-from headway.storage.store import Store
+from headway.storage.stored.store import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

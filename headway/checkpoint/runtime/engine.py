@@ -60,9 +60,9 @@ from headway.runtime.host.rank_env import may_restart
 from headway.runtime.in_rank import state_account
 from headway.runtime.launching.save_and_leave import Leaving
 from headway.runtime.state.rng_state import RngStates
-from headway.storage.manifest import COMMIT, GENERATORS, METADATA
-from headway.storage.objects import url_of
 from headway.storage.redundancy.stripes import scheme_of
+from headway.storage.stored.manifest import COMMIT, GENERATORS, METADATA
+from headway.storage.stored.objects import url_of
 
 POLICY = "headway_policy"
 """Names under which the process's random number generators and the policy's experience are stored."""

@@ -23,8 +23,8 @@ import msgspec
 import torch
 
 from headway.core.errors import FormatError
-from headway.storage.digests import checksum
-from headway.storage.manifest import GENERATORS
+from headway.storage.stored.digests import checksum
+from headway.storage.stored.manifest import GENERATORS
 
 RNG_STATE = f"{GENERATORS}.state"
 """Name of the value in a checkpoint; of ranks beside the first with `@rank<r>` behind it."""

@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.storage.digests import crc32, crc32_shift
 from headway.storage.nvm.design import LINE_BYTES, LINES_PER_PAGE, PAGE_BYTES, Layout, Memory
+from headway.storage.stored.digests import crc32, crc32_shift
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

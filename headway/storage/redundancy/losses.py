@@ -18,11 +18,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.storage.damage import Damage
-from headway.storage.manifest import Piece, RankManifest
+from headway.storage.commits.sidecars import manifests_of, rebuild
 from headway.storage.redundancy.parity_files import Images, Kept
 from headway.storage.redundancy.stripes import Stripes
-from headway.storage.sidecars import manifests_of, rebuild
+from headway.storage.stored.damage import Damage
+from headway.storage.stored.manifest import Piece, RankManifest
 
 
 @dataclass(frozen=True, slots=True)

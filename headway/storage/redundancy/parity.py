@@ -25,22 +25,7 @@ from headway.core.errors import DamageError, FormatError
 from headway.core.files.inside import check_links
 from headway.core.units import MIB
 from headway.core.wire.pace import Pace
-from headway.storage.damage import Damage
-from headway.storage.digests import Digested, Digester, damaged_blocks, pack_digests
-from headway.storage.durable import durable_file, make_folder, write_durably
-from headway.storage.manifest import (
-    COMMIT,
-    COPIES,
-    DIGESTS_FILE,
-    MANIFEST,
-    METADATA,
-    PARITY,
-    PARITY_FACTS,
-    CommitRecord,
-    encode,
-    rank_folder,
-    read_record,
-)
+from headway.storage.commits.sidecars import commit_record, read_guarded
 from headway.storage.redundancy.erasure import RS
 from headway.storage.redundancy.losses import Judgement, Losses, Missing, judged
 from headway.storage.redundancy.parity_files import (
@@ -56,8 +41,23 @@ from headway.storage.redundancy.parity_files import (
     state,
 )
 from headway.storage.redundancy.stripes import Stripes, scheme_of
-from headway.storage.sidecars import commit_record, read_guarded
-from headway.storage.store import LocalStore
+from headway.storage.stored.damage import Damage
+from headway.storage.stored.digests import Digested, Digester, damaged_blocks, pack_digests
+from headway.storage.stored.durable import durable_file, make_folder, write_durably
+from headway.storage.stored.manifest import (
+    COMMIT,
+    COPIES,
+    DIGESTS_FILE,
+    MANIFEST,
+    METADATA,
+    PARITY,
+    PARITY_FACTS,
+    CommitRecord,
+    encode,
+    rank_folder,
+    read_record,
+)
+from headway.storage.stored.store import LocalStore
 
 __all__ = [
     "Judgement",

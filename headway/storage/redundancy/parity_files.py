@@ -24,8 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, FormatError
-from headway.storage.digests import Digested, block_bytes_for, damaged_blocks, unpack_digests
-from headway.storage.manifest import (
+from headway.storage.commits.sidecars import commit_record, digests_of, manifests_of, rebuild
+from headway.storage.redundancy.erasure import CELL_BYTES, RS
+from headway.storage.redundancy.stripes import Stripes, circle, scheme_of
+from headway.storage.stored.digests import Digested, block_bytes_for, damaged_blocks, unpack_digests
+from headway.storage.stored.manifest import (
     COPIES,
     DIGESTS_FILE,
     PARITY,
@@ -35,10 +38,7 @@ from headway.storage.manifest import (
     rank_folder,
     read_record,
 )
-from headway.storage.redundancy.erasure import CELL_BYTES, RS
-from headway.storage.redundancy.stripes import Stripes, circle, scheme_of
-from headway.storage.sidecars import commit_record, digests_of, manifests_of, rebuild
-from headway.storage.store import LocalStore
+from headway.storage.stored.store import LocalStore
 
 SCHEMA = "headway.ckpt.parity/1"
 

@@ -35,7 +35,7 @@ from headway.checkpoint.runtime.images.shards import (
     leaves,
     pieces,
 )
-from headway.storage.boxes import Box, Shape
+from headway.storage.stored.boxes import Box, Shape
 
 
 class _Part(NamedTuple):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from headway.core.errors import BackgroundError, InputError
-from headway.storage.objects import url_of
+from headway.storage.stored.objects import url_of
 
 LONGEST_S = 1800.0
 """How long ranks wait for each other at a restore: reading a large checkpoint may take them unlike times."""

@@ -55,10 +55,10 @@ from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.checkpoint.runtime.restores.wanted import Wanted, listed
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.units import MIB
-from headway.storage.manifest import StoredObject
-from headway.storage.store import Store
-from headway.storage.verification import verify as verify_all
-from headway.storage.verification import verify_store
+from headway.storage.checks.verification import verify as verify_all
+from headway.storage.checks.verification import verify_store
+from headway.storage.stored.manifest import StoredObject
+from headway.storage.stored.store import Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -35,10 +35,10 @@ from headway.checkpoint.runtime.restores.exchange import says_damage
 from headway.checkpoint.runtime.restores.restore import MIXED, Restore, RestoreReport, Verify, mixing
 from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.core.errors import DamageError, HeadwayError, InputError
-from headway.storage import object_commit
-from headway.storage.commit import committed
-from headway.storage.manifest import COMMIT, CommitRecord, decode
-from headway.storage.objects import open_store, url_of
+from headway.storage.commits import object_commit
+from headway.storage.commits.commit import committed
+from headway.storage.stored.manifest import COMMIT, CommitRecord, decode
+from headway.storage.stored.objects import open_store, url_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

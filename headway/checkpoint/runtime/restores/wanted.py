@@ -24,7 +24,7 @@ from headway.checkpoint.runtime.images.shards import Leaf, LocalShard, local_sha
 from headway.checkpoint.runtime.images.states import States
 from headway.core.errors import InputError
 from headway.runtime.state.rng_state import RNG_STATE, branched
-from headway.storage.manifest import StoredObject
+from headway.storage.stored.manifest import StoredObject
 
 if TYPE_CHECKING:
     from headway.checkpoint.runtime.restores.restore import Reading

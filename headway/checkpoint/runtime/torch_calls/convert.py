@@ -44,13 +44,13 @@ from headway.checkpoint.runtime.torch_calls.sources import INDEX, TORCH_SUFFIXES
 from headway.core.errors import InputError
 from headway.core.files.whole_file import whole_file
 from headway.core.tables import pick
-from headway.storage.boxes import Box
-from headway.storage.commit import commit
-from headway.storage.draft import Draft, abandon, finish_rank, open_draft
+from headway.storage.commits.commit import commit
+from headway.storage.commits.draft import Draft, abandon, finish_rank, open_draft
 from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
-from headway.storage.manifest import CommitRecord, RankManifest
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.stripes import scheme_of
+from headway.storage.stored.boxes import Box
+from headway.storage.stored.manifest import CommitRecord, RankManifest
 
 FILE_BYTES = 5 * 10**9
 """Largest safetensors file by default, as published models have it."""

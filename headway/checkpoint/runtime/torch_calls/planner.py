@@ -39,8 +39,8 @@ from headway.checkpoint.runtime.images.image import pickled
 from headway.checkpoint.runtime.images.image_file import host_bytes
 from headway.checkpoint.runtime.images.shards import LocalShard, LocalState, local_shards
 from headway.core.errors import InputError
-from headway.storage.boxes import Box
-from headway.storage.digests import checksum
+from headway.storage.stored.boxes import Box
+from headway.storage.stored.digests import checksum
 
 Paths = dict[str, tuple[str | int, ...]]
 """Name -> keys in the nested state dict."""

@@ -63,12 +63,12 @@ from headway.checkpoint.runtime.images.shards import LocalShard, dtype_name
 from headway.checkpoint.runtime.restores.restore import Reading, Verify, verify_whole
 from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.core.errors import InputError
-from headway.storage.boxes import Box
-from headway.storage.commit import commit, recover
-from headway.storage.draft import Draft, abandon, finish_rank, open_draft
-from headway.storage.manifest import COMMIT, METADATA, TWIN, Piece, RankManifest, StoredObject
+from headway.storage.commits.commit import commit, recover
+from headway.storage.commits.draft import Draft, abandon, finish_rank, open_draft
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.stripes import scheme_of
+from headway.storage.stored.boxes import Box
+from headway.storage.stored.manifest import COMMIT, METADATA, TWIN, Piece, RankManifest, StoredObject
 
 Place = str | os.PathLike[str]
 

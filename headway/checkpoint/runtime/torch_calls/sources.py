@@ -35,9 +35,9 @@ from headway.checkpoint.runtime.restores.restore import Reading
 from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.core.errors import FormatError, InputError
 from headway.runtime.state.rng_state import RNG_STATE, branched
-from headway.storage.boxes import Box, whole
 from headway.storage.formats.dtypes import FROM_SAFETENSORS
-from headway.storage.manifest import COMMIT, METADATA
+from headway.storage.stored.boxes import Box, whole
+from headway.storage.stored.manifest import COMMIT, METADATA
 
 INDEX = ".safetensors.index.json"
 """How the name of an index over several safetensors files ends."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from headway.core.errors import FormatError
 from headway.core.wire.pace import Pace
-from headway.storage.damage import Damage
+from headway.storage.stored.damage import Damage
 
 
 @dataclass(slots=True)

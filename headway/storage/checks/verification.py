@@ -19,11 +19,8 @@ from typing import Any, Literal
 
 from headway.core.files.regular_file import read_regular
 from headway.core.wire.pace import Pace
-from headway.storage.commit import committed, is_own
-from headway.storage.damage import Damage
-from headway.storage.draft import LEFTOVER
-from headway.storage.findings import Findings
-from headway.storage.foreign_checks import (
+from headway.storage.checks.findings import Findings
+from headway.storage.checks.foreign_checks import (
     DCP_SUFFIX,
     INDEX,
     check_dcp,
@@ -32,13 +29,16 @@ from headway.storage.foreign_checks import (
     read_index,
     refuse,
 )
-from headway.storage.manifest import COPIES, METADATA, CommitRecord
-from headway.storage.object_commit import checkpoint_at
-from headway.storage.objects import url_of
-from headway.storage.own_checks import check_own
+from headway.storage.checks.own_checks import check_own
+from headway.storage.commits.commit import committed, is_own
+from headway.storage.commits.draft import LEFTOVER
+from headway.storage.commits.object_commit import checkpoint_at
+from headway.storage.commits.sidecars import commit_record, rebuild
 from headway.storage.redundancy import parity
-from headway.storage.sidecars import commit_record, rebuild
-from headway.storage.store import LocalStore, Store
+from headway.storage.stored.damage import Damage
+from headway.storage.stored.manifest import COPIES, METADATA, CommitRecord
+from headway.storage.stored.objects import url_of
+from headway.storage.stored.store import LocalStore, Store
 
 Status = Literal["good", "repairable", "lost", "not_a_checkpoint"]
 

@@ -21,11 +21,11 @@ import msgspec
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
-from headway.storage.commit import Committed, committed, is_own
-from headway.storage.durable import write_durably
-from headway.storage.manifest import METADATA
-from headway.storage.objects import url_of
-from headway.storage.verification import Report, verify
+from headway.storage.checks.verification import Report, verify
+from headway.storage.commits.commit import Committed, committed, is_own
+from headway.storage.stored.durable import write_durably
+from headway.storage.stored.manifest import METADATA
+from headway.storage.stored.objects import url_of
 
 NOTES = ".verified.json"
 """Name of the notes, in the folder of the checkpoints."""

@@ -8,7 +8,7 @@ its record in, and readers go by records only. Whatever an attempt leaves
 without a record is garbage, and removed once nobody has added to it for long.
 
 >>> import tempfile
->>> from headway.storage.objects import ObjectStore
+>>> from headway.storage.stored.objects import ObjectStore
 >>> store = ObjectStore(f"file://{tempfile.mkdtemp()}")
 >>> draft = ObjectDraft(store.place, 7, "a")
 >>> finish_rank(store, draft, RankManifest(7, "a", 0, 1, None), None)
@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
-from headway.storage.commit import STEP, StepTakenError, record_of
-from headway.storage.digests import Digested, pack_digests
-from headway.storage.draft import ATTEMPT, FOREIGN_AGE_S
-from headway.storage.manifest import (
+from headway.storage.commits.commit import STEP, StepTakenError, record_of
+from headway.storage.commits.draft import ATTEMPT, FOREIGN_AGE_S
+from headway.storage.stored.digests import Digested, pack_digests
+from headway.storage.stored.manifest import (
     COMMIT,
     DIGESTS_FILE,
     MANIFEST,
@@ -41,7 +41,7 @@ from headway.storage.manifest import (
     encode,
     rank_folder,
 )
-from headway.storage.objects import ObjectStore, open_store
+from headway.storage.stored.objects import ObjectStore, open_store
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def commit(
     HeadwayError
         A rank is not done.
     InputError, DamageError
-        As `headway.storage.commit.commit`.
+        As `headway.storage.commits.commit.commit`.
     """
     standing = record_at(store, draft.step)
     if standing is not None and standing.attempt == draft.attempt:

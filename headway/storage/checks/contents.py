@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounds import FREE_BYTES
 from headway.core.files.regular_file import read_regular
-from headway.storage.boxes import Box, whole
-from headway.storage.commit import committed, is_own
-from headway.storage.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse
+from headway.storage.checks.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse
+from headway.storage.commits.commit import committed, is_own
+from headway.storage.commits.object_commit import checkpoint_at
+from headway.storage.commits.sidecars import commit_record, manifests_of, rebuild
 from headway.storage.formats.dcp import Record, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import Saved, Stored, is_legacy, read_legacy, read_saved
@@ -35,11 +36,10 @@ from headway.storage.formats.safetensors import is_safetensors, read_header
 from headway.storage.formats.values import Value
 from headway.storage.formats.weights_only import what_runs
 from headway.storage.formats.zip_files import is_zip
-from headway.storage.manifest import METADATA, CommitRecord, RankManifest, merged_objects
-from headway.storage.object_commit import checkpoint_at
-from headway.storage.objects import url_of
-from headway.storage.sidecars import commit_record, manifests_of, rebuild
-from headway.storage.store import LocalStore, Store
+from headway.storage.stored.boxes import Box, whole
+from headway.storage.stored.manifest import METADATA, CommitRecord, RankManifest, merged_objects
+from headway.storage.stored.objects import url_of
+from headway.storage.stored.store import LocalStore, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -27,22 +27,22 @@ from numpy.typing import NDArray
 from headway.core.errors import DamageError, InputError
 from headway.core.files.inside import check_links
 from headway.core.units import MIB
-from headway.storage.commit import is_own
-from headway.storage.digests import Digester
-from headway.storage.durable import durable_file, make_folder, write_durably
-from headway.storage.manifest import (
+from headway.storage.checks.verification import verify
+from headway.storage.commits.commit import is_own
+from headway.storage.commits.sidecars import commit_record, rebuild
+from headway.storage.redundancy.losses import Judgement, Losses, Missing
+from headway.storage.redundancy.parity import bad_parity, best, encode_rank, judge, sweep, write_copies, write_facts
+from headway.storage.redundancy.parity_files import Images, newest_parity, read_at, record_of, state
+from headway.storage.stored.digests import Digester
+from headway.storage.stored.durable import durable_file, make_folder, write_durably
+from headway.storage.stored.manifest import (
     COMMIT,
     TWIN,
     CommitRecord,
     encode,
     rank_folder,
 )
-from headway.storage.redundancy.losses import Judgement, Losses, Missing
-from headway.storage.redundancy.parity import bad_parity, best, encode_rank, judge, sweep, write_copies, write_facts
-from headway.storage.redundancy.parity_files import Images, newest_parity, read_at, record_of, state
-from headway.storage.sidecars import commit_record, rebuild
-from headway.storage.store import LocalStore
-from headway.storage.verification import verify
+from headway.storage.stored.store import LocalStore
 
 STRIDE_BYTES = MIB
 """Bytes of an image that are made at a time."""

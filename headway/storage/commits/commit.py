@@ -7,8 +7,8 @@ fails before the rename leaves a draft, which nobody lists, and the older
 checkpoints as they were. A step that is there already is never written into.
 
 >>> import tempfile
->>> from headway.storage.draft import finish_rank, open_draft
->>> from headway.storage.manifest import RankManifest
+>>> from headway.storage.commits.draft import finish_rank, open_draft
+>>> from headway.storage.stored.manifest import RankManifest
 >>> root = tempfile.mkdtemp()
 >>> draft = open_draft(root, 7, "a", rank=0)
 >>> finish_rank(draft, RankManifest(7, "a", 0, 1, None), None)
@@ -33,11 +33,11 @@ from typing import Any
 
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.files.inside import remove_tree
-from headway.storage.boxes import Box, cover_fault
-from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
-from headway.storage.durable import sync_folder, write_durably
+from headway.storage.commits.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
 from headway.storage.formats.dcp import metadata_bytes
-from headway.storage.manifest import (
+from headway.storage.stored.boxes import Box, cover_fault
+from headway.storage.stored.durable import sync_folder, write_durably
+from headway.storage.stored.manifest import (
     COMMIT,
     COPIES,
     DIGESTS_FILE,
@@ -54,7 +54,7 @@ from headway.storage.manifest import (
     root_of,
     small_entry,
 )
-from headway.storage.store import LocalStore, Store
+from headway.storage.stored.store import LocalStore, Store
 
 STEP = re.compile(r"step-(\d+)")
 

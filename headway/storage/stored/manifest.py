@@ -25,7 +25,7 @@ import msgspec
 
 from headway.core.errors import DamageError, FormatError
 from headway.core.files.regular_file import read_regular
-from headway.storage.digests import Digested, checksum, digest_of, tree_root
+from headway.storage.stored.digests import Digested, checksum, digest_of, tree_root
 
 GENERATORS = "headway_rng"
 """Name of the states of random number generators among the objects of a checkpoint."""

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Protocol
 from headway.core.errors import InputError
 from headway.core.files.inside import check_inside
 from headway.core.files.regular_file import open_regular
-from headway.storage.durable import make_folder, sync_folder, write_durably
+from headway.storage.stored.durable import make_folder, sync_folder, write_durably
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

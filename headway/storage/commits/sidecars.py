@@ -8,7 +8,7 @@ rest of the checkpoint says: `.metadata` follows from the manifests, digests
 from the image. Whatever comes back has the root that the commit recorded.
 
 >>> import tempfile
->>> from headway.storage.store import LocalStore
+>>> from headway.storage.stored.store import LocalStore
 >>> commit_record(LocalStore(tempfile.mkdtemp())) is None
 True
 """
@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 
 from headway.core.units import MIB
-from headway.storage.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
 from headway.storage.formats.dcp import metadata_bytes
-from headway.storage.manifest import (
+from headway.storage.stored.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
+from headway.storage.stored.manifest import (
     COMMIT,
     COPIES,
     DIGESTS_FILE,
@@ -34,7 +34,7 @@ from headway.storage.manifest import (
     is_whole,
     rank_folder,
 )
-from headway.storage.store import Store
+from headway.storage.stored.store import Store
 
 STRIDE_BYTES = 8 * MIB
 """Bytes of an image that are hashed at a time: a multiple of every block size."""

@@ -14,13 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from headway.core.errors import FormatError
-from headway.storage.digests import damaged_blocks
-from headway.storage.findings import Findings
-from headway.storage.formats.records import read_saved
-from headway.storage.formats.weights_only import what_runs
-from headway.storage.formats.zip_files import faults
-from headway.storage.manifest import COMMIT, COPIES, TWIN, CommitRecord, FileEntry, Piece, RankManifest, StoredObject
-from headway.storage.sidecars import (
+from headway.storage.checks.findings import Findings
+from headway.storage.commits.sidecars import (
     STRIDE_BYTES,
     commit_record,
     digests_of,
@@ -29,7 +24,21 @@ from headway.storage.sidecars import (
     matches,
     whole_record,
 )
-from headway.storage.store import LocalStore, Store
+from headway.storage.formats.records import read_saved
+from headway.storage.formats.weights_only import what_runs
+from headway.storage.formats.zip_files import faults
+from headway.storage.stored.digests import damaged_blocks
+from headway.storage.stored.manifest import (
+    COMMIT,
+    COPIES,
+    TWIN,
+    CommitRecord,
+    FileEntry,
+    Piece,
+    RankManifest,
+    StoredObject,
+)
+from headway.storage.stored.store import LocalStore, Store
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, whether it is what was written, how two differ, and the repair of damage."""

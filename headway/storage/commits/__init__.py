@@ -1,0 +1,1 @@
+"""How a checkpoint becomes visible: drafts, the commit record, in a folder or a bucket."""
