@@ -40,6 +40,7 @@ from headway.verbs.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.source import newest_run
 from headway.verbs.trace import interval
 from headway.verbs.verdict import applied_rows, summarise, verdict_line
+from headway.verbs.why import why as why_verb
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 
@@ -223,7 +224,6 @@ def test_after_a_plan_was_applied_the_next_question_is_what_changed():
     explained = explain([Path(BEFORE)])
 
     assert verdict_line(explained).endswith(f" Next: headway plan {BEFORE}")
-    assert verdict_line(replace(explained, plan=None)).endswith(f" Next: headway why {BEFORE}")
     assert verdict_line(explained, Path("my runs/a")).endswith(f" Next: headway compare 'my runs/a' {BEFORE}")
 
 
@@ -340,6 +340,28 @@ def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_prediction
     assert answer["chosen"] == answer["proposals"] == []
     assert answer["hints"][0]["cause"] == "input.fetch"
     assert not (run / "plan.json").exists()
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests" / "golden" / "runs" / "after", run)
+
+    def refuse(*_, **__):
+        raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
+
+    if not predicts:
+        monkeypatch.setattr("headway.verbs.explain.Plan.of", refuse)
+    explained = explain([run])
+    answers = []
+    for verb in (why_verb, plan_verb):
+        verb(run)
+        answers.append(" ".join(capsys.readouterr().out.split()).rpartition("Next ")[2])
+        verb(run, json=True)
+        answers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["verdict"]["command"])
+
+    assert explained.plan is None or not explained.plan.chosen
+    assert {*answers, verdict_line(explained).rpartition(" Next: ")[2]} == {f"headway report {run} -o report.html"}
 
 
 def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):

@@ -186,7 +186,15 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     elif by_hand is None and chosen and plan_path:
         command = f"headway run --apply {shlex.quote(clean(plan_path))} -- <your script and its arguments>"
         parts += ["", command_line("Next", command)]
+    elif not chosen:
+        parts += next_of(plan)
     return draw(parts, **screen)
+
+
+def next_of(answer: Json) -> list[RenderableType]:
+    """Return the line of what to type next, as the verdict of `why` or of `plan` says it; [] where it says nothing."""
+    command = (answer.get("verdict") or {}).get("command")
+    return ["", command_line("Next", clean(command))] if command else []
 
 
 def _name_of(chosen: Any) -> str:
@@ -227,10 +235,12 @@ def nothing_to_apply(plan: Json) -> str:
     best = max(barred, key=lambda row: row.get("predicted_speedup") or 0.0, default=None)
     if best is not None and _left_out(best) == "grant":
         what = f"{clean(best['name'])}, predicted {predicted(best)}"
-        command = (plan.get("verdict") or {}).get("command") or f"headway plan --allow {clean(best.get('allow'))}"
+        command = f"headway plan --allow {clean(best.get('allow'))}"
         if best.get("protects"):  # it is no answer to a cause, of which the verdict speaks
             what, command = f"{clean(best['name'])}, {clean(best.get('reason'))}", "headway plan --allow lossy"
-        return f"1 remedy needs your consent: {what}. Grant it with: {clean(command)}"
+        elif (plan.get("verdict") or {}).get("allow"):  # the next command has it
+            return f"1 remedy needs your consent: {what}."
+        return f"1 remedy needs your consent: {what}. Grant it with: {command}"
     if best is not None:
         reason = clean(best["left_out"]["reason"])
         return f"Nothing to apply: {clean(best['name'])}, predicted {predicted(best)}, {reason}."

@@ -81,11 +81,11 @@ def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
 def where_of(facts: LoaderFacts) -> str:
     """Name a loader: where the script makes it, its dataset, its workers.
 
-    >>> where_of(LoaderFacts(line="train.py:30", dataset="Blocks", num_workers=1))
-    'train.py:30, Blocks, 1 worker per rank'
+    >>> where_of(LoaderFacts(line="train.py:30", constructed="train.py:12", dataset="Blocks", num_workers=1))
+    'train.py:12, Blocks, 1 worker per rank'
     """
     workers = [] if facts.num_workers is None else [f"{plural(facts.num_workers, 'worker')} per rank"]
-    return ", ".join([*([facts.line] if facts.line else []), facts.dataset or "loader", *workers])
+    return ", ".join([*([facts.place] if facts.place else []), facts.dataset or "loader", *workers])
 
 
 def _waited_s(ledger: Ledger, own_s: float, *subs: str) -> float:
@@ -137,8 +137,9 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
 
 def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, state: LoaderState) -> Cause:
     hint = hint_of(name, state)
+    edit, facts = hint.edit(state), loader.facts
     return Cause(
-        name, loader.where, lost_s, evidence, hint.fix(state), script=hint.edit(state), line=loader.facts.line or ""
+        name, loader.where, lost_s, evidence, hint.fix(state), script=edit, line=facts.place, library=facts.library
     )
 
 

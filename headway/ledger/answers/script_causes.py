@@ -86,7 +86,8 @@ def evaluation(ledger: Ledger) -> list[Cause]:
         return [replace(found, fix=fix)]
     state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent)
     hint = hint_of("eval", state)
-    return [replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state), line=facts.line or "")]
+    found = replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state))
+    return [replace(found, line=facts.place, library=facts.library)]
 
 
 def bubble(ledger: Ledger) -> list[Cause]:

@@ -44,7 +44,6 @@ from headway.report.paper import (
     ScreenOptions,
     add_row,
     bar,
-    command_line,
     draw,
     grid,
     joined,
@@ -54,6 +53,7 @@ from headway.report.paper import (
     title,
 )
 from headway.report.screens import (
+    next_of,
     render_compare,
     render_doctor,
     render_plan,
@@ -107,10 +107,7 @@ def render_why(why: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) 
     lines = job_lines(why)
     if lines:
         parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
-    command = (why.get("verdict") or {}).get("command")
-    if command:
-        parts += ["", command_line("Next", clean(command))]
-    return draw(parts, **screen)
+    return draw([*parts, *next_of(why)], **screen)
 
 
 def render_hints(why: Json, *, reason: str, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
@@ -118,7 +115,7 @@ def render_hints(why: Json, *, reason: str, source: str = "", **screen: Unpack[S
     parts: list[RenderableType] = [
         title("headway plan", clean(source), width=screen.get("width", 88)), "",
         paragraph(f"No predictions, and no plan: {clean(reason)}", style="bold"),
-        *_causes(why),
+        *_causes(why), *next_of(why),
     ]  # fmt: skip
     return draw(parts, **screen)
 

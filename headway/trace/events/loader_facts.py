@@ -70,6 +70,10 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     dataset: str = ""
     line: str | None = None
     """Where the script iterates it first: 'train.py:30'."""
+    constructed: str = ""
+    """Where the script constructs it, or calls the library that does: 'train.py:12'; '' where nobody saw that."""
+    library: str = ""
+    """The package that constructs it; '' = the script itself."""
     num_workers: Count | None = None
     """Workers per rank; None in a row that does not say."""
     prefetch_factor: Count | None = None
@@ -115,6 +119,11 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
                 return cls(damaged=("all",))
         bad = tuple(sorted(str(key) for key, value in row.items() if not _fits({key: value}, cls)))
         return msgspec.convert({**{key: row[key] for key in row if str(key) not in bad}, "damaged": bad}, cls)
+
+    @property
+    def place(self) -> str:
+        """The line of the script to edit: where it is constructed, else where it is iterated; '' = not known."""
+        return self.constructed or self.line or ""
 
     @property
     def drawn(self) -> tuple[str, ...]:
