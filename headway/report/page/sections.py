@@ -28,6 +28,7 @@ from headway.report.figures import (
     device_seconds,
     ending,
     finite,
+    gain_words,
     interval,
     named_causes,
     percent,
@@ -259,8 +260,8 @@ def _cause(place: int, cause: Json, total_s: float) -> str:
     """Return one ranked cause: name, seconds lost, predicted gain; below them what is known of it."""
     name = str(cause.get("cause", ""))
     gain = finite(cause.get("predicted_speedup"))
-    won = f"predicted {predicted(cause)}" if gain is not None else "no prediction"
-    style = "gain" if gain is not None and gain >= GAIN_WORTH_NAMING else "dim"
+    won = gain_words(cause)
+    style = "gain" if gain is not None and gain >= GAIN_WORTH_NAMING and "predicted" in won else "dim"
     lost = f"{device_seconds(cause.get('lost_device_s'))} lost, {percent(share(cause.get('lost_device_s'), total_s))}"
     facts = "".join(
         f'<dt>{label}</dt><dd class="{label.lower()}">{text(cause[key])}</dd>'

@@ -29,11 +29,11 @@ from headway.report.figures import (
     count,
     device_seconds,
     finite,
+    gain_words,
     goodput_of,
     named_causes,
     percent,
     plural,
-    predicted,
     seconds,
     share,
     speedup,
@@ -226,9 +226,9 @@ def _cause_head(place: int, cause: Json, total_s: float) -> Table:
         [f"{device_seconds(cause.get('lost_device_s'))} lost", percent(share(cause.get("lost_device_s"), total_s))]
     )
     gain = finite(cause.get("predicted_speedup"))
-    text = f"predicted {predicted(cause)}" if gain is not None else "no prediction"
+    text = gain_words(cause)
     table = grid("left", "left", "fill", "right")
-    style = "bold green" if gain is not None and gain >= GAIN_WORTH_NAMING else "dim"
+    style = "bold green" if gain is not None and gain >= GAIN_WORTH_NAMING and "predicted" in text else "dim"
     add_row(table, f"{place}", Text(clean(cause.get("cause")), style="bold"), lost, Text(text, style=style))
     return table
 
