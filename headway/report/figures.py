@@ -270,7 +270,10 @@ def verdict(why: Json) -> Verdict:
     end = ending(why.get("exit"), why.get("steps"))
     end += " " * bool(end)
     if not finite(why.get("steps")):
-        return Verdict(f"{end}No training step was recorded in {devices} x {wall}.", "", "")
+        earlier = (why.get("ledger") or {}).get("rework") or (why.get("ledger") or {}).get("useful")
+        what = "No step of the last attempt" if earlier else "No training step"
+        rest = _larger_loss(why, "") if earlier else ""
+        return Verdict(f"{end}{what} was recorded in {devices} x {wall}{rest}.", "", "")
     if (why.get("hang") or {}).get("ended_the_run"):
         goodput = percent(why.get("goodput"))
         sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
