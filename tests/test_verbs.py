@@ -19,6 +19,7 @@ from headway.catalog import CAUSES_OF_REMEDY, REMEDIES
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.causes import Fix, find_causes
+from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause
 from headway.plan.planner import Plan
@@ -199,7 +200,7 @@ def proposed(name, speedup, *, applies=True):
 
 def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     """An edit that `headway plan` predicts to cost time is no advice in `headway why`."""
-    advised = Cause("input.prep", "loader", 2.0, "", "prepare in workers; try --set workers=2", 1.2, (1.2, 1.2))
+    advised = Cause("input.prep", "loader", 2.0, "", f"prepare in workers{TRY}workers=2", 1.2, (1.2, 1.2))
     worse, better = proposed("data.workers", 0.65), proposed("data.cache", 1.3)
 
     told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse,)))

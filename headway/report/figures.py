@@ -270,7 +270,7 @@ def verdict(why: Json) -> Verdict:
     end = ending(why.get("exit"), why.get("steps"))
     end += " " * bool(end)
     if not finite(why.get("steps")):
-        earlier = (why.get("ledger") or {}).get("rework") or (why.get("ledger") or {}).get("useful")
+        earlier = (why.get("ledger") or {}).get("restart")
         what = "No step of the last attempt" if earlier else "No training step"
         rest = _larger_loss(why, "") if earlier else ""
         return Verdict(f"{end}{what} was recorded in {devices} x {wall}{rest}.", "", "")

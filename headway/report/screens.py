@@ -160,6 +160,7 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     found = plan.get("verdict") or {}
     if not chosen and found.get("fix") and not found.get("allow"):
         parts += ["", paragraph(clean(found["sentence"])), paragraph(f"For you to do: {clean(found['fix'])}.")]
+        parts += [command_line("In the script", clean(found["script"]))] if found.get("script") else []
     if proposals:
         parts += ["", *_proposals(proposals, chosen, "✓" if unicode else "*")]
     loaders = list(plan.get("loaders") or ())

@@ -153,7 +153,7 @@ def attempt_notes(meta: Mapping[str, Any], source: str) -> list[str]:
     number, more = int(row["attempt"]), f"Its failures: headway fault incidents {shlex.quote(source)}."
     step = f" at step {row['step']}" if row.get("step") else ""
     ended = f"Attempt {number} ended{step}" + (f" ({row['evidence']})" if row.get("evidence") else "")
-    if number < last:
+    if 0 <= number < last:
         return [f"{ended}. The ledger holds all {last + 1} attempts, steps and predictions are the last one's. {more}"]
     if rows and meta.get("exit") is None and row.get("action") != "stop":
         return [f"{ended}; the one after it left no events. {more}"]

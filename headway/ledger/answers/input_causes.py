@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.core.units import NS_PER_S, format_seconds, plural
-from headway.ledger.answers.evidence import also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.answers.input_counts import count_words
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause
-from headway.trace.events.loader_facts import LoaderFacts, facts_of, loaders_in, unmovable
+from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, loaders_in, unmovable_by_hand
 
 FETCH = ("input.fetch", "input.unsplit")
 PREP = ("input.prep", "input.cpu_wait")
@@ -51,8 +51,8 @@ class LoaderWaits:
 
     @property
     def refusal(self) -> str:
-        """Why workers may not make its batches, '' where they may; headway's own loader has a setting for them."""
-        return "" if self.facts.own else unmovable(self.facts)
+        """Why workers may not make its batches, '' where the script may give it some."""
+        return unmovable_by_hand(self.facts)
 
 
 def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
@@ -137,10 +137,11 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
 
 def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, state: LoaderState) -> Cause:
     hint = hint_of(name, state)
-    edit, facts = hint.edit(state), loader.facts
-    return Cause(
-        name, loader.where, lost_s, evidence, hint.fix(state), script=edit, line=facts.place, library=facts.library
-    )
+    fix, facts = hint.fix(state), loader.facts
+    if facts.sampler in EPOCH_SAMPLERS:  # a replay gives it no workers either
+        fix = fix.partition(TRY)[0]
+    edit = hint.edit(state)
+    return Cause(name, loader.where, lost_s, evidence, fix, script=edit, line=facts.place, library=facts.library)
 
 
 def input_prep(ledger: Ledger) -> list[Cause]:

@@ -24,6 +24,10 @@ SAFE_SAMPLERS = (
 )  # fmt: skip
 """Samplers whose order depends on nothing that training changes: reading them ahead is safe."""
 
+EPOCH_SAMPLERS = ("SeedableRandomSampler",)
+"""Samplers of libraries (accelerate's) that count epochs as they are read: with workers, a checkpoint of the last
+batches of an epoch may hold the next one's number. Headway therefore gives such a loader none; users may."""
+
 UNSEEDED = {"device": "a device's generator", "own": "a generator of its own"}
 """Generators that torch does not seed in loader workers, in words: forked ones would all draw the same numbers."""
 
@@ -212,6 +216,16 @@ def unmovable(facts: LoaderFacts) -> str:
     if asked is None and facts.worker_init_fn and not facts.num_workers:
         return bound(facts) or f"its worker_init_fn ({facts.worker_init_fn}) has never run, and would with workers"
     return bound(facts) or asked or ""
+
+
+def unmovable_by_hand(facts: LoaderFacts) -> str:
+    """Say why the user may not give a loader workers either; '' if they may, for all that headway has against it."""
+    if facts.own:  # headway's own loader has a setting for them
+        return ""
+    if facts.sampler in EPOCH_SAMPLERS:
+        gone = {"sampler": None, "steered": None, "worker_init_fn": None, "rehearsal": Rehearsal()}
+        facts = msgspec.structs.replace(facts, **gone)
+    return unmovable(facts)
 
 
 def unthreadable(facts: LoaderFacts) -> str:
