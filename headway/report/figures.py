@@ -419,6 +419,11 @@ def gain_words(cause: Json) -> str:
     return f"{user}predicted {predicted(cause)}"
 
 
+def is_win(cause: Json) -> bool:
+    """Whether the fix of one of `named_causes` has a gain of its own that is worth naming."""
+    return "predicted" in gain_words(cause) and (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING
+
+
 def worth_naming(cause: Json, why: Json) -> bool:
     """Tell whether a cause lost at least 0.5 % of the device time or promises a gain."""
     lost = share(cause.get("lost_device_s"), total_device_s(why)) or 0.0

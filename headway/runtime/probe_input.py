@@ -48,10 +48,6 @@ UNKNOWN = (-1, -1)
 cpu_now = time.thread_time_ns
 
 
-MOST_DATASETS = 1024
-"""Datasets whose loaders' places are remembered; a script that makes more of them starts anew."""
-
-
 def loader_init(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `DataLoader.__init__`: where the script constructs the loader, or which library does.
 
@@ -67,11 +63,9 @@ def loader_init(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             frame = sys._getframe(1)
             found = {"constructed": calling_line(frame), "library": calling_library(frame)}
-            is_known, earlier = by_dataset.get(id(self.dataset), (None, found))
-            if found["library"] and is_known is not None and is_known(self.dataset):
+            is_known, earlier = by_dataset.get(id(self.dataset), (lambda _: False, found))
+            if found["library"] and is_known(self.dataset):
                 found = earlier
-            elif len(by_dataset) >= MOST_DATASETS:
-                by_dataset.clear()
             by_dataset[id(self.dataset)] = (_recognised(self.dataset), found)
             self._headway_constructed = found
         except Exception as cause:

@@ -20,7 +20,6 @@ from headway.core.units import format_rate
 from headway.ledger.kinds.buckets import ONCE_PER_RUN, SUB_LINES
 from headway.report.figures import (
     BUCKET_STYLES,
-    GAIN_WORTH_NAMING,
     STARTS_SHOW,
     Json,
     clean,
@@ -30,6 +29,7 @@ from headway.report.figures import (
     finite,
     gain_words,
     interval,
+    is_win,
     named_causes,
     percent,
     plural,
@@ -259,9 +259,7 @@ def causes_part(why: Json) -> str:
 def _cause(place: int, cause: Json, total_s: float) -> str:
     """Return one ranked cause: name, seconds lost, predicted gain; below them what is known of it."""
     name = str(cause.get("cause", ""))
-    gain = finite(cause.get("predicted_speedup"))
-    won = gain_words(cause)
-    style = "gain" if gain is not None and gain >= GAIN_WORTH_NAMING and "predicted" in won else "dim"
+    style = "gain" if is_win(cause) else "dim"
     lost = f"{device_seconds(cause.get('lost_device_s'))} lost, {percent(share(cause.get('lost_device_s'), total_s))}"
     facts = "".join(
         f'<dt>{label}</dt><dd class="{label.lower()}">{text(cause[key])}</dd>'
@@ -272,7 +270,7 @@ def _cause(place: int, cause: Json, total_s: float) -> str:
         facts += f'<dt>Edit</dt><dd class="edit"><code>{text(cause["script"])}</code></dd>'
     head = (
         f'<div class="head"><h3>{swatch(name.partition(".")[0])}{text(name)}</h3><span class="lost">{text(lost)}</span>'
-        f'<span class="won {style}">{text(won)}</span></div>'
+        f'<span class="won {style}">{text(gain_words(cause))}</span></div>'
     )
     return f'<li><span class="place">{place}</span><div>{head}<dl>{facts}</dl></div></li>'
 

@@ -22,7 +22,6 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.report.figures import (
-    GAIN_WORTH_NAMING,
     Json,
     bucket_style,
     clean,
@@ -31,6 +30,7 @@ from headway.report.figures import (
     finite,
     gain_words,
     goodput_of,
+    is_win,
     named_causes,
     percent,
     plural,
@@ -47,13 +47,13 @@ from headway.report.paper import (
     draw,
     grid,
     joined,
+    next_of,
     paragraph,
     screen_of,
     thin_bar,
     title,
 )
 from headway.report.screens import (
-    next_of,
     render_compare,
     render_doctor,
     render_plan,
@@ -225,10 +225,8 @@ def _cause_head(place: int, cause: Json, total_s: float) -> Table:
     lost = joined(
         [f"{device_seconds(cause.get('lost_device_s'))} lost", percent(share(cause.get("lost_device_s"), total_s))]
     )
-    gain = finite(cause.get("predicted_speedup"))
-    text = gain_words(cause)
     table = grid("left", "left", "fill", "right")
-    style = "bold green" if gain is not None and gain >= GAIN_WORTH_NAMING and "predicted" in text else "dim"
+    text, style = gain_words(cause), "bold green" if is_win(cause) else "dim"
     add_row(table, f"{place}", Text(clean(cause.get("cause")), style="bold"), lost, Text(text, style=style))
     return table
 
