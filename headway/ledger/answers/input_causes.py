@@ -140,6 +140,8 @@ def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, state: 
     fix, facts = hint.fix(state), loader.facts
     if facts.sampler in EPOCH_SAMPLERS:  # a replay gives it no workers either
         fix = fix.partition(TRY)[0]
+    if facts.library == "transformers":  # the script of a Trainer constructs no DataLoader
+        fix = fix.replace("DataLoader(num_workers=", "TrainingArguments(dataloader_num_workers=")
     edit = hint.edit(state)
     return Cause(name, loader.where, lost_s, evidence, fix, script=edit, line=facts.place, library=facts.library)
 
