@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,9 @@ from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.attempts import kept_steps
 from headway.trace.events.trace import Trace
+from headway.trace.recording.runs import SCHEMA
+from headway.verbs.explain import explain
+from tests.rings_made import Process
 from tests.runs_made import MS, NAMES, Made, RunMaker, cut_short, joined
 
 SAVING = RunMaker(ranks=2, steps=20, save_ns=lambda rank, step: 6 * MS * (step in (5, 12)))
@@ -26,6 +30,32 @@ def failed_at(maker: RunMaker, step: int, **second):
     first = cut_short(made, at)
     again = replace(maker, start_ns=at, attempt=1, **second).make()
     return first, again, joined(first, again)
+
+
+@pytest.mark.parametrize(("steps", "says"), [(None, "the one after it left no events"), (0, "holds all 2 attempts")])
+def test_what_a_launcher_that_was_killed_after_a_restart_left_is_told_of_both_attempts(steps, says, tmp_path):
+    first = Process(tmp_path)
+    first.train(20)
+    if steps is not None:
+        again = Process(tmp_path, attempt=1)
+        again.now_ns = first.now_ns + 50 * MS
+        again.train(steps)
+    facts = {"schema": SCHEMA, "run_id": "x", "attempt": 0, "exit": None, "start_ns": first.recorder._clock[0],
+             "realtime_ns": 0, "end_ns": None}  # fmt: skip
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    incident = {"attempt": 0, "step": 20, "evidence": "rank 0: exit code 1, RuntimeError: boom", "action": "restart"}
+    incident |= {f"{name}_ns": first.now_ns for name in ("detected", "located", "down", "decided", "first_step")}
+    (tmp_path / "incidents.json").write_text(json.dumps({"incidents": [incident]}))
+
+    why = explain([tmp_path]).to_json()
+    (note,) = (text for text in why["notes"] if text.startswith("Attempt 0 ended"))
+
+    assert "at step 20 (rank 0: exit code 1, RuntimeError: boom)" in note
+    assert says in note
+    assert note.endswith(f"headway fault incidents {tmp_path}.")
+    if steps is not None:
+        assert why["verdict"]["sentence"].startswith("No step of the last attempt was recorded")
+        assert "rework" in why["verdict"]["sentence"]
 
 
 @given(st.lists(st.none() | st.integers(0, 30), max_size=4), st.integers(0, 20), st.booleans())

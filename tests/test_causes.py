@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -320,6 +321,24 @@ def two_loaders() -> Made:
     )
     events["group"][second] = 1
     return made
+
+
+def test_the_edit_names_the_line_that_constructs_the_loader_or_the_arguments_of_the_trainer_that_does():
+    made = FAULTS["input.fetch"].make()
+    row = {**made.meta["loaders"]["0"], "line": "train.py:30", "constructed": "train.py:12"}
+    trainer = {"library": "transformers", "sampler": "SeedableRandomSampler", "steered": "it counts epochs"}
+
+    def cause(**more: Any) -> Any:
+        facts = {**made.meta, "loaders": {"0": {**row, **more}}}
+        return find_causes(Ledger.of(replace(made, meta=facts)), predict=halved)[0]
+
+    assert cause().to_json()["script"].endswith(", persistent_workers=True)  # train.py:12")
+    assert cause(constructed="").to_json()["script"].endswith("  # train.py:30")
+    script = cause(**trainer).to_json()["script"]
+    assert re.fullmatch(
+        r"TrainingArguments\(\.\.\., dataloader_num_workers=\d, dataloader_persistent_workers=True\)", script
+    )
+    assert cause(**trainer).fix == "read in worker processes: TrainingArguments(dataloader_num_workers=4)"
 
 
 def test_each_loader_that_training_waited_for_is_a_cause_of_its_own():

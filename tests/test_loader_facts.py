@@ -13,6 +13,7 @@ from headway.trace.events.loader_facts import (
     loaders_in,
     unkept,
     unmovable,
+    unmovable_by_hand,
     unshared,
     unthreadable,
 )
@@ -43,6 +44,16 @@ def refused(**facts: Any) -> set[str]:
 )
 def test_each_fact_rules_out_the_remedies_that_apply_would_refuse(facts: dict[str, Any], expected: set[str]) -> None:
     assert refused(**facts) == expected
+
+
+def test_users_may_give_workers_to_a_loader_whose_sampler_counts_epochs_and_headway_does_not() -> None:
+    row = {"sampler": "SeedableRandomSampler", "steered": "it counts", "rehearsal": {"processes": "it counts"}}
+    facts = LoaderFacts.of({**row, "worker_init_fn": "transformers:seed_worker", "num_workers": 0})
+
+    assert unmovable(facts)
+    assert unmovable_by_hand(facts) == ""
+    assert "own" in unmovable_by_hand(LoaderFacts.of({**row, "draws": ["own"]}))
+    assert unmovable_by_hand(LoaderFacts.of({**row, "sampler": "Curriculum"})) == "it counts"
 
 
 @pytest.mark.parametrize("row", [None, 7, [], {"changes": 3}, {"rehearsal": "yes"}, {"draws": "torch", "line": 4}])

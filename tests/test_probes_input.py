@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
+import sys
 import threading
 import time
 
@@ -17,6 +19,7 @@ from headway.data import DataLoader as OwnLoader
 from headway.runtime.calls.probe_input import batch_bytes, loader_facts
 from headway.runtime.run_folder.finalise import loaders
 from headway.runtime.script.run_delay import open_schedstat, read_delay
+from headway.trace.events.loader_facts import LoaderFacts
 from tests.recorded import recording, rows
 
 MS = 1_000_000
@@ -170,6 +173,25 @@ def test_loaders_are_numbered_by_first_use_and_one_made_anew_keeps_its_number(tm
     assert (facts[0]["dataset_size"], facts[0]["sampler"]) == (8, "RandomSampler")
     assert (facts[1]["dataset_size"], facts[1]["sampler"]) == (4, "SequentialSampler")
     assert (facts[0]["datasets"], facts[1]["datasets"]) == (3, 1)
+
+
+def test_the_line_that_constructs_a_loader_is_a_fact_of_it_and_of_the_one_a_library_makes_in_its_place(tmp_path):
+    library = {"__name__": "trainer.loops", "DataLoader": DataLoader}
+    code = "def remade(dataset):\n    return DataLoader(dataset, batch_size=2)"
+    exec(compile(code, "/usr/lib/python3/site-packages/trainer/loops.py", "exec"), library)
+    dataset, other = TensorDataset(torch.ones(4, 1)), TensorDataset(torch.ones(4, 1))
+    with recording(tmp_path) as session:
+        here = f"{os.path.basename(__file__)}:{sys._getframe().f_lineno + 1}"
+        loaders = [DataLoader(dataset), library["remade"](dataset)]
+        loaders.append(library["remade"](other))
+        for _ in itertools.chain(*loaders):
+            pass
+        facts = [LoaderFacts.of(row) for row in session.probes.loaders.values()]
+
+    assert [(fact.constructed, fact.library) for fact in facts[:2]] == [(here, "")] * 2
+    assert facts[2].library == "trainer"
+    assert facts[2].place == facts[2].constructed == f"{here.partition(':')[0]}:{int(here.partition(':')[2]) + 1}"
+    assert LoaderFacts(line="train.py:7").place == "train.py:7"
 
 
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.ones(8, 1)), list(range(8))])

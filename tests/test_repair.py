@@ -11,9 +11,9 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import DamageError, FormatError, InputError
+from headway.storage.checks import repair as module
 from headway.storage.checks.repair import repair
 from headway.storage.checks.verification import verify
-from headway.storage.checks import repair as module
 from headway.storage.redundancy.parity_files import ParityFacts
 from headway.storage.stored.manifest import read_record
 from tests import redundant

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.report.figures import BUCKET_STYLES, verdict
+from headway.report.figures import BUCKET_STYLES, named_causes, verdict
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
 from headway.report.text.terminal import (
     render_compare,
@@ -138,6 +138,25 @@ def test_the_sentence_names_the_share_the_loss_the_fix_and_the_gain() -> None:
         "60 % of 2 devices x 41.3 s went to waiting for input. "
         "Fix: load with 4 workers: num_workers=4, prefetch_factor=4, predicted 1.90x (1.75 to 2.02)."
     )
+
+
+def test_a_fix_that_answers_three_causes_stands_once_with_its_gain_and_a_gain_by_hand_says_so() -> None:
+    def cause(name: str, lost_s: float, **more: Any) -> dict[str, Any]:
+        return {"cause": name, "lost_device_s": lost_s, "where": "x", "evidence": "y", "script": "",
+                "interval": [1.1, 1.6], "at_most": False, "remedy": "", **more}  # fmt: skip
+
+    workers = {"fix": "data.workers: workers=2", "predicted_speedup": 1.5, "remedy": "data.workers"}
+    links = cause("comm.exposed", 4.0, fix="faster links", predicted_speedup=1.2)
+    rows = [cause("input.fetch", 5.0, **workers), links]
+    rows += [cause(name, 3.0, **workers) for name in ("input.prep", "input.transfer")]
+    why = {**demo_why(), "causes": rows}
+
+    named, screen = named_causes(why), render_why(why)
+
+    assert [row["cause"] for row in named] == ["input.fetch", "input.prep", "input.transfer", "comm.exposed"]
+    assert screen.partition("What lost it")[2].count("1.50x") == 1
+    assert screen.count("won with cause 1") == screen.count("as for cause 1") == 2
+    assert screen.count("by hand, predicted 1.20x (1.10 to 1.60)") == 1
 
 
 def test_a_run_without_steps_says_so() -> None:

@@ -19,6 +19,7 @@ from headway.catalog import CAUSES_OF_REMEDY, REMEDIES
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.causes import Fix, find_causes
+from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause
 from headway.plan.planner import Plan
@@ -40,6 +41,7 @@ from headway.verbs.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.source import newest_run
 from headway.verbs.trace import interval
 from headway.verbs.verdict import applied_rows, summarise, verdict_line
+from headway.verbs.why import why as why_verb
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 
@@ -68,6 +70,7 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
         (["run", "--", "-m", "package"], "For a module write: headway run --module -- package"),
         (["run", "--baseline", "nope", "--", "go.py"], "--baseline nope is not a run folder."),
         (["run", "--grace-s", "-1", "--", "go.py"], "--grace-s is -1.0; it must be at least 0."),
+        (["run", "--window-at=1.5", "--", "go.py"], "value for --window-at: 1.5 is not a whole number. Pass 2."),
         (["compare", "a"], "AFTER requires an argument. See: headway compare --help"),
         (["whatif", "a", "b"], "no use for the argument 'b'. Drop it"),
         (["whatif", BEFORE, "--set", "workers=-1"], "workers: '-1' is not a count."),
@@ -197,7 +200,7 @@ def proposed(name, speedup, *, applies=True):
 
 def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     """An edit that `headway plan` predicts to cost time is no advice in `headway why`."""
-    advised = Cause("input.prep", "loader", 2.0, "", "prepare in workers; try --set workers=2", 1.2, (1.2, 1.2))
+    advised = Cause("input.prep", "loader", 2.0, "", f"prepare in workers{TRY}workers=2", 1.2, (1.2, 1.2))
     worse, better = proposed("data.workers", 0.65), proposed("data.cache", 1.3)
 
     told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse,)))
@@ -223,7 +226,6 @@ def test_after_a_plan_was_applied_the_next_question_is_what_changed():
     explained = explain([Path(BEFORE)])
 
     assert verdict_line(explained).endswith(f" Next: headway plan {BEFORE}")
-    assert verdict_line(replace(explained, plan=None)).endswith(f" Next: headway why {BEFORE}")
     assert verdict_line(explained, Path("my runs/a")).endswith(f" Next: headway compare 'my runs/a' {BEFORE}")
 
 
@@ -340,6 +342,28 @@ def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_prediction
     assert answer["chosen"] == answer["proposals"] == []
     assert answer["hints"][0]["cause"] == "input.fetch"
     assert not (run / "plan.json").exists()
+
+
+@pytest.mark.parametrize("predicts", [True, False])
+def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, tmp_path, capsys, monkeypatch):
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests" / "golden" / "runs" / "after", run)
+
+    def refuse(*_, **__):
+        raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
+
+    if not predicts:
+        monkeypatch.setattr("headway.verbs.explain.Plan.of", refuse)
+    explained = explain([run])
+    answers = []
+    for verb in (why_verb, plan_verb):
+        verb(run)
+        answers.append(" ".join(capsys.readouterr().out.split()).rpartition("Next ")[2])
+        verb(run, json=True)
+        answers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["verdict"]["command"])
+
+    assert explained.plan is None or not explained.plan.chosen
+    assert {*answers, verdict_line(explained).rpartition(" Next: ")[2]} == {f"headway report {run} -o report.html"}
 
 
 def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from headway.core.files.bounded_json import read_json
-from headway.core.units import format_bytes, format_fraction
+from headway.core.units import format_bytes, format_fraction, plural
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.loader_roles import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
@@ -179,7 +179,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
             "pin_memory": setup.accelerated,
         },
         loaders=tuple(facts),
-        cost=f"{count * setup.ranks_per_host} processes per host, about {format_bytes(memory)} per rank",
+        cost=f"{plural(count * setup.ranks_per_host, 'worker')} per host, about {format_bytes(memory)} per rank",
         risk=f"{draws}, and workers would draw other ones, so augmentation differs" if draws else NO_DRAW,
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,

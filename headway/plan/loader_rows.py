@@ -38,7 +38,7 @@ def loader_rows(
         rows.append(
             {
                 "loader": group,
-                "line": facts.line,
+                "line": facts.place or None,
                 "dataset": facts.dataset,
                 "used_by": "evaluation" if group in evaluation else "training",
                 "remedies": taken,

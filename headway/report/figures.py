@@ -270,7 +270,10 @@ def verdict(why: Json) -> Verdict:
     end = ending(why.get("exit"), why.get("steps"))
     end += " " * bool(end)
     if not finite(why.get("steps")):
-        return Verdict(f"{end}No training step was recorded in {devices} x {wall}.", "", "")
+        earlier = (why.get("ledger") or {}).get("restart")
+        what = "No step of the last attempt" if earlier else "No training step"
+        rest = _larger_loss(why, "") if earlier else ""
+        return Verdict(f"{end}{what} was recorded in {devices} x {wall}{rest}.", "", "")
     if (why.get("hang") or {}).get("ended_the_run"):
         goodput = percent(why.get("goodput"))
         sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
@@ -383,14 +386,42 @@ def headline(cause: Json, why: Json) -> bool:
 
 
 def named_causes(why: Json) -> list[Json]:
-    """Return the causes that are worth naming, in order; a fix that answers several is told with the first of them."""
-    named = [cause for cause in why.get("causes") or () if worth_naming(cause, why)]
-    told: dict[tuple[str, str], int] = {}
-    for place, cause in enumerate(named, 1):
-        first = told.setdefault((str(cause.get("fix")), str(cause.get("script"))), place)
-        if first < place and (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING:
-            named[place - 1] = {**cause, "fix": f"as for cause {first}", "script": ""}
+    """Return the causes that are worth naming, in order; those that one fix answers follow the first of them.
+
+    The fix and its gain are said once, with the first: of the others `with` is that one's place.
+    """
+    groups: dict[object, list[Json]] = {}
+    for place, cause in enumerate(cause for cause in why.get("causes") or () if worth_naming(cause, why)):
+        wins = (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING
+        groups.setdefault((cause.get("fix"), cause.get("script")) if wins else place, []).append(cause)
+    named: list[Json] = []
+    for first, *others in groups.values():
+        place = len(named) + 1
+        named += [first, *({**cause, "fix": f"as for cause {place}", "script": "", "with": place} for cause in others)]
     return named
+
+
+def gain_words(cause: Json) -> str:
+    """Say what the fix of one of `named_causes` wins, and who applies it where that is the user.
+
+    >>> links = {"fix": "faster links", "predicted_speedup": 1.2, "interval": [1.1, 1.3], "at_most": False}
+    >>> links["remedy"] = ""
+    >>> gain_words(links), gain_words({**links, "remedy": "data.workers"}), gain_words({**links, "with": 1})
+    ('by hand, predicted 1.20x (1.10 to 1.30)', 'predicted 1.20x (1.10 to 1.30)', 'won with cause 1')
+    """
+    if cause.get("with"):
+        return f"won with cause {cause['with']}"
+    if str(cause.get("fix") or "").startswith(NOT_RESOLVED):
+        return NOT_RESOLVED
+    if finite(cause.get("predicted_speedup")) is None:
+        return "no prediction"
+    user = "by hand, " if "remedy" in cause and not cause["remedy"] and not cause.get("at_most") else ""
+    return f"{user}predicted {predicted(cause)}"
+
+
+def is_win(cause: Json) -> bool:
+    """Whether the fix of one of `named_causes` has a gain of its own that is worth naming."""
+    return "predicted" in gain_words(cause) and (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING
 
 
 def worth_naming(cause: Json, why: Json) -> bool:

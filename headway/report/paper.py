@@ -15,7 +15,7 @@ import io
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, TypedDict
+from typing import IO, Any, TypedDict
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -203,6 +203,12 @@ def command_line(label: str, command: str) -> Group:
     """Return a command to copy, indented, on one line however long: a terminal folds it without breaking it."""
     # In a group: a bare text is joined to others when printed, and forgets that it must not wrap.
     return Group(Text.assemble("  ", (f"{label}  ", "dim"), (command, "bold"), no_wrap=True, overflow="ignore"))
+
+
+def next_of(answer: Mapping[str, Any]) -> list[RenderableType]:
+    """Return the line of what to type next, as the verdict of `why` or of `plan` says it; [] where it says nothing."""
+    command = (answer.get("verdict") or {}).get("command")
+    return ["", command_line("Next", clean(command))] if command else []
 
 
 def joined(parts: Sequence[str], separator: str = " · ") -> str:

@@ -35,11 +35,10 @@ from headway.report.figures import (
     seconds,
     speedup,
 )
-from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, paragraph, title
+from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
 
 WHOLE_PLAN = "plan"
 """The row of `run.applied` that stands for all remedies together, where there is one."""
-
 
 LONGEST_KEY = 40
 """Characters of a name in `headway trace info`: kernels have names of several lines."""
@@ -147,11 +146,9 @@ def _traceback(run: Json) -> list[RenderableType]:
 def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.plan/1` object: proposals, the chosen ones marked, the command to apply them.
 
-    Reads `proposals`, `chosen` (names or objects), `predicted_speedup` and,
-    where given, `interval`, `refused`, `note`, and `in_script`: what to write
-    in place of the command, for a recording that no launcher began. `source`
-    is the run as the user named it, `plan_path` the file that `headway run
-    --apply` takes.
+    Reads `proposals`, `chosen` (names or objects), `predicted_speedup` and, where given, `interval`, `refused`, `note`,
+    and `in_script`: what to write in place of the command, for a recording that no launcher began. `source` is the run
+    as the user named it, `plan_path` the file that `headway run --apply` takes.
     """
     width, unicode = screen.get("width", 88), screen.get("unicode", True)
     chosen = {_name_of(c) for c in plan.get("chosen") or ()}
@@ -160,6 +157,7 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     found = plan.get("verdict") or {}
     if not chosen and found.get("fix") and not found.get("allow"):
         parts += ["", paragraph(clean(found["sentence"])), paragraph(f"For you to do: {clean(found['fix'])}.")]
+        parts += [command_line("In the script", clean(found["script"]))] if found.get("script") else []
     if proposals:
         parts += ["", *_proposals(proposals, chosen, "✓" if unicode else "*")]
     loaders = list(plan.get("loaders") or ())
@@ -186,6 +184,8 @@ def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: 
     elif by_hand is None and chosen and plan_path:
         command = f"headway run --apply {shlex.quote(clean(plan_path))} -- <your script and its arguments>"
         parts += ["", command_line("Next", command)]
+    elif not chosen:
+        parts += next_of(plan)
     return draw(parts, **screen)
 
 
@@ -227,10 +227,11 @@ def nothing_to_apply(plan: Json) -> str:
     best = max(barred, key=lambda row: row.get("predicted_speedup") or 0.0, default=None)
     if best is not None and _left_out(best) == "grant":
         what = f"{clean(best['name'])}, predicted {predicted(best)}"
-        command = (plan.get("verdict") or {}).get("command") or f"headway plan --allow {clean(best.get('allow'))}"
         if best.get("protects"):  # it is no answer to a cause, of which the verdict speaks
-            what, command = f"{clean(best['name'])}, {clean(best.get('reason'))}", "headway plan --allow lossy"
-        return f"1 remedy needs your consent: {what}. Grant it with: {clean(command)}"
+            what = f"{clean(best['name'])}, {clean(best.get('reason'))}"
+        elif (plan.get("verdict") or {}).get("allow"):  # the next command has it
+            return f"1 remedy needs your consent: {what}."
+        return f"1 remedy needs your consent: {what}. Grant it with: headway plan --allow {clean(best.get('allow'))}"
     if best is not None:
         reason = clean(best["left_out"]["reason"])
         return f"Nothing to apply: {clean(best['name'])}, predicted {predicted(best)}, {reason}."

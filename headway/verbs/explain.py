@@ -80,7 +80,8 @@ class Explanation:
         memory = memory_headroom(self.run.meta) if self.run else {}
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
-        answer["notes"] = [*answer["notes"], *self.notes, *memory_notes(memory)]
+        attempts = attempt_notes(self.run.meta, self.source) if self.run else []
+        answer["notes"] = [*answer["notes"], *attempts, *self.notes, *memory_notes(memory)]
         found = verdict(answer)
         answer["verdict"] = {**found.to_json(), "command": self.next_command(found)}
         return answer
@@ -136,6 +137,27 @@ def memory_notes(memory: Mapping[str, int]) -> list[str]:
         fullest = f"the fullest device peaked at {format_bytes(memory['device_peak_bytes'])}"
         notes.append(f"{fullest}, headroom {format_bytes(memory['device_headroom_bytes'])}")
     return notes
+
+
+def attempt_notes(meta: Mapping[str, Any], source: str) -> list[str]:
+    """Say how the attempt before the last one ended, and what is said of which, in a run that was restarted.
+
+    >>> row = {"attempt": 0, "step": 201, "evidence": "rank 0: exit code 1", "action": "restart"}
+    >>> attempt_notes({"attempt": 0, "incidents": [row], "exit": None}, "runs/a")[0].partition(": headway")[0]
+    'Attempt 0 ended at step 201 (rank 0: exit code 1); the one after it left no events. Its failures'
+    >>> attempt_notes({"attempt": 0, "incidents": [{**row, "action": "stop"}], "exit": None}, "runs/a")
+    []
+    """
+    last, rows = meta.get("attempt") or 0, meta.get("incidents") or []
+    row = max(rows, key=lambda row: int(row["attempt"]), default={"attempt": last - 1})
+    number, more = int(row["attempt"]), f"Its failures: headway fault incidents {shlex.quote(source)}."
+    step = f" at step {row['step']}" if row.get("step") else ""
+    ended = f"Attempt {number} ended{step}" + (f" ({row['evidence']})" if row.get("evidence") else "")
+    if 0 <= number < last:
+        return [f"{ended}. The ledger holds all {last + 1} attempts, steps and predictions are the last one's. {more}"]
+    if rows and meta.get("exit") is None and row.get("action") != "stop":
+        return [f"{ended}; the one after it left no events. {more}"]
+    return []
 
 
 def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanation:

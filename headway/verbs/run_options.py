@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token, convert
 
 from headway.catalog import SUPERVISOR
 from headway.core.errors import InputError
@@ -19,6 +20,18 @@ def _help(text: str) -> Parameter:
     return Parameter(help=text)
 
 
+def _whole(text: str) -> Parameter:
+    return Parameter(help=text, converter=whole_number)
+
+
+def whole_number(kind: Any, tokens: Sequence[Token]) -> int:
+    """Return the number that an option was given; raises `ValueError` for 1.5, which cyclopts itself would round."""
+    text = tokens[0].value
+    if re.fullmatch(r"[-+]?\d*\.\d*[1-9]\d*", text):
+        raise ValueError(f"{text} is not a whole number. Pass {round(float(text))}.")
+    return int(convert(int, tokens))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What `headway run` takes before the `--`."""
@@ -27,15 +40,16 @@ class RunOptions:
         str | None, _help("Ranks on this host: a number, auto, cpu or gpu. Without it, one, started as python does.")
     ] = None
     nnodes: Annotated[str, _help("Hosts: a number or MIN:MAX.")] = "1"
-    node_rank: Annotated[int, _help("Index of this host, for the static rendezvous.")] = 0
+    node_rank: Annotated[int, _whole("Index of this host, for the static rendezvous.")] = 0
     rdzv_backend: Annotated[str, _help("Rendezvous of several hosts, as torchrun's.")] = "static"
     rdzv_endpoint: Annotated[str, _help("HOST:PORT of the rendezvous.")] = ""
     rdzv_id: Annotated[str, _help("Name of the job at the rendezvous.")] = "none"
     rdzv_conf: Annotated[str, _help("KEY=VALUE pairs with commas between them.")] = ""
     standalone: Annotated[bool, _help("Accepted for torchrun's sake: one host needs no rendezvous.")] = False
-    max_restarts: Annotated[int, _help("Attempts after the first one.")] = 0
+    max_restarts: Annotated[int, _whole("Attempts after the first one.")] = 0
     standby: Annotated[
-        int, _help("Hosts beyond --nnodes that wait in reserve at the c10d rendezvous, and take the place of one gone.")
+        int,
+        _whole("Hosts beyond --nnodes that wait in reserve at the c10d rendezvous, and take the place of one gone."),
     ] = 0
     warm: Annotated[
         str,
@@ -49,7 +63,7 @@ class RunOptions:
     ] = None
     monitor_interval: Annotated[float, _help("Seconds between looks at the ranks of several hosts.")] = 0.1
     master_addr: Annotated[str, _help("Address of rank 0's store.")] = "127.0.0.1"
-    master_port: Annotated[int | None, _help("Its port; a free one by default.")] = None
+    master_port: Annotated[int | None, _whole("Its port; a free one by default.")] = None
     local_addr: Annotated[str | None, _help("Address of this host.")] = None
     role: Annotated[str, _help("Role of the ranks.")] = "default"
     log_dir: Annotated[Path | None, _help("Where the ranks' output is kept; RUN/logs by default.")] = None
@@ -73,7 +87,7 @@ class RunOptions:
     no_launch: Annotated[bool, _help("Under torchrun, srun or accelerate: record this process as one rank.")] = False
     windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01
     window_at: Annotated[
-        int | None, _help("Open a deep window at this step too, whatever it costs: on a device the first one is late.")
+        int | None, _whole("Open a deep window at this step too, whatever it costs: on a device the first one is late.")
     ] = None
     hang_timeout: Annotated[
         float | None, _help("End the run after so many seconds without progress; by default a hang is only reported.")
@@ -81,7 +95,7 @@ class RunOptions:
     grace_s: Annotated[float, _help("Seconds between SIGTERM and SIGKILL.")] = 30.0
     max_run_bytes: Annotated[str, _help("Most bytes the run folder may take.")] = "512MB"
     metrics_port: Annotated[
-        int | None, _help("Serve Prometheus metrics of this host's ranks; 0 takes a free port.")
+        int | None, _whole("Serve Prometheus metrics of this host's ranks; 0 takes a free port.")
     ] = None
     metrics_host: Annotated[str, _help("Address of the metrics; only this host can read them by default.")] = (
         "127.0.0.1"

@@ -86,13 +86,10 @@ def applied_rows(
 def verdict_line(explanation: Explanation, baseline: Path | None = None) -> str:
     """Return the last line of a run: the verdict in one sentence, and what to type next.
 
-    After a run that has a `baseline` the question is what changed. Else it is the plan where that wins something, and
-    where nothing can be applied the whole account.
+    After a run that has a `baseline` the question is what changed; else it is what `why` and `plan` say.
     """
     why = explanation.to_json()
     command: str = why["verdict"]["command"]
     if baseline is not None:
         command = shlex.join(["headway", "compare", str(baseline), explanation.source])
-    elif command.startswith("headway report"):
-        command = shlex.join(["headway", "why", explanation.source])
     return f"{verdict(why).line()} Next: {command}"

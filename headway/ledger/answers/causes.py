@@ -310,7 +310,7 @@ def _host_gc(ledger: Ledger) -> list[Cause]:
     own, span = booked_s(ledger, "host.gc"), span_of(ledger, "host.gc")
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.gc"))
     evidence = f"{span.count:,} collections stopped training, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
-    fix = "freeze what set-up made and collect on all ranks at once: remedy host.gc; try --set gc=frozen:100"
+    fix = f"freeze what set-up made and collect on all ranks at once: remedy host.gc{TRY}gc=frozen:100"
     called = span_of(ledger, "host.collect")
     if called.total_ns > span.total_ns / 2:  # no remedy puts these off: the script may wait for what they do
         evidence += f"; the script called gc.collect() for {called.count:,} of them"
@@ -326,7 +326,7 @@ def _host_logging(ledger: Ledger) -> list[Cause]:
     own, span = booked_s(ledger, "host.logging"), span_of(ledger, "host.logging")
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.logging"))
     evidence = f"{span.count:,} log records took {mean_of(own, span.count)} on the training thread"
-    fix = "hand log records to a background thread: remedy host.logging; try --set logging=buffered"
+    fix = f"hand log records to a background thread: remedy host.logging{TRY}logging=buffered"
     script = "if step % 50 == 0: logger.info(...)"
     return [Cause("host.logging", "training thread", own + waited, evidence + also_waited(waited), fix, script=script)]
 
@@ -355,9 +355,9 @@ def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     shares = [f"{text} {format_seconds(seconds)}" for text, seconds in took.items() if seconds]
     evidence += f" ({', '.join(shares)})" if shares else ""
     evidence += _in_background(ledger) + also_waited(waited)
-    fix = "save less often, or copy to host memory and write in the background; try --set checkpoint=0.5x"
+    fix = f"save less often, or copy to host memory and write in the background{TRY}checkpoint=0.5x"
     if copies.count and not stock.count:
-        fix = "save less often: CheckpointPolicy(budget=) bounds the share of the time; try --set checkpoint=0.5x"
+        fix = f"save less often: CheckpointPolicy(budget=) bounds the share of the time{TRY}checkpoint=0.5x"
     return [Cause("checkpoint.stall", "training thread", own + waited, evidence, fix)]
 
 

@@ -10,7 +10,7 @@ from headway.core.units import NS_PER_S, format_seconds
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.account import SpanFacts
 
-TRY = "; try --set "
+TRY = "; try headway whatif --set "
 """Separates advice from the what-if edit that predicts it; dropped where nothing can be replayed."""
 
 

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.core.units import NS_PER_S, format_seconds, plural
-from headway.ledger.answers.evidence import also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
 from headway.ledger.answers.input_counts import count_words
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause
-from headway.trace.events.loader_facts import LoaderFacts, facts_of, loaders_in, unmovable
+from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, loaders_in, unmovable_by_hand
 
 FETCH = ("input.fetch", "input.unsplit")
 PREP = ("input.prep", "input.cpu_wait")
@@ -51,8 +51,8 @@ class LoaderWaits:
 
     @property
     def refusal(self) -> str:
-        """Why workers may not make its batches, '' where they may; headway's own loader has a setting for them."""
-        return "" if self.facts.own else unmovable(self.facts)
+        """Why workers may not make its batches, '' where the script may give it some."""
+        return unmovable_by_hand(self.facts)
 
 
 def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
@@ -81,11 +81,11 @@ def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
 def where_of(facts: LoaderFacts) -> str:
     """Name a loader: where the script makes it, its dataset, its workers.
 
-    >>> where_of(LoaderFacts(line="train.py:30", dataset="Blocks", num_workers=1))
-    'train.py:30, Blocks, 1 worker per rank'
+    >>> where_of(LoaderFacts(line="train.py:30", constructed="train.py:12", dataset="Blocks", num_workers=1))
+    'train.py:12, Blocks, 1 worker per rank'
     """
     workers = [] if facts.num_workers is None else [f"{plural(facts.num_workers, 'worker')} per rank"]
-    return ", ".join([*([facts.line] if facts.line else []), facts.dataset or "loader", *workers])
+    return ", ".join([*([facts.place] if facts.place else []), facts.dataset or "loader", *workers])
 
 
 def _waited_s(ledger: Ledger, own_s: float, *subs: str) -> float:
@@ -137,9 +137,13 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
 
 def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, state: LoaderState) -> Cause:
     hint = hint_of(name, state)
-    return Cause(
-        name, loader.where, lost_s, evidence, hint.fix(state), script=hint.edit(state), line=loader.facts.line or ""
-    )
+    fix, facts = hint.fix(state), loader.facts
+    if facts.sampler in EPOCH_SAMPLERS:  # a replay gives it no workers either
+        fix = fix.partition(TRY)[0]
+    if facts.library == "transformers":  # the script of a Trainer constructs no DataLoader
+        fix = fix.replace("DataLoader(num_workers=", "TrainingArguments(dataloader_num_workers=")
+    edit = hint.edit(state)
+    return Cause(name, loader.where, lost_s, evidence, fix, script=edit, line=facts.place, library=facts.library)
 
 
 def input_prep(ledger: Ledger) -> list[Cause]:

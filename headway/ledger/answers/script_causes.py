@@ -40,7 +40,8 @@ def host_script(ledger: Ledger) -> list[Cause]:
     own, lines = booked_s(ledger, "host.script"), _telling(ledger)
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.script"))
     steps = max(ledger.steps * ledger.devices, 1)
-    evidence = f"the script ran code of its own for {mean_of(own, steps)} step, between an update and the next forward"
+    spent = f"{format_seconds(own)} over all attempts" if ledger.meta.get("attempt") else f"{mean_of(own, steps)} step"
+    evidence = f"the script ran code of its own for {spent}, between an update and the next forward"
     total_ns = sum(row.ns for row in lines)
     named = [f"{row.words} {format_fraction(row.ns / total_ns, 0)}" for row in lines[:MOST_LINES]]
     evidence += f": {', '.join(named)} of {plural(sum(row.count for row in lines), 'sample')}" if total_ns else ""
@@ -86,7 +87,8 @@ def evaluation(ledger: Ledger) -> list[Cause]:
         return [replace(found, fix=fix)]
     state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent)
     hint = hint_of("eval", state)
-    return [replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state), line=facts.line or "")]
+    found = replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state))
+    return [replace(found, line=facts.place, library=facts.library)]
 
 
 def bubble(ledger: Ledger) -> list[Cause]:

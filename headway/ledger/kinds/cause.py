@@ -11,6 +11,7 @@ to anything. Times are device-seconds (seconds times devices that lost them).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,9 @@ class Cause:
     line: str = ""
     """Where the script does what the cause is about, as `train.py:30`; '' where that is not known."""
 
+    library: str = ""
+    """The package that constructs the loader that the cause is about; '' where the script does, or it is about none."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the row of the `causes` list of schema `headway.why/2`."""
         return {
@@ -69,8 +73,22 @@ class Cause:
             "at_most": self.at_most,
             "remedy": self.remedy,
             "allow": self.allow,
-            "script": f"{self.script}  # {self.line}" if self.script and self.line else self.script,
+            "script": self.edit,
         }
+
+    @property
+    def edit(self) -> str:
+        """The edit with its line; for a loader that a library constructs, as the arguments of that library.
+
+        >>> line = "DataLoader(..., num_workers=4)  # and batch.to(device)"
+        >>> Cause("input.fetch", "", 1.0, "", "", script=line, line="train.py:9", library="transformers").edit
+        'TrainingArguments(..., dataloader_num_workers=4)  # and batch.to(device)'
+        """
+        if self.library == "transformers" and self.script.startswith("DataLoader("):
+            call, found, rest = self.script.partition(")")
+            arguments = re.sub(r"(\w+)=", r"dataloader_\1=", call.removeprefix("DataLoader("))
+            return f"TrainingArguments({arguments}{found}{rest}"
+        return f"{self.script}  # {self.line}" if self.script and self.line else self.script
 
 
 def ranked(causes: Iterable[Cause]) -> list[Cause]:

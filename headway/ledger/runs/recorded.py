@@ -20,7 +20,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from headway.core.files.bounded_json import read_json
-from headway.core.units import format_fraction
+from headway.core.units import format_fraction, plural
 from headway.ledger.booking.account import Account, SpanFacts, blank_subs, bound_of
 from headway.ledger.booking.arrivals import Lateness
 from headway.ledger.booking.sheet import Sheet
@@ -197,7 +197,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
     if windows is not None and windows.num_windows:
         basis.update(dict.fromkeys(("useful", "comm", "input", "host"), windows.basis))
     cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
-    notes = [f"the end of {cut} processes was not seen: they are booked up to their last record"] if cut else []
+    notes = [f"the end of {plural(cut, 'rank')} was not seen: booked up to the last record"] if cut else []
     notes += said_of_steps(traces)
     notes += said_of_devices(traces)
     step_ns = _by_step(last)

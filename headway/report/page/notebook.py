@@ -13,7 +13,7 @@ True
 
 from __future__ import annotations
 
-from headway.report.figures import BUCKET_STYLES, Json, device_seconds, finite, named_causes, predicted, verdict
+from headway.report.figures import BUCKET_STYLES, Json, device_seconds, finite, gain_words, named_causes, verdict
 from headway.report.page import sections
 from headway.report.page.html import asset
 from headway.report.page.sections import text
@@ -62,7 +62,7 @@ def _causes(why: Json) -> str:
 def _cause(cause: Json) -> str:
     name = str(cause.get("cause", ""))
     lost = f"{device_seconds(cause.get('lost_device_s'))} lost"
-    gain = f", predicted {predicted(cause)}" if finite(cause.get("predicted_speedup")) is not None else ""
+    gain = f", {gain_words(cause)}" if finite(cause.get("predicted_speedup")) is not None else ""
     lines = "".join(
         f'<div class="dim">{text(cause[key])}</div>' for key in ("where", "evidence", "fix") if cause.get(key)
     )

@@ -20,7 +20,6 @@ from headway.core.units import format_rate
 from headway.ledger.kinds.buckets import ONCE_PER_RUN, SUB_LINES
 from headway.report.figures import (
     BUCKET_STYLES,
-    GAIN_WORTH_NAMING,
     STARTS_SHOW,
     Json,
     clean,
@@ -28,7 +27,9 @@ from headway.report.figures import (
     device_seconds,
     ending,
     finite,
+    gain_words,
     interval,
+    is_win,
     named_causes,
     percent,
     plural,
@@ -258,9 +259,7 @@ def causes_part(why: Json) -> str:
 def _cause(place: int, cause: Json, total_s: float) -> str:
     """Return one ranked cause: name, seconds lost, predicted gain; below them what is known of it."""
     name = str(cause.get("cause", ""))
-    gain = finite(cause.get("predicted_speedup"))
-    won = f"predicted {predicted(cause)}" if gain is not None else "no prediction"
-    style = "gain" if gain is not None and gain >= GAIN_WORTH_NAMING else "dim"
+    style = "gain" if is_win(cause) else "dim"
     lost = f"{device_seconds(cause.get('lost_device_s'))} lost, {percent(share(cause.get('lost_device_s'), total_s))}"
     facts = "".join(
         f'<dt>{label}</dt><dd class="{label.lower()}">{text(cause[key])}</dd>'
@@ -271,7 +270,7 @@ def _cause(place: int, cause: Json, total_s: float) -> str:
         facts += f'<dt>Edit</dt><dd class="edit"><code>{text(cause["script"])}</code></dd>'
     head = (
         f'<div class="head"><h3>{swatch(name.partition(".")[0])}{text(name)}</h3><span class="lost">{text(lost)}</span>'
-        f'<span class="won {style}">{text(won)}</span></div>'
+        f'<span class="won {style}">{text(gain_words(cause))}</span></div>'
     )
     return f'<li><span class="place">{place}</span><div>{head}<dl>{facts}</dl></div></li>'
 

@@ -22,18 +22,18 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.report.figures import (
-    GAIN_WORTH_NAMING,
     Json,
     bucket_style,
     clean,
     count,
     device_seconds,
     finite,
+    gain_words,
     goodput_of,
+    is_win,
     named_causes,
     percent,
     plural,
-    predicted,
     seconds,
     share,
     speedup,
@@ -44,10 +44,10 @@ from headway.report.paper import (
     ScreenOptions,
     add_row,
     bar,
-    command_line,
     draw,
     grid,
     joined,
+    next_of,
     paragraph,
     screen_of,
     thin_bar,
@@ -107,10 +107,7 @@ def render_why(why: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) 
     lines = job_lines(why)
     if lines:
         parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
-    command = (why.get("verdict") or {}).get("command")
-    if command:
-        parts += ["", command_line("Next", clean(command))]
-    return draw(parts, **screen)
+    return draw([*parts, *next_of(why)], **screen)
 
 
 def render_hints(why: Json, *, reason: str, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
@@ -118,7 +115,7 @@ def render_hints(why: Json, *, reason: str, source: str = "", **screen: Unpack[S
     parts: list[RenderableType] = [
         title("headway plan", clean(source), width=screen.get("width", 88)), "",
         paragraph(f"No predictions, and no plan: {clean(reason)}", style="bold"),
-        *_causes(why),
+        *_causes(why), *next_of(why),
     ]  # fmt: skip
     return draw(parts, **screen)
 
@@ -228,10 +225,8 @@ def _cause_head(place: int, cause: Json, total_s: float) -> Table:
     lost = joined(
         [f"{device_seconds(cause.get('lost_device_s'))} lost", percent(share(cause.get("lost_device_s"), total_s))]
     )
-    gain = finite(cause.get("predicted_speedup"))
-    text = f"predicted {predicted(cause)}" if gain is not None else "no prediction"
     table = grid("left", "left", "fill", "right")
-    style = "bold green" if gain is not None and gain >= GAIN_WORTH_NAMING else "dim"
+    text, style = gain_words(cause), "bold green" if is_win(cause) else "dim"
     add_row(table, f"{place}", Text(clean(cause.get("cause")), style="bold"), lost, Text(text, style=style))
     return table
 

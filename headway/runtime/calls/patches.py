@@ -113,6 +113,7 @@ PATCHES: dict[str, Patch] = {
     "graph.replay.any": Patch("torch.accelerator.graphs:Graph.replay", probe_gradient.graph_replay,
                               needs="device timers", optional=True),
     # Input.
+    "DataLoader.__init__": Patch(_LOADER + "DataLoader.__init__", probe_input.loader_init),
     "DataLoader.__iter__": Patch(_LOADER + "DataLoader.__iter__", probe_input.loader_iter),
     "DataLoader.__next__": Patch(_LOADER + "_BaseDataLoaderIter.__next__", probe_input.loader_next),
     "DataLoader.worker": Patch(_LOADER + "_MultiProcessingDataLoaderIter._process_data", probe_input.process_data,

@@ -26,7 +26,7 @@ from headway.runtime.recorder.rereading import Kept, Rereadings, checksum
 from headway.runtime.script.draws import drawn, fingerprints, own_generators
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.runtime.script.samplers import sampler_of, steered
-from headway.runtime.script.script_lines import calling_line
+from headway.runtime.script.script_lines import calling_library, calling_line
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import LOADER
 
@@ -46,6 +46,32 @@ UNKNOWN = (-1, -1)
 """Group and iterator of an iterator that did not come from `iter(loader)`."""
 
 cpu_now = time.thread_time_ns
+
+
+def loader_init(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `DataLoader.__init__`: where the script constructs the loader, or which library does.
+
+    Lightning and Accelerate construct a loader of their own in the place of the script's, over the same dataset: that
+    one is where the script's was.
+    """
+    by_dataset: dict[int, tuple[Callable[[Any], bool], dict[str, str]]] = {}
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the name it has in torch
+        """Construct the loader, and note where."""
+        original(self, *args, **kwargs)
+        try:
+            frame = sys._getframe(1)
+            found = {"constructed": calling_line(frame), "library": calling_library(frame)}
+            is_known, earlier = by_dataset.get(id(self.dataset), (lambda _: False, found))
+            if found["library"] and is_known(self.dataset):
+                found = earlier
+            by_dataset[id(self.dataset)] = (_recognised(self.dataset), found)
+            self._headway_constructed = found
+        except Exception as cause:
+            probes.failed("DataLoader.__init__", cause)
+
+    return __init__
 
 
 def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
@@ -374,7 +400,8 @@ class LoaderGroups:
             if reference() is loader:
                 return group
         # Where it is iterated for the first time: a loader of a trainer's own has no line of the script that made it.
-        facts = {**loader_facts(loader), "line": calling_line(sys._getframe(1))}
+        place = getattr(loader, "_headway_constructed", {"constructed": "", "library": ""})
+        facts = {**loader_facts(loader), "line": calling_line(sys._getframe(1)), **place}
         size = {key: facts[key] for key in ("dataset_size", "smallest_dataset")}  # a replay buffer grows
         for group, (reference, old) in enumerate(self._loaders):
             if reference() is None and {**old, **size} == facts:

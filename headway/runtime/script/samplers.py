@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from headway.runtime.script.reach import attributes
+from headway.trace.events.loader_facts import EPOCH_SAMPLERS
 
 MOST_SAMPLERS = 64
 """Samplers inside each other, and beside each other, that are looked into."""
@@ -66,6 +67,8 @@ def steered(loader: Any) -> str | None:
         return None
     if kind is data.distributed.DistributedSampler:
         return None
+    if kind.__name__ in EPOCH_SAMPLERS:
+        return f"its {kind.__name__} counts epochs as it is read, with workers too early: set num_workers in the script"
     return f"its sampler is its own class ({kind.__name__}): workers would read it ahead of training"
 
 

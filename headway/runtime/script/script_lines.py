@@ -19,6 +19,9 @@ LIBRARIES = tuple({sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "pu
 OWN = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 """Folder of this package."""
 
+SHARED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Folders of packages of another Python that an environment includes."""
+
 DEMO = OWN + "demo" + os.sep
 """Folder of the demo's script: a script like any other."""
 
@@ -57,12 +60,29 @@ def calling_line(frame: FrameType | None) -> str:
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_ours(frame.f_code) and not file.startswith("<frozen"):
-            if not file.startswith(LIBRARIES):
+            if not _in_library(file):
                 return line_of(frame.f_code, frame.f_lineno)
             if not fallback and TORCH not in file:
                 fallback = line_of(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return fallback
+
+
+def _in_library(file: str) -> bool:
+    return file.startswith(LIBRARIES) or any(name in file for name in SHARED)
+
+
+def calling_library(frame: FrameType | None) -> str:
+    """Return the package that the innermost frame outside of torch belongs to; '' where that is the script's own.
+
+    >>> calling_library(sys._getframe())
+    ''
+    """
+    while frame is not None and (TORCH in frame.f_code.co_filename or frame.f_code.co_filename.startswith("<frozen")):
+        frame = frame.f_back
+    if frame is None or not (is_ours(frame.f_code) or _in_library(frame.f_code.co_filename)):
+        return ""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def feeds(code: CodeType, line: int, user: int) -> bool:

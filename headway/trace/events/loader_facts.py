@@ -24,6 +24,10 @@ SAFE_SAMPLERS = (
 )  # fmt: skip
 """Samplers whose order depends on nothing that training changes: reading them ahead is safe."""
 
+EPOCH_SAMPLERS = ("SeedableRandomSampler",)
+"""Samplers of libraries (accelerate's) that count epochs as they are read: with workers, a checkpoint of the last
+batches of an epoch may hold the next one's number. Headway therefore gives such a loader none; users may."""
+
 UNSEEDED = {"device": "a device's generator", "own": "a generator of its own"}
 """Generators that torch does not seed in loader workers, in words: forked ones would all draw the same numbers."""
 
@@ -70,6 +74,10 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     dataset: str = ""
     line: str | None = None
     """Where the script iterates it first: 'train.py:30'."""
+    constructed: str = ""
+    """Where the script constructs it, or calls the library that does: 'train.py:12'; '' where nobody saw that."""
+    library: str = ""
+    """The package that constructs it; '' = the script itself."""
     num_workers: Count | None = None
     """Workers per rank; None in a row that does not say."""
     prefetch_factor: Count | None = None
@@ -115,6 +123,11 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
                 return cls(damaged=("all",))
         bad = tuple(sorted(str(key) for key, value in row.items() if not _fits({key: value}, cls)))
         return msgspec.convert({**{key: row[key] for key in row if str(key) not in bad}, "damaged": bad}, cls)
+
+    @property
+    def place(self) -> str:
+        """The line of the script to edit: where it is constructed, else where it is iterated; '' = not known."""
+        return self.constructed or self.line or ""
 
     @property
     def drawn(self) -> tuple[str, ...]:
@@ -203,6 +216,16 @@ def unmovable(facts: LoaderFacts) -> str:
     if asked is None and facts.worker_init_fn and not facts.num_workers:
         return bound(facts) or f"its worker_init_fn ({facts.worker_init_fn}) has never run, and would with workers"
     return bound(facts) or asked or ""
+
+
+def unmovable_by_hand(facts: LoaderFacts) -> str:
+    """Say why the user may not give a loader workers either; '' if they may, for all that headway has against it."""
+    if facts.own:  # headway's own loader has a setting for them
+        return ""
+    if facts.sampler in EPOCH_SAMPLERS:
+        gone = {"sampler": None, "steered": None, "worker_init_fn": None, "rehearsal": Rehearsal()}
+        facts = msgspec.structs.replace(facts, **gone)
+    return unmovable(facts)
 
 
 def unthreadable(facts: LoaderFacts) -> str:

@@ -75,7 +75,9 @@ class Run:
             )
         parts = _load(path, numbers[-1])
         if len(hosts) == 1:
-            facts = {**hosts[0], **_counted(parts), "incidents": _incidents(path)}
+            # A launcher that was killed has not noted which attempt is the last.
+            last = max(numbers[-1], int(hosts[0].get("attempt") or 0))
+            facts = {**hosts[0], "attempt": last, **_counted(parts), "incidents": _incidents(path)}
             return cls(path, facts, _with_facts(parts, hosts[0]))
         return merge([cls(path, host, _with_facts(parts.select(_own(host)), host)) for host in hosts])
 
