@@ -4,36 +4,42 @@ from __future__ import annotations
 
 import importlib
 import json as jsons
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, cast
 
+import msgspec
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.units import plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.verbs.ckpt_repair import checkpoint_at
+from headway.verbs.growth_plan import growth_plan, screen_of_plan
 from headway.verbs.output import emit
 
 
 def grow(
-    target: str,
+    target: str = "",
     /,
     *,
-    small: str,
-    large: str,
-    checkpoint: Path,
-    out: Annotated[Path, Parameter(alias="-o")],
+    small: str = "",
+    large: str = "",
+    checkpoint: Path | None = None,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None,
     family: str = "auto",
     depth: str = "zero",
     split: str = "random",
     prefix: str | None = None,
     seed: int = 0,
+    plan: Path | None = None,
+    model: str = "",
+    budget: float = math.inf,
     json: bool = False,
 ) -> int:
-    """Write a larger model whose outputs are those of a trained smaller one.
+    """Write a larger model whose outputs are those of a trained smaller one; or propose how large.
 
     Both are run on drawn inputs and compared. The head size stays; where norms come after the addition, the width must
     be a multiple. The optimizer's state is not grown: it starts afresh.
@@ -63,9 +69,27 @@ def grow(
         What comes before the model's names in the checkpoint; found by default.
     seed
         Of what is drawn.
+    plan
+        Nothing is grown: propose a size, and a share of the schedule, from the losses of this recorded run.
+        `headway compare` with the run of the grown model says what it took.
+    model
+        With --plan: the shape that was trained, as in `headway why --model layers=12,hidden=768,...`.
+    budget
+        With --plan: the most FLOPs for the grown model.
     json
         Print one JSON object instead of text.
     """
+    if plan is not None:
+        made = growth_plan(plan, model, budget)
+        emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
+        return 0
+    given = {"MODULE:BUILD": target, "--small": small, "--large": large, "--checkpoint": checkpoint, "-o": out}
+    if absent := [name for name, value in given.items() if not value]:
+        raise InputError(
+            f"{', '.join(absent)} is missing. Give all of {', '.join(given)}; or --plan RUN for a proposal."
+        )
+    assert checkpoint is not None
+    assert out is not None
     from headway.checkpoint.runtime.torch_calls.convert import export, rewrite
     from headway.checkpoint.runtime.torch_calls.sources import TORCH_SUFFIXES, StateSource, open_source
     from headway.model.runtime.loaded import grow_saved
