@@ -86,7 +86,7 @@ def compare(
     other, ettr = learned(*runs), ettr_beside(*runs)
     notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
     notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
-    grown = judged_growth(*runs)
+    grown = judged_growth(*runs, int(ledgers[1].steps))
     notes = (*notes, *([growth_sentence(grown)] if grown is not None else []))
     comparison = replace(comparison, notes=notes)
     answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads], "ettr": ettr}

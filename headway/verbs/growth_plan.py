@@ -149,8 +149,8 @@ def screen_of_plan(plan: GrowthPlan, screen: ScreenOptions) -> str:
     return draw([paragraph(head), paragraph(advice), *rows, paragraph(f"Basis: {plan.basis}.")], **screen)
 
 
-def judged_growth(before: Run, after: Run) -> dict[str, Any] | None:
-    """Return what was proposed for `before` beside what `after` took; None without a proposal, or without losses."""
+def judged_growth(before: Run, after: Run, steps: int) -> dict[str, Any] | None:
+    """Return what was proposed for `before` beside what `after` took in its `steps`; None without either's losses."""
     if not (before.path / FILE).exists():
         return None
     plan = read_json(before.path / FILE, GrowthPlan, fix="Delete it, or run `headway model grow --plan` again.")
@@ -164,7 +164,7 @@ def judged_growth(before: Run, after: Run) -> dict[str, Any] | None:
     )  # fmt: skip
     return {
         "layers": best.layers, "hidden": best.hidden, "proposed_steps": best.steps, "proposed_loss": best.loss,
-        "steps": points[-1][0], "loss": float(np.median(losses[-WINDOW:])), "reached_at": reached,
+        "steps": steps, "loss": float(np.median(losses[-WINDOW:])), "reached_at": reached,
     }  # fmt: skip
 
 
