@@ -91,7 +91,7 @@ def fits(steps: ArrayLike, losses: ArrayLike) -> list[Curve]:
             f"{FEWEST} are needed, and one in eight steps is read."
         )
     found = []
-    for exponent in np.geomspace(0.02, 2.0, 80):  # for each exponent the other two numbers are linear
+    for exponent in np.geomspace(0.02, 2.0, 401):  # for each exponent the other two numbers are linear
         falling = s**-exponent
         scale, floor = np.polyfit(falling, y, 1)
         if floor < 0:  # then the best floor in range is 0
