@@ -19,6 +19,7 @@ from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.model import Choice, Range, Tuner, summarise
 from headway.model.runtime.tuned_script import ReplayedPasses
+from headway.model.tuning.search import MOST_CONFIRMED, Search
 from headway.model.tuning.space import SEARCHERS
 from headway.runtime.pool import RankFailedError
 from tests.spawn import on_ranks
@@ -158,6 +159,28 @@ def test_searchers_stay_in_the_space_repeat_themselves_and_tpe_finds_the_better_
     assert name == "random" or np.median(late) < 0.5 < np.median([score for _, score in trials[:6]])
 
 
+@pytest.mark.parametrize(
+    ("loss", "rates"),
+    [
+        (lambda rate, step: rate + (2 - rate) * (1 - 0.2 * rate) ** step, [1.0, 0.3, 0.09]),  # the rate is the floor
+        (lambda rate, step: 2 * (1 - 0.05 * rate) ** step, [1.0, 0.3]),  # lower rates are slower, and no more
+        (lambda rate, step: 2 * (1 - 0.05 * rate) ** step if step < 11 else math.inf, [1.0, 0.3]),
+    ],
+)
+def test_the_best_of_short_trials_wins_only_if_it_is_ahead_of_lower_rates_in_longer_ones(loss, rates):
+    space = {"lr": Range(0.001, 1.0, log=True)}
+    search = Search(space, most_steps=200, most_trials=1, seed=0, first=[{"lr": 1.0}])
+    while (run := search.next_run()) is not None:
+        run.losses.append(loss(run.setting["lr"], len(run.losses)))
+
+    assert [trial.setting["lr"] for trial in search.trials] == pytest.approx(rates)
+    assert max(len(trial.losses) for trial in search.trials) <= MOST_CONFIRMED * search.compared_at
+    if math.isfinite(loss(1.0, 50)):
+        assert search.winner.setting["lr"] == pytest.approx({0.09: 0.3, 0.3: 1.0}[rates[-1]])
+    else:
+        assert search.winner is None
+
+
 def test_a_trial_that_raises_or_runs_out_of_memory_counts_as_diverged_and_is_freed():
     job = Job()
     tuner = Tuner(LR, state=job.state, trials=8, plateau=0)
@@ -196,7 +219,7 @@ def saved_and_killed(root: str, stop: int) -> list:
     return [[each.setting, each.losses, each.live] for each in tuner.history] + [job.bits(), tuner.num_steps]
 
 
-@pytest.mark.parametrize("stop", [30, 61, 100])
+@pytest.mark.parametrize("stop", [30, 61, 160])
 def test_a_search_that_is_killed_in_a_trial_goes_on_with_the_same_decisions(tmp_path, stop):
     with pytest.raises(RankFailedError, match="-9"):
         on_ranks(saved_and_killed, 1, str(tmp_path / "run"), stop)

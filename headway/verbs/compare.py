@@ -21,6 +21,7 @@ from headway.report.paper import draw, paragraph
 from headway.report.text.terminal import render_compare
 from headway.trace.recording.runs import Run
 from headway.verbs.fault import ettr_beside, ettr_sentence
+from headway.verbs.growth_plan import growth_sentence, judged_growth
 from headway.verbs.learned_step import judged, sentence
 from headway.verbs.output import emit
 from headway.verbs.source import run_at
@@ -85,9 +86,11 @@ def compare(
     other, ettr = learned(*runs), ettr_beside(*runs)
     notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
     notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
+    grown = judged_growth(*runs, int(ledgers[1].steps))
+    notes = (*notes, *([growth_sentence(grown)] if grown is not None else []))
     comparison = replace(comparison, notes=notes)
     answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads], "ettr": ettr}
-    answer["predicted"] = predicted
+    answer["predicted"], answer["growth"] = predicted, grown
     emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code
 

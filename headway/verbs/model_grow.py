@@ -4,36 +4,45 @@ from __future__ import annotations
 
 import importlib
 import json as jsons
+import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import msgspec
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.units import plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.verbs.ckpt_repair import checkpoint_at
+from headway.verbs.growth_plan import growth_plan, screen_of_plan
 from headway.verbs.output import emit
+
+if TYPE_CHECKING:
+    from headway.model.runtime.loaded import Grown
 
 
 def grow(
-    target: str,
+    target: str = "",
     /,
     *,
-    small: str,
-    large: str,
-    checkpoint: Path,
-    out: Annotated[Path, Parameter(alias="-o")],
+    small: str = "",
+    large: str = "",
+    checkpoint: Path | None = None,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None,
     family: str = "auto",
     depth: str = "zero",
     split: str = "random",
     prefix: str | None = None,
     seed: int = 0,
+    plan: Path | None = None,
+    model: str = "",
+    budget: float = math.inf,
     json: bool = False,
 ) -> int:
-    """Write a larger model whose outputs are those of a trained smaller one.
+    """Write a larger model whose outputs are those of a trained smaller one; or propose how large.
 
     Both are run on drawn inputs and compared. The head size stays; where norms come after the addition, the width must
     be a multiple. The optimizer's state is not grown: it starts afresh.
@@ -63,11 +72,22 @@ def grow(
         What comes before the model's names in the checkpoint; found by default.
     seed
         Of what is drawn.
+    plan
+        Nothing is grown: propose a size, and a share of the schedule, from the losses of this recorded run.
+        `headway compare` with the run of the grown model says what it took.
+    model
+        With --plan: the shape that was trained, as in `headway why --model layers=12,hidden=768,...`.
+    budget
+        With --plan: the most FLOPs for the grown model.
     json
         Print one JSON object instead of text.
     """
-    from headway.checkpoint.runtime.torch_calls.convert import export, rewrite
-    from headway.checkpoint.runtime.torch_calls.sources import TORCH_SUFFIXES, StateSource, open_source
+    if plan is not None:
+        made = growth_plan(plan, model, budget)
+        emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
+        return 0
+    checkpoint, out = _given(target, small, large, checkpoint, out)
+    from headway.checkpoint.runtime.torch_calls.sources import open_source
     from headway.model.runtime.loaded import grow_saved
 
     build, sizes = _imported(target), (_sizes("--small", small), _sizes("--large", large))
@@ -78,18 +98,37 @@ def grow(
             build, sizes, source, prefix=prefix, family=family, depth=cast(Any, depth), split=cast(Any, split),
             seed=seed,
         )  # fmt: skip
+    answer = _written(grown, out)
+    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
+    return 0
+
+
+def _written(grown: Grown, out: Path) -> dict[str, Any]:
+    """Write the grown tensors to `out`, and return what the verb answers."""
+    from headway.checkpoint.runtime.torch_calls.convert import export, rewrite
+    from headway.checkpoint.runtime.torch_calls.sources import TORCH_SUFFIXES, StateSource
+
     state = StateSource(str(out), grown.state)
     if out.suffix in (".safetensors", *TORCH_SUFFIXES):
         export(state, out)
     else:
         rewrite(state, out, prefix=grown.prefix)
-    answer = {
+    return {
         "schema": "headway.model-grow/1", "max_relative_error": grown.max_relative_error,
         "parameters": list(grown.parameters), "path": str(out), "family": grown.family, "prefix": grown.prefix,
         "not_compared": grown.not_compared,
     }  # fmt: skip
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+
+
+def _given(target: str, small: str, large: str, checkpoint: Path | None, out: Path | None) -> tuple[Path, Path]:
+    """Return the two paths. Raises `InputError` where something that growing needs is not given."""
+    given = {"MODULE:BUILD": target, "--small": small, "--large": large, "--checkpoint": checkpoint, "-o": out}
+    absent = [name for name, value in given.items() if not value]
+    if checkpoint is None or out is None or absent:
+        raise InputError(
+            f"{', '.join(absent)} is missing. Give all of {', '.join(given)}; or --plan RUN for a proposal."
+        )
+    return checkpoint, out
 
 
 def _imported(target: str) -> Any:

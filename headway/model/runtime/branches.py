@@ -63,6 +63,7 @@ class Searching(msgspec.Struct):
     trials: list[Trial]
     trial_steps: int
     converged: bool
+    compared_at: int = 0
 
 
 @dataclass(slots=True)

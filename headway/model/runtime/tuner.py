@@ -35,7 +35,8 @@ from headway.core.tables import pick
 from headway.model.runtime.branches import Branch, Place, Progress, Searching, packed, unpack
 from headway.model.runtime.tunables import Setter, setters
 from headway.model.tuning.search import FIRST_STEPS, Search, Trial
-from headway.model.tuning.space import SEARCHERS, Range, Setting, Space
+from headway.model.tuning.space import SEARCHERS, Setting, Space, lowered
+from headway.model.tuning.summary import CONVERGING
 from headway.runtime.state.rng_state import RngStates
 
 PATIENCE = 10
@@ -46,9 +47,6 @@ FALL = 0.99
 
 LONGER = 4
 """Times the last trials' length that trials of a later search may take; where that shows nothing, the run goes on."""
-
-LOWER = 0.3
-"""Share of the setting in force that a later search tries first."""
 
 PLATEAU_PASSES = 1
 """Pass over the data, at least, without a lower loss before a later search."""
@@ -329,21 +327,13 @@ class Tuner:
         seed = self._seed + self._progress.num_searches
         now = self._progress.setting
         # On a plateau the noise of the updates is often what is in the way: lower rates are the first to try.
-        first = [now, self._lower(now)] if now else [self._start] if self._start else []
+        first = [now, lowered(self._space, now)] if now else [self._start] if self._start else []
         self._search = Search(
             self._space, most_steps, self._progress.most_trials or self._trials, seed, self._searcher, start,
             start_count, first=first,
         )  # fmt: skip
         self._parent = self._captured()
         self._reported = True
-
-    def _lower(self, setting: Setting) -> Setting:
-        """Return a setting with LOWER of each tunable whose range is logarithmic."""
-        lower = dict(setting)
-        for name, each in self._space.items():
-            if isinstance(each, Range) and each.log:
-                lower[name] = max(each.low, setting[name] * LOWER)
-        return lower
 
     def _compare_here(self) -> None:
         """Compare at the length of the trial whose data has ended."""
@@ -396,7 +386,7 @@ class Tuner:
             progress.setting = dict(winner.setting)
         if progress.setting is not None:
             self._apply(progress.setting, only_own=True)
-        progress.label = winner.summary.label if winner and winner.summary else "unstable"
+        progress.label = CONVERGING if winner and search.converged else "unstable"
         progress.num_searches += 1
         progress.fruitless = 0 if winner and winner.setting != before else progress.fruitless + 1
         progress.num_trials += len(search.trials)
@@ -404,7 +394,7 @@ class Tuner:
         of_passes = PLATEAU_PASSES * len(loader) // wait if hasattr(loader, "__len__") else 0
         progress.trial_steps = max(search.trial_steps, FIRST_STEPS)
         progress.window_steps, progress.window, progress.means = max(progress.trial_steps, of_passes), [], []
-        progress.most_trials = len(search.trials)
+        progress.most_trials = min(len(search.trials), search.most_trials)  # less the rival
         self.history += search.trials
         self._search = self._parent = self._active = None
         self._branches.clear()

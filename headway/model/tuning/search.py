@@ -7,11 +7,16 @@ losses, and asks again; what it decides is a pure function of the losses.
     no trial converges yet:  a new proposal, all live trials run to the same length; then twice that length
     one has converged:       its length is the trial length; each further proposal runs so long, the better one stays
     the end:                 most_trials, or the five best slopes differ by less than 10 %
+    ours, before it wins:    the best one goes on to twice that length, beside one with lower rates; which is ahead?
 
-Some rules are ours, and save most of the steps. While no trial converges, LIVE of
-them stay. One that converges, but is behind another, does not end that. And a
-proposal is dropped after a quarter or half of its length when it is behind the
-best trial: the batches are the same, so that the noise of differences is small.
+The last rule is for a bias of short trials (Wu et al., ICLR 2018, arXiv 1803.02021):
+a loss falls fastest at first where the rate is too high, which shows its noise, and
+the units that it puts out of use for good, only later.
+
+More rules of ours save most of the steps. While no trial converges, LIVE of them
+stay. One that converges, but is behind another, does not end that. And a proposal
+is dropped after a quarter or half of its length when it is behind the best trial:
+the batches are the same, so that the noise of differences is small.
 
 >>> from headway.model.tuning.space import Range
 >>> search = Search({"lr": Range(0.0, 1.0)}, most_steps=80, most_trials=3, seed=0)
@@ -31,7 +36,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.model.tuning.space import SEARCHERS, Space
+from headway.model.tuning.space import SEARCHERS, Space, lowered
 from headway.model.tuning.summary import CONVERGING, DIVERGED, WINDOWS, Summary, summarise
 
 FIRST_STEPS = WINDOWS + 1
@@ -46,6 +51,9 @@ LIVE = 3
 
 BEHIND = 2.0
 """Standard errors of the difference of losses by which a proposal is behind."""
+
+MOST_CONFIRMED = 4
+"""Times the trial length until which a rival with lower rates is given; then the one with the lower loss wins."""
 
 ENOUGH = 6
 """Trials of the greatest length, none of which converges, after which the best unstable one is taken."""
@@ -97,6 +105,9 @@ class Search:
     converged: bool = False
     """Whether a trial converged, which fixed `trial_steps`."""
 
+    compared_at: int = 0
+    """The trial length, once the best trial goes on from there beside its rival; 0 before."""
+
     winner: Trial | None = None
     """The trial to go on from when the search has ended; None: none made progress, the parent goes on."""
 
@@ -133,6 +144,8 @@ class Search:
         if not self.converged and self.first:
             found = [trial for trial in self._live() if self._is_behind(self.trials[0], trial)]
         self.winner = min(found, key=_late, default=control) if not self.converged else self._best(self._live())
+        if self.compared_at:  # compared by their losses: at that length noise may be more than the fall
+            self.winner = min(self._live(), key=_late, default=None)
         for trial in self.trials:
             trial.live = trial is self.winner
 
@@ -142,7 +155,12 @@ class Search:
     def _drop_if_behind(self, trial: Trial) -> bool:
         """Drop a proposal that is behind the best trial after a quarter or half of its length; True if so."""
         count = len(trial.losses)
-        if not self.converged or count < FIRST_STEPS or count not in (self.trial_steps // 4, self.trial_steps // 2):
+        if (
+            not self.converged
+            or self.compared_at
+            or count < FIRST_STEPS
+            or count not in (self.trial_steps // 4, self.trial_steps // 2)
+        ):
             return False
         best = next(each for each in self.trials if each.live)  # the other live one: it came first
         if best is trial or not self._is_behind(trial, best):
@@ -171,6 +189,8 @@ class Search:
 
     def _advance(self) -> bool:
         """Decide what follows when all live trials have the same length; False when the search has ended."""
+        if self.compared_at:
+            return self._judge_rival()
         converging = [trial for trial in self._live() if trial.summary and trial.summary.label == CONVERGING]
         at_end = self.trial_steps >= self.most_steps
         # A trial that converges, but more slowly than one that is too noisy to say, is no measure yet.
@@ -186,13 +206,42 @@ class Search:
         full = len(self.trials) >= self.most_trials
         enough = full if self.converged else at_end and (full or len(self.trials) >= ENOUGH)
         if enough or (self.converged and self._slopes_agree()):
-            self.settle()
-            return False
+            return self._add_rival()
         if not self.converged:
             self.trial_steps = min(self.most_steps, 2 * self.trial_steps) if self.trial_steps else FIRST_STEPS
         if not full:
             self._propose()
         return True
+
+    def _add_rival(self) -> bool:
+        """Let the best trial go on beside one with lower rates; False, and the search ends, where there is none."""
+        best = self._best(self._live()) if self.converged else None
+        setting = lowered(self.space, best.setting) if best else {}
+        is_last = not self.compared_at and self.trial_steps >= self.most_steps
+        if best is None or setting == best.setting or is_last:
+            self.settle()
+            return False
+        if not self.compared_at:
+            self.compared_at, self.trial_steps = self.trial_steps, min(self.most_steps, 2 * self.trial_steps)
+        self.trials.append(Trial(len(self.trials), setting))
+        return True
+
+    def _judge_rival(self) -> bool:
+        """Drop the one of the two that is behind, or let both go on to twice the length; False at the end.
+
+        A rival that is ahead gets one with still lower rates, until the lower ones are behind.
+        """
+        order = sorted(self._live(), key=_late)
+        longest = min(self.most_steps, MOST_CONFIRMED * self.compared_at)
+        if len(order) > 1 and not self._is_behind(order[1], order[0]) and self.trial_steps < longest:
+            self.trial_steps = min(longest, 2 * self.trial_steps)
+            return True
+        for other in order[1:]:
+            other.live = False
+        if len(order) > 1 and order[0] is self.trials[-1]:
+            return self._add_rival()
+        self.settle()
+        return False
 
     @staticmethod
     def _best(trials: Sequence[Trial]) -> Trial | None:

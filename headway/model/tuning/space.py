@@ -30,6 +30,9 @@ DRAWN_FIRST = 6
 GOOD_FRACTION = 0.25
 CANDIDATES = 32
 
+LOWER = 0.3
+"""Share of a tunable with a logarithmic range, such as a learning rate, that counts as a lower one."""
+
 Setting = dict[str, Any]
 Trial = tuple[Setting, float]
 """A setting and its score."""
@@ -87,6 +90,15 @@ class Choice:
 
 
 Space = Mapping[str, Range | Choice]
+
+
+def lowered(space: Space, setting: Setting) -> Setting:
+    """Return a setting with LOWER of each tunable whose range is logarithmic."""
+    lower = dict(setting)
+    for name, each in space.items():
+        if isinstance(each, Range) and each.log:
+            lower[name] = max(each.low, setting[name] * LOWER)
+    return lower
 
 
 class SearchFn(Protocol):

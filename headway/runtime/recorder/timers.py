@@ -40,6 +40,7 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     )
 
     probes.losses = LossLooks()
+    probes.tables["losses"] = probes.losses.curve
     begun, optimized, ident = gradients.begun, gradients.optimized, _thread.get_ident
     gradients.watched[0] = True
     probes.tables["timers"] = {"clock": "host"}

@@ -1,4 +1,4 @@
-"""Losses that no job goes on from well: NaN, infinite, or many times the usual one.
+"""Losses that no job goes on from well: NaN, infinite, or many times the usual one; and the curve of the others.
 
 The guard (`fault.guard`) judges the losses of all ranks before each update; the recording looks at one in a while.
 
@@ -23,6 +23,9 @@ USUAL, FEWEST = 64, 20
 
 MOST_NOTED = 16
 """Bad losses of a rank that the recording notes."""
+
+MOST_KEPT = 512
+"""Points of the curve of losses that the recording keeps; where there are more, every other one is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +65,25 @@ class LossLooks:
     bad: list[dict[str, Any]] = field(default_factory=list)
     """Step and what was wrong, the first `MOST_NOTED`."""
 
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    """Step and loss of those that were not bad, evenly spaced: at most `MOST_KEPT`."""
+
     _usual: deque[float] = field(default_factory=lambda: deque(maxlen=USUAL))
+    _looks: int = 0
+    _every: int = 1
+    """Looks from one point of the curve to the next."""
 
     def seen(self, loss: float, step: int) -> bool:
         """Take in the loss of `step`, counted from 1; says whether it is the first bad one."""
         found = judge([loss], self._usual)
         if found is None:
             self._usual.append(loss)
+            if self._looks % self._every == 0:
+                self.curve.append((step, float(f"{loss:.6g}")))
+                if len(self.curve) > MOST_KEPT:
+                    del self.curve[1::2]
+                    self._every *= 2
+            self._looks += 1
         elif len(self.bad) < MOST_NOTED:
             self.bad.append({"step": step, "what": found.what})
         return found is not None and len(self.bad) == 1

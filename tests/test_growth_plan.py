@@ -1,0 +1,128 @@
+"""A size is proposed from the losses of a recorded run, and `compare` says what its training took."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from headway.cli import main
+from headway.core.errors import InputError
+from headway.cost.flops import flops_per_token
+from headway.cost.transformer import Transformer
+from headway.model.growth.proposal import FLOOR_EXPONENT, fits, growths
+from headway.runtime.bad_loss import MOST_KEPT, LossLooks
+from tests.launching import headway, script
+
+SHAPE = Transformer(4, 64, 4, sequence=32, vocabulary=100)
+STEPS = np.arange(8, 4001, 8)
+
+
+@pytest.mark.parametrize(("floor", "exponent"), [(1.5, 0.3), (2.0, 0.7), (0.5, 1.0)])
+def test_a_curve_is_found_again_within_the_noise_of_its_losses(floor, exponent):
+    noise = 0.02 * np.random.default_rng(0).standard_normal(len(STEPS))
+    curves = fits(STEPS, floor + 5 * STEPS**-exponent + noise)
+
+    assert curves[0].at(4000) == pytest.approx(floor + 5 * 4000**-exponent, abs=0.02)
+    assert min(each.floor for each in curves) <= floor + 0.02
+    assert max(each.floor for each in curves) >= floor - 0.02
+
+
+def test_a_share_is_what_scratch_still_needs_from_the_loss_that_the_small_model_ends_at():
+    curves = fits(STEPS, 2.0 + 5 * STEPS**-0.5)
+    found = growths(SHAPE, curves)
+
+    assert {(each.model.layers, each.model.hidden) for each in found} == {
+        (layers, hidden) for layers in (4, 6, 8) for hidden in (64, 96, 128)
+    } - {(4, 64)}
+    assert [each.compute for each in found] == sorted(each.compute for each in found)
+    for each in found:
+        times = each.model.layers * each.model.matrix_parameters / (SHAPE.layers * SHAPE.matrix_parameters)
+        floor = curves[0].floor * times**-FLOOR_EXPONENT
+        begun_at = (1 - each.share) * 4000
+
+        assert each.model.hidden // each.model.heads == SHAPE.hidden // SHAPE.heads
+        assert floor + curves[0].scale * begun_at ** -curves[0].exponent == pytest.approx(curves[0].at(4000))
+        assert each.share_range[0] <= each.share <= each.share_range[1]
+        assert each.flops == pytest.approx(each.share * 4000 * 32 * flops_per_token(each.model))
+    budget = sorted(each.flops for each in found)[2]
+    assert len(growths(SHAPE, curves, budget)) == 3
+    with pytest.raises(InputError, match="too small for each larger size; pass at least"):
+        growths(SHAPE, curves, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"), [(np.ones(500), "do not fall"), (2 + STEPS / 4000, "do not fall"), (STEPS[:9], "too few")]
+)
+def test_losses_that_say_nothing_of_more_steps_are_refused(losses, message):
+    with pytest.raises(InputError, match=message):
+        fits(STEPS[: len(losses)], losses)
+
+
+def test_the_curve_that_a_recording_keeps_is_evenly_spaced_bounded_and_without_bad_losses():
+    looks = LossLooks()
+    for step in range(1, 5001):
+        looks.seen(float("nan") if step % 1000 == 1 else 1.0, step)
+    steps = [step for step, _ in looks.curve]
+
+    assert MOST_KEPT // 2 <= len(steps) <= MOST_KEPT
+    assert max(np.diff(steps)) - min(np.diff(steps)) <= 1
+    assert steps[-1] > 4900
+    assert all(np.isfinite(loss) for _, loss in looks.curve)
+
+
+def verb(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(each) for each in arguments])
+    return ended.value.code
+
+
+def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_path, capsys):
+    job = """
+        import torch
+        torch.manual_seed(0)
+        x = torch.randn(256, 16) / torch.arange(1, 17)
+        net = torch.nn.Linear(16, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+        for step in range(400):
+            optimizer.zero_grad()
+            (1 + (net(x) - 3 * x.sum(1, keepdim=True)).square().mean()).backward()
+            optimizer.step()
+        """
+    small, large = tmp_path / "small", tmp_path / "large"
+    for out, rate in ((small, "0.05"), (large, "0.4")):
+        headway("run", "--quiet", "--out", out, "--", script(tmp_path, job.replace("RATE", rate)))
+    asked = (
+        "model",
+        "grow",
+        "--plan",
+        small,
+        "--model",
+        "layers=4,hidden=64,heads=4,sequence=32,vocabulary=100,batch=8",
+    )
+    codes = [verb(*asked, "--json")]
+    answer = json.loads(capsys.readouterr().out)
+    codes.append(verb(*asked))
+    text = capsys.readouterr().out
+    codes.append(verb("compare", small, large, "--json"))
+    compared = json.loads(capsys.readouterr().out)["growth"]
+    best = answer["sizes"][0]
+
+    assert codes[:2] == [0, 0]
+    assert answer["schema"] == "headway.model-grow-plan/1"
+    assert answer["run_flops"] == pytest.approx(flops_per_token(SHAPE) * 32 * 8 * answer["run_steps"])
+    assert f"{best['layers']} layers of {best['hidden']}" in text
+    assert (compared["proposed_steps"], compared["proposed_loss"]) == (best["steps"], best["loss"])
+    assert compared["steps"] == 400
+    assert compared["loss"] < answer["run_loss"]
+
+    for file in (large / "tables").glob("r*.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "losses": []}))
+    for command, words in [
+        (("--plan", large, "--model", asked[-1]), "has no losses"),
+        (("--plan", small), "Add it: --model"),
+        (("--large", "{}"), "MODULE:BUILD, --small, --checkpoint, -o is missing"),
+    ]:
+        assert verb("model", "grow", *command) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
