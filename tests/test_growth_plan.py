@@ -12,7 +12,7 @@ from headway.core.errors import InputError
 from headway.cost.flops import flops_per_token
 from headway.cost.transformer import Transformer
 from headway.model.growth.proposal import FLOOR_EXPONENT, fits, growths
-from headway.runtime.bad_loss import MOST_KEPT, LossLooks
+from headway.runtime.script.bad_loss import MOST_KEPT, LossLooks
 from tests.launching import headway, script
 
 SHAPE = Transformer(4, 64, 4, sequence=32, vocabulary=100)
