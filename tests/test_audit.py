@@ -18,7 +18,7 @@ from headway.data import DataLoader
 from headway.data.audit import KINDS, VERDICTS, AuditSum, Leg, Pass, judge, legs_of
 from headway.data.orders.order import TAILS, Sequence, in_order, permute
 from headway.trace.recording.deliveries import EVERY
-from headway.verbs.data_audit import audit
+from headway.verbs.loading.data_audit import audit
 from tests.recorded import recording
 
 items = st.lists(st.integers(0, 2**40), max_size=30)

@@ -21,7 +21,7 @@ from headway.storage.commits.commit import committed
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.stored.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
-from headway.verbs.ckpt import parse_keep
+from headway.verbs.checkpoints.ckpt import parse_keep
 from tests.checkpoints import Caller, some_state, unsynced, write_checkpoint
 
 

@@ -14,7 +14,7 @@ from headway.plan.optimiser import KINDS
 from headway.plan.parameters import check_parameters
 from headway.report.optimised import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.verbs import comm
+from headway.verbs.models import comm
 from tests.ddp_made import MS, Job, changed, play
 
 WASTEFUL = Job(forward_ns=(3 * MS,) * 6, size=(300_000,) * 6, bytes_per_s=1e8, limit=(10**8, 10**8))

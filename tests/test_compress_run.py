@@ -15,9 +15,9 @@ from headway.comm.runtime.measure import measured
 from headway.core.errors import InputError
 from headway.core.files.planfile import read_plan
 from headway.sim.ddp.ddp_compress import RAW
-from headway.verbs.comm_bench import bench
-from headway.verbs.plan import plan
-from headway.verbs.whatif import whatif
+from headway.verbs.models.comm_bench import bench
+from headway.verbs.runs.plan import plan
+from headway.verbs.runs.whatif import whatif
 from tests.launching import script
 from tests.paths import ROOT
 from tests.test_ddp_run import GOLDEN

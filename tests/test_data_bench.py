@@ -12,8 +12,8 @@ import pytest
 from headway.core.errors import DamageError, InputError
 from headway.data.runtime.checks import image_costs, transport_costs
 from headway.data.source import SyntheticJpeg
-from headway.verbs import data_bench
-from headway.verbs.data_bench import bench
+from headway.verbs.loading import data_bench
+from headway.verbs.loading.data_bench import bench
 from tests.paths import ROOT
 
 FEW = SyntheticJpeg(34, 80, 60, seed=3)

@@ -17,7 +17,7 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
-from headway.verbs.data_serve import serve, status
+from headway.verbs.loading.data_serve import serve, status
 from tests.paths import ROOT
 from tests.served_made import end, has_ended, server_of
 

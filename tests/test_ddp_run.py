@@ -19,7 +19,7 @@ from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_window import models_of, windows_of
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
-from headway.verbs.whatif import whatif
+from headway.verbs.runs.whatif import whatif
 from tests.ddp_made import Job, changed, play
 from tests.runs_made import MS, RunMaker
 from tests.spawn import on_ranks

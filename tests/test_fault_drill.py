@@ -22,7 +22,7 @@ from headway.ledger.answers.metrics import ettr
 from headway.runtime.launching.hang_proof import LOOKS, proven
 from headway.runtime.recorder.timers import LOOK_EVERY
 from headway.runtime.script.bad_loss import FEWEST, SPIKE, judge
-from headway.verbs.drill import exit_code
+from headway.verbs.jobs.drill import exit_code
 from tests.launching import headway, script
 from tests.remedy_context import TestContext
 

@@ -12,7 +12,7 @@ from headway.fault.incident import FILE, Blamed, Incident, read_incidents, write
 from headway.ledger.answers.ledger import Ledger
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.recording.runs import Run
-from headway.verbs.fault import incidents
+from headway.verbs.jobs.fault import incidents
 from tests.launching import headway, run, script
 
 SUPERVISOR = "headway.fault.runtime.supervise:supervisor"

@@ -22,7 +22,7 @@ from headway.fault.plan import prepare
 from headway.ledger.answers.metrics import ettr
 from headway.ledger.jobs.hang import Origin, Verdict
 from headway.plan.proposal import Proposal, Refusal
-from headway.verbs.fault import plan, sim
+from headway.verbs.jobs.fault import plan, sim
 
 
 @given(hosts=st.integers(1, 300), p=st.fractions(0, 1), quantile=st.fractions(0, 1))

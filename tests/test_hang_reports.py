@@ -21,7 +21,7 @@ from headway.ledger.jobs.hang_reports import of_dumps, of_watch
 from headway.report.page.hang import hang_part, render_hang
 from headway.trace.events.trace import Trace, concat
 from headway.trace.readers import flight
-from headway.verbs.hang import verdict_of
+from headway.verbs.jobs.hang import verdict_of
 from tests.hung_nccl import FAULTS, hung_devices
 from tests.spawn import on_ranks
 

@@ -24,10 +24,10 @@ from headway.report.page.machines import machine_heat_maps, machine_lines, machi
 from headway.report.text.job_lines import job_lines, mfu_lines
 from headway.trace.events.trace import Trace
 from headway.trace.generated.synthetic import Fault, Job, generate
-from headway.verbs.explain import explain
-from headway.verbs.hang import mesh_of
-from headway.verbs.model_flops import ModelSpec, mfu_entry
-from headway.verbs.views import heat_maps_of, why_object
+from headway.verbs.jobs.hang import mesh_of
+from headway.verbs.runs.views import heat_maps_of, why_object
+from headway.verbs.shared.explain import explain
+from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from tests.hung_jobs import HungJob, hung_reports
 from tests.paths import GOLDEN, ROOT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headway.data.stalls import WARMUP_STEPS
-from headway.verbs.measure import Phase, doubts
+from headway.verbs.loading.measure import Phase, doubts
 from tests.paths import ROOT
 from tests.runs_made import MS, RunMaker, write_folder
 

@@ -16,7 +16,7 @@ from headway.storage.nvm.controller import simulate_nvm
 from headway.storage.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, Layout, Memory, NvmDesign
 from headway.storage.nvm.traces import END, READ, TRACES, WRITE, checked, read_trace
 from headway.storage.stored.digests import crc32
-from headway.verbs.storage_sim import sim
+from headway.verbs.stored.storage_sim import sim
 
 SMALL = Memory(
     mapped_bytes=64 * PAGE_BYTES, num_cores=2, l1_bytes=512, l2_bytes=1024, llc_bytes=16 * 1024, controller_bytes=256

@@ -29,8 +29,8 @@ from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.stage_orders import RecordedPipeline
 from headway.sim.whatif.edits import scenario_of
-from headway.verbs.parallel_bubbles import bubbles
-from headway.verbs.why import why
+from headway.verbs.models.parallel_bubbles import bubbles
+from headway.verbs.runs.why import why
 from tests.paths import ROOT
 from tests.pipelines_made import costs, played, step_ends
 from tests.remedy_context import TestContext, applied

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.verbs.storage import fit, fleet, table
-from headway.verbs.storage_restripe import restripe
+from headway.verbs.stored.storage import fit, fleet, table
+from headway.verbs.stored.storage_restripe import restripe
 
 HEAD = "model,size,n_unique,drive_days,failed\n"
 

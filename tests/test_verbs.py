@@ -33,15 +33,15 @@ from headway.runtime.run_folder.recording import Exit
 from headway.sim.whatif.edits import EDITS
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
-from headway.verbs.compare import unfinished
-from headway.verbs.explain import explain, fixes_of, refuted
-from headway.verbs.plan import plan as plan_verb
-from headway.verbs.report import heat_maps, known_steps, step_durations, timelines, window_of
-from headway.verbs.script_terms import OF_REMEDY, chosen_terms
-from headway.verbs.source import newest_run
-from headway.verbs.trace import interval
-from headway.verbs.verdict import applied_rows, summarise, verdict_line
-from headway.verbs.why import why as why_verb
+from headway.verbs.runs.compare import unfinished
+from headway.verbs.runs.plan import plan as plan_verb
+from headway.verbs.runs.report import heat_maps, known_steps, step_durations, timelines, window_of
+from headway.verbs.runs.trace import interval
+from headway.verbs.runs.verdict import applied_rows, summarise, verdict_line
+from headway.verbs.runs.why import why as why_verb
+from headway.verbs.shared.explain import explain, fixes_of, refuted
+from headway.verbs.shared.script_terms import OF_REMEDY, chosen_terms
+from headway.verbs.shared.source import newest_run
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 
@@ -331,7 +331,7 @@ def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_prediction
     def refuse(*_, **__):
         raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
 
-    monkeypatch.setattr("headway.verbs.explain.Plan.of", refuse)
+    monkeypatch.setattr("headway.verbs.shared.explain.Plan.of", refuse)
     assert plan_verb(run) == 3
     screen = capsys.readouterr().out
     assert plan_verb(run, json=True) == 3
@@ -353,7 +353,7 @@ def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, 
         raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
 
     if not predicts:
-        monkeypatch.setattr("headway.verbs.explain.Plan.of", refuse)
+        monkeypatch.setattr("headway.verbs.shared.explain.Plan.of", refuse)
     explained = explain([run])
     answers = []
     for verb in (why_verb, plan_verb):

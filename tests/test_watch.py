@@ -20,7 +20,7 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.trace.recording.runs import Run
-from headway.verbs.watch import WatchedRun, watch
+from headway.verbs.runs.watch import WatchedRun, watch
 from tests.paths import ROOT
 from tests.runs_made import RunMaker, write_folder
 

@@ -18,7 +18,7 @@ from headway.runtime.in_rank.in_process import Shown
 
 if TYPE_CHECKING:
     from headway.ledger.answers.ledger import Ledger
-    from headway.verbs.explain import Explanation
+    from headway.verbs.shared.explain import Explanation
 
 
 class Answers:
@@ -36,14 +36,14 @@ class Answers:
 
     def why(self) -> dict[str, Any]:
         """Return the `headway.why/2` object: ledger, ranked causes, verdict; as `headway why --json` prints it."""
-        from headway.verbs.views import why_object
+        from headway.verbs.runs.views import why_object
 
         return why_object(self._explained())
 
     def report(self, out: str | os.PathLike[str] = "report.html") -> Path:
         """Write the report, one self-contained HTML page, to `out`; returns where it is."""
         from headway.report.page.html import write_report
-        from headway.verbs.report import report_data
+        from headway.verbs.runs.report import report_data
 
         write_report(report_data(self._explained()), Path(out))
         return Path(out)
@@ -51,7 +51,7 @@ class Answers:
     def _explained(self) -> Explanation:
         # Here and not above: the ledger and its reports (numpy, pyarrow, rich) are not for the start of every rank.
         from headway.trace.recording.runs import is_run
-        from headway.verbs.explain import explain
+        from headway.verbs.shared.explain import explain
 
         if not self.path or not is_run(Path(self.path)):
             raise InputError(f"{self!r} has no run folder to read. Record first, or name a run folder.")

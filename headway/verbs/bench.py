@@ -15,7 +15,7 @@ from typing import Any
 import headway
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.verbs.output import emit
+from headway.verbs.shared.output import emit
 
 FOLDER = Path(headway.__file__).resolve().parent.parent / "benchmarks"
 """Benchmarks belong to the checkout, not to the installed package."""

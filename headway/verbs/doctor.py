@@ -7,7 +7,7 @@ from dataclasses import asdict
 from headway.report.text.terminal import render_doctor
 from headway.runtime.host.doctor import check
 from headway.runtime.in_rank import device_checks
-from headway.verbs.output import emit
+from headway.verbs.shared.output import emit
 
 
 def doctor(*, device: bool = False, json: bool = False) -> int:

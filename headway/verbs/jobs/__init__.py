@@ -1,0 +1,1 @@
+"""Verbs of jobs and clusters: queues, prices, power, failures, hangs."""

@@ -1,0 +1,346 @@
+"""`headway cluster sim|compare`: queues of training jobs under scheduling policies, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
+from headway.cluster.adaptive.workload import MeasuredJobs
+from headway.cluster.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies
+from headway.cluster.engine import simulate
+from headway.cluster.logs.gavel import RateTable, read_trace
+from headway.cluster.logs.generate import generate
+from headway.cluster.logs.philly import read_queue
+from headway.cluster.logs.record import RecordedQueue
+from headway.cluster.logs.runs import queue_rates, run_rate
+from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
+from headway.cluster.policies.table import POLICIES
+from headway.core.errors import InputError
+from headway.core.tables import pick
+from headway.core.units import format_fraction
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.source import run_at
+
+GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
+"""Generated trace -> gangs of several devices, all jobs at time 0."""
+
+SPARE_JOBS = 3000
+"""Jobs generated behind the window: the queue goes on while its last jobs are served."""
+
+
+def sim(
+    *, trace: str, policy: str, devices: str = "", data: Path | None = None, jobs_per_hour: float = 4.0,
+    num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
+    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
+    runs: str = "", explain: bool = False, json: bool = False,
+) -> int:  # fmt: skip
+    """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
+
+    Generated traces are Gavel's jobs of any seed; their rates are measured
+    ones, read from `cluster/gavel/throughputs.parquet` in the data folder.
+    All figures are simulated.
+
+    Example: `headway cluster sim --trace gavel:multi --data shared --devices v100=36,p100=36,k80=36 --policy las`
+
+    Parameters
+    ----------
+    trace
+        gavel:single, gavel:multi, gavel:static, a .trace file of Gavel's, a log as `cluster compare` reads, or
+        pollux:W: one of the six workloads that Pollux was simulated with, on hosts of 4 devices.
+    devices
+        Type=count, separated by commas; pollux:W has t4=64 where nothing is given.
+    policy
+        A name; a wrong one lists them all.
+    data
+        Folder with cluster/gavel/throughputs.parquet, or cluster/pollux; without it, the current folder is searched.
+    jobs_per_hour
+        Rate of arrivals of a generated trace.
+    num_jobs
+        Jobs of a generated trace; 0: those of the window and 3,000 more, or 100.
+    seed
+        Seed of the generator and of random choices.
+    window
+        First:last job (excluded) that the figures are means of; the simulation ends when they are done.
+    rules
+        headway: what a job is owed is carried over decisions; gavel: the published round mechanism.
+    usd_per_h
+        Dollars per device and hour, type=price, separated by commas.
+    speed
+        Relative speeds of device types for logs, type=speed, separated by commas.
+    round_s
+        Seconds of a round; 0: 360, or 60 for pollux:W.
+    reset_s
+        Least seconds between two decisions.
+    load
+        Load of a workload of pollux:W, 1.0 or 0.5.
+    resize
+        Devices that leave or come back while it runs, seconds:type=count, separated by commas: 36000:v100=4.
+    runs
+        Run folders that measured jobs of a log, NAME=FOLDER, separated by commas; NAME is the job's model, and may be
+        left out where it is the script's. A CSV may then have num_steps in place of run_s.
+    explain
+        Print the prices of devices at each decision, for policies that have prices (hadar).
+    json
+        Print one JSON object instead of text.
+    """
+    chosen, span = pick(POLICIES, policy, "policy"), _window(window)
+    if trace.startswith("pollux:"):
+        if resize or runs:
+            raise InputError("--resize and --runs are for jobs of fixed size; leave them out with --trace pollux:W.")
+        result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
+        emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
+        return 0
+    if not devices:
+        raise InputError("--devices is empty; pass type=count, such as --devices v100=36,k80=36.")
+    cluster, round_s = Cluster.parse(devices, usd_per_h), round_s or 360.0
+    jobs, rates, measured = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed, runs)
+    found = simulate(
+        jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules,
+        resizes=Resize.parse(resize),
+    )  # fmt: skip
+    result = {
+        "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": rules, "policy": policy,
+        **found.figures(),
+    }  # fmt: skip
+    if measured:
+        result["rates"] = measured
+    if explain:
+        result["prices"] = found.price_rows()
+    emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
+    return 0
+
+
+def compare(
+    *, jobs: Path, devices: str, policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
+    virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0, json: bool = False,
+) -> int:  # fmt: skip
+    """Say what a recorded queue suffered, and what each policy would have made of it.
+
+    The log is first played again as it was. Where that misses the observed
+    mean completion time by more than 5 %, the named devices do not explain the
+    queue, and nothing is ranked (exit 3). Policies are simulated.
+
+    Example: `headway cluster compare --jobs sacct.json --devices a100=16,v100=16`
+
+    Parameters
+    ----------
+    jobs
+        What `sacct --json` (.json) or `sacct -P` printed, a CSV, or Philly's jobs (.parquet).
+    devices
+        Type=count, separated by commas: what the jobs ran on.
+    policies
+        Names, separated by commas.
+    usd_per_h
+        Dollars per device and hour, type=price, separated by commas.
+    speed
+        Relative speeds of device types, type=speed; without it the makers' peak rates of 16-bit arithmetic.
+    virtual_cluster
+        One virtual cluster of Philly's.
+    runs
+        Run folders that measured some of the jobs, NAME=FOLDER, separated by commas: how many times as fast such a
+        job is on another type follows from them. NAME is the job's name (model), and may be left out where it is
+        the script's.
+    seed
+        Seed of random choices.
+    round_s
+        Seconds of a round.
+    json
+        Print one JSON object instead of text.
+    """
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    for name in names or [""]:
+        pick(POLICIES, name, "policy")
+    cluster = Cluster.parse(devices, usd_per_h)
+    queue = read_queue(jobs, virtual_cluster)
+    rates, measured = _log_rates(queue, cluster, speed, runs)
+    result = answer(compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s))
+    result["skipped"] = queue.skipped
+    if measured:
+        result["rates"] = measured
+    emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
+    return 3 if result["refused"] else 0
+
+
+def _window(text: str) -> tuple[int, int] | None:
+    """Read "4000:5000"."""
+    first, colon, last = text.partition(":")
+    if not text:
+        return None
+    if not (colon and first.isdigit() and last.isdigit()):
+        raise InputError(f"--window is {text!r}; write first:last, such as 4000:5000.")
+    return int(first), int(last)
+
+
+def _queue(
+    trace: str, cluster: Cluster, data: Path | None, jobs_per_hour: float, num_jobs: int, seed: int,
+    window: tuple[int, int] | None, speed: str, runs: str,
+) -> tuple[Jobs, Rates, list[dict[str, Any]]]:  # fmt: skip
+    """Return the jobs of a trace, their rates, and those that runs measured."""
+    measured = trace in GENERATED or trace.endswith(".trace")
+    if not measured and trace.startswith("gavel:"):
+        pick(GENERATED, trace, "trace")
+    if not measured:
+        queue = read_queue(Path(trace))
+        given, rows = _log_rates(queue, cluster, speed, runs)
+        return queue.jobs, Rates.of(given, queue.jobs, cluster), rows
+    if runs:
+        raise InputError(f"--runs gives rates to jobs of a log; {trace} has a table of its own. Leave --runs out.")
+    if data is None:
+        raise InputError(f"--trace {trace} needs measured rates; pass --data FOLDER with cluster/gavel in it.")
+    places = (data / "data/cluster/gavel", data / "cluster/gavel", data / "gavel", data)
+    folder = next((place for place in places if (place / "throughputs.parquet").exists()), data)
+    table = RateTable.read(folder / "throughputs.parquet")
+    if trace not in GENERATED:
+        jobs = read_trace(Path(trace), table.alone["v100"])
+        return jobs, table.of(jobs, cluster), []
+    multi, static = GENERATED[trace]
+    if not static and not 0 < jobs_per_hour < 1e6:
+        raise InputError(f"--jobs-per-hour is {jobs_per_hour:g}; pass a rate above 0.")
+    size = num_jobs or (window[1] + SPARE_JOBS * (not static) if window else 100)
+    jobs = generate(size, seed, table.alone["v100"], jobs_per_hour=0.0 if static else jobs_per_hour, multi=multi)
+    return jobs, table.of(jobs, cluster), []
+
+
+def _log_rates(queue: RecordedQueue, cluster: Cluster, speed: str, runs: str) -> tuple[Values, list[dict[str, Any]]]:
+    """Return the rates of a log's jobs, and a row per kind of job and type that runs measured."""
+    speeds = parse_numbers(speed, "speeds")
+    if not runs:
+        return queue.rates(cluster, speeds), []
+    named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
+    found = [run_rate(run_at(Path(path)), name) for name, _, path in named]
+    rates, measured = queue_rates(queue, cluster, speeds, found)
+    names, models = sorted({run.model for run in found}), sorted(set(queue.jobs.model))
+    if not set(names) & set(models):
+        raise InputError(
+            f"no job of the log has the name of a run ({', '.join(names)}); its jobs are "
+            f"{', '.join(map(repr, models[:5]))}. Write --runs NAME=FOLDER with one of these names."
+        )
+    return rates, measured.rows()
+
+
+HOST_DEVICES = 4
+"""Devices of a host of Pollux' measurements."""
+
+
+def _pollux(
+    trace: str, policy: str, devices: str, data: Path | None, load: float, window: tuple[int, int] | None,
+    round_s: float, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Simulate a workload of measured applications; the answer has the published figure where there is one."""
+    number, pool = trace.partition(":")[2], Cluster.parse(devices or "t4=64")
+    total = int(pool.count.sum())
+    if len(pool.names) != 1 or total % HOST_DEVICES or not number.isdigit():
+        raise InputError(
+            f"--trace is {trace}, --devices {devices}; write pollux:6, and one type with a multiple of {HOST_DEVICES}."
+        )
+    base = data or Path()
+    places = (base / "data/cluster/pollux", base / "cluster/pollux", base / "pollux", base)
+    folder = next((place for place in places if (place / "workloads.parquet").exists()), places[0])
+    submitted = read_workload(folder, int(number), load)
+    found = MeasuredJobs(submitted, read_applications(folder), adaptive=policy == "pollux")
+    hosts = Cluster.of({f"host{index}": HOST_DEVICES for index in range(total // HOST_DEVICES)})
+    outcome = simulate(
+        found.jobs(), hosts, policy, rates=found.rates(len(hosts.names)), seed=seed, window=window, round_s=round_s,
+        adapting=found,
+    )  # fmt: skip
+    published = published_jct_s(folder, policy, int(number), load=load, interval_s=round_s)
+    return {
+        "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": "pollux", "policy": policy,
+        "published_mean_jct_s": None if window or total != 64 else published, **outcome.figures(),
+    }  # fmt: skip
+
+
+def _hours(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds / 3600:.2f}"
+
+
+def _row(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """Return the cells of one way in which a queue went."""
+    rho, usd = figures["mean_rho"], figures["usd"]
+    return [
+        name, *(_hours(figures[key]) for key in ("mean_jct_s", "p99_jct_s", "max_jct_s", "makespan_s")),
+        "-" if rho is None else f"{rho:.2f}", format_fraction(figures["used_fraction"]),
+        "-" if usd is None else f"{usd:,.0f}", f"{figures['moves']:,}",
+    ]  # fmt: skip
+
+
+HEAD = ("", "mean JCT, h", "p99", "worst", "makespan", "rho", "in use", "USD", "moves")
+
+
+def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
+    """Return a row per gang size."""
+    rows = grid("left", "right", "right", "right", "right")
+    add_row(rows, title, "jobs", "device-hours", "mean JCT, h", "slowdown", style="dim")
+    for size, row in figures["by_scale"].items():
+        jobs, hours = f"{row['num_jobs']:,}", f"{row['device_hours']:,.0f}"
+        add_row(rows, f"{size} devices", jobs, hours, _hours(row["mean_jct_s"]), f"{row['mean_slowdown']:.2f}")
+    return uncut(rows)
+
+
+def _measured(rows: list[dict[str, Any]]) -> list[Any]:
+    """Return a row per kind of job and type, where runs measured some; otherwise nothing."""
+    if not rows:
+        return []
+    table = grid("left", "right", "left", "right", "left")
+    add_row(table, "rates", "devices", "type", "steps/s", "", style="dim")
+    for row in rows:
+        cells = row["model"], f"{row['scale']}", row["device_type"], f"{row['steps_per_s']:.4g}", row["source"]
+        add_row(table, *cells)
+    return ["", uncut(table)]
+
+
+WORDS = (
+    "JCT: completion less arrival. rho: finish-time fairness, that time over the time with an equal share of "
+    "one's own; slowdown: over the time alone on the fastest type. Policies are simulated."
+)
+
+
+def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+    rows = grid("left", *["right"] * (len(HEAD) - 1))
+    add_row(rows, *HEAD, style="dim")
+    add_row(rows, *_row(result["policy"], result))
+    notes = [paragraph(note) for note in result["notes"][:8]]
+    head = Text(f"  {result['trace']}: {result['num_jobs']:,} jobs, rules {result['rules']}, simulated")
+    if result.get("published_mean_jct_s"):
+        own, published = result["mean_jct_s"], result["published_mean_jct_s"]
+        notes.append(paragraph(f"Mean JCT {own:,.1f} s; published: {published:,.1f} s ({own / published - 1:+.1%})."))
+    tables = ["", uncut(rows), "", _gangs("gang", result), *_measured(result.get("rates", []))]
+    return draw([head, *tables, "", *notes, paragraph(WORDS, style="dim")], **screen)
+
+
+def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+    rows = grid("left", *["right"] * (len(HEAD) - 1))
+    add_row(rows, *HEAD, style="dim")
+    parts: list[Any] = []
+    if result["observed"]:
+        add_row(rows, *_row("observed", result["observed"]))
+        add_row(rows, *_row("replayed as it was", result["replayed"]))
+    for figures in result["policies"]:
+        add_row(rows, *_row(figures["policy"], figures), style="bold" if figures["policy"] == result["best"] else "")
+    if result["observed"]:
+        owners = grid("left", "right")
+        add_row(owners, "owner", "device-hours", style="dim")
+        for owner, hours in list(result["observed"]["device_hours_by_owner"].items())[:10]:
+            add_row(owners, owner, f"{hours:,.1f}")
+        parts = ["", _gangs("observed, by gang", result["observed"]), "", uncut(owners)]
+    elif result["policies"]:
+        parts = ["", _gangs("by gang", result["policies"][0])]
+    parts += _measured(result.get("rates", []))
+    if result["refused"]:
+        limit = format_fraction(FIDELITY)
+        verdict = (
+            f"No ranking: {result['refused']}, more than {limit}. Check --devices: they do not explain this queue."
+        )
+    elif result["observed"]:
+        error = format_fraction(result["replay_error_fraction"], signed=True)
+        verdict = f"Replay error {error}. Least mean JCT: {result['best']}."
+    else:
+        verdict = (
+            f"The log does not say when or where jobs started: no check by replay. Least mean JCT: {result['best']}."
+        )
+    return draw([uncut(rows), *parts, "", paragraph(verdict), "", paragraph(WORDS, style="dim")], **screen)

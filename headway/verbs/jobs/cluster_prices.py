@@ -1,0 +1,205 @@
+"""`headway cluster prices`: dollars of the rest of a job on each offer, and what each way of buying it comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.text import Text
+
+from headway.cluster.logs.record import relative_speed
+from headway.cluster.logs.runs import device_name
+from headway.cluster.prices.answer import (
+    Rest,
+    cheapest,
+    deadlines,
+    history,
+    sky_task,
+    speeds_of,
+)
+from headway.cluster.prices.market import DAY_S, HOUR_S, ON_DEMAND, Market, Terms
+from headway.cluster.prices.read import Records, read_records
+from headway.core.errors import InputError
+from headway.core.files.whole_file import whole_file
+from headway.core.tables import pick
+from headway.core.units import parse_bytes
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.answers.ledger import Ledger
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.trace.recording.runs import Run
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.source import run_at
+
+
+def prices(
+    run: Path | None = None, /, *, data: Path, model: str = "", days: float = 4.0, steps_left: float = 0.0,
+    region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: str = "0",
+    egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
+    from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
+    restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3, json: bool = False,
+) -> int:  # fmt: skip
+    """Say what the rest of a job costs on each offer, and what each way of buying it would have come to.
+
+    By recorded prices: the study's strategies (baseline, gpu_type, packed, multi_cloud, preemption), an online rule
+    that knows the past alone, and the least possible in hindsight. Nothing is bought, all is simulated.
+
+    Example: `headway cluster prices --model A3C --data shared --days 4 --region us-east-1`
+
+    Parameters
+    ----------
+    run
+        A run folder: its steps per second and devices are those of the job. Without --model, the newest one.
+    data
+        Folder of price tables, or one file: CSV, Parquet, or JSON of `aws ec2 describe-spot-price-history`.
+    model
+        A row of the table of throughputs: the job itself, or, with RUN, the ratios between device types.
+    days
+        Size of the job: days on the device type it was measured on.
+    steps_left
+        Size of the job in steps, instead of --days.
+    region
+        Region of AWS.
+    device_type
+        What RUN ran on, and what the baseline rents; v100 without RUN.
+    move_usd
+        Dollars of each move.
+    checkpoint
+        Bytes that a move carries, such as 12GB; they cost --egress-usd-per-gb.
+    egress_usd_per_gb
+        Dollars per 10^9 bytes that leave a cloud.
+    move_s
+        Seconds paid at each move without progress: spin-up and lost work.
+    hysteresis
+        The online rule moves where it wins the cost of the move and this fraction more.
+    from_
+        Buy from this day on (2020-03-01): what its prices predicted beside what was paid.
+    extend
+        hold: carry the last prices on where the record ends before the job.
+    due_hours
+        Deadline after the start: on demand once the slack is used up.
+    restart_s
+        Seconds without progress at each start, for deadlines on recorded availability.
+    sky
+        Write the task of the cheapest offer as YAML of SkyPilot's; needs RUN.
+    max_restarts
+        Restarts on errors that SkyPilot may make.
+    json
+        Print one JSON object instead of text.
+    """
+    if not (0 < days < 1e5 and steps_left >= 0 and due_hours > 0 and extend in ("", "hold")):
+        raise InputError("--days and --due-hours must be above 0, --steps-left not below, --extend empty or hold.")
+    records = read_records(data)
+    recorded = None if model and run is None else run_at(run)
+    reference, num_devices, speeds = _job(recorded, records, model, device_type)
+    market, calendar = records.market(region, reference, on_demand=math.isfinite(due_hours))
+    move = move_usd + parse_bytes(checkpoint) / 1e9 * egress_usd_per_gb
+    terms = Terms.of(market, speeds, num_devices=num_devices, whole=bool(recorded), move_usd=move, move_s=move_s)
+    rest = Rest(steps_left or days * DAY_S * speeds[reference], reference, hysteresis, due_hours * HOUR_S)
+    day = _date(from_) if from_ else market.last
+    offers = cheapest(terms, market.index(day), rest.steps)
+    result: dict[str, Any] = {
+        "schema": "headway.cluster-prices/1", "simulated": True, "model": model or None, "region": region,
+        "run": str(recorded.path) if recorded else None, "device_type": reference, "num_devices": num_devices,
+        "steps": rest.steps, "day": str(day), "offers": offers[:20], "warnings": records.warnings,
+        "basis": "steps per second of the run" if recorded else "table of throughputs",
+    }  # fmt: skip
+    result |= history(terms, calendar, rest, day if from_ else None, hold=extend == "hold")
+    times = rest.steps / speeds[reference], rest.due_s, restart_s
+    result["deadline"] = deadlines(data, records.on_demand, reference, *times)
+    if sky is not None:
+        result["sky"] = _write_task(sky, recorded, market, offers, num_devices, max_restarts)
+    emit(result, lambda screen: _screen(result, screen), as_json=json)
+    return 0
+
+
+def _job(recorded: Run | None, records: Records, model: str, device_type: str) -> tuple[str, int, dict[str, float]]:
+    """Return the device type that a job was measured on, its devices, and its steps per second on each type."""
+    table = pick(records.speeds, model, "model") if model else {}
+    if recorded is None:
+        pick(table, device_type or "v100", f"device type of {model}")
+        return device_type or "v100", 1, table
+    ledger = Ledger.of(recorded)
+    reference, rate = device_type or _device_type(recorded.meta), steps_per_s(ledger)
+    if not rate > 0:
+        raise InputError(f"{recorded.path} has no step: its speed is unknown. Record a run that trains.")
+    ratios = {} if table.get(reference) else _peak_ratios(reference, records)
+    return reference, ledger.devices, speeds_of(table, reference, rate, ratios)
+
+
+def _write_task(
+    path: Path, recorded: Run | None, market: Market, offers: list[dict[str, Any]], num_devices: int, max_restarts: int
+) -> str:  # fmt: skip
+    """Write the task that runs a run's script on the cheapest offer of a cloud; raises `InputError` without a run."""
+    if recorded is None:
+        raise InputError("--sky writes the command of a run. Name RUN, a run folder.")
+    best = next(row["index"] for row in offers if market.offers[row["index"]].cloud != ON_DEMAND)
+    script = [str(word) for word in recorded.meta.get("script") or ()]
+    with whole_file(path) as draft:
+        draft.write_text(sky_task(market, best, num_devices=num_devices, script=script, max_restarts=max_restarts))
+    return str(path)
+
+
+def _peak_ratios(reference: str, records: Records) -> dict[str, float]:
+    """Return speeds relative to the reference by makers' peaks; a type without one is left out, with a warning."""
+    own, found = relative_speed(reference, {}), {}
+    for kind in records.device_types():
+        try:
+            found[kind] = relative_speed(kind, {}) / own
+        except InputError:
+            records.warnings.append(f"no speed of {kind} is known: its offers are left out")
+    return found
+
+
+def _date(text: str) -> date:
+    """Read a day."""
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise InputError(f"--from is {text!r}; write a day such as 2020-03-01.") from None
+
+
+def _device_type(meta: Mapping[str, Any]) -> str:
+    """Return the device type of a run as prices name it: 'NVIDIA A100-SXM4-80GB' is an a100."""
+    name = str(meta.get("device_type") or "cpu")
+    if name == "cpu":
+        raise InputError("the run used no accelerator, and offers have some. Pass --device-type, such as v100.")
+    return device_name(name)
+
+
+def _screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+    """Draw the offers, the strategies, and what was asked for on top."""
+    offers = grid("left", "right", "right", "right")
+    add_row(offers, f"offer on {result['day']}", "USD/h", "hours", "rest, USD", style="dim")
+    for row in result["offers"][:8]:
+        add_row(offers, row["offer"], f"{row['usd_per_h']:.3f}", f"{row['hours']:.1f}", f"{row['usd']:,.2f}")
+    ways = grid("left", "right", "right", "right")
+    add_row(ways, f"{result['num_starts']} start days", "mean USD", "least", "most", style="dim")
+    for row in result["strategies"]:
+        add_row(ways, row["name"], *(f"{row[key]:,.2f}" for key in ("mean_usd", "min_usd", "max_usd")))
+    add_row(ways, "online", f"{result['online_usd']:,.2f}", "", "", style="bold")
+    add_row(ways, "hindsight", f"{result['hindsight_usd']:,.2f}", "", "")
+    parts: list[Any] = [uncut(offers), "", uncut(ways)]
+    if "from" in result:
+        paid = grid("left", "right", "right", "right", "right")
+        add_row(paid, f"from {result['from']['day']}", "predicted", "paid", "hours", "moves", style="dim")
+        for row in result["from"]["rows"]:
+            figures = (f"{row[key]:,.2f}" for key in ("predicted_usd", "paid_usd", "hours"))
+            add_row(paid, row["name"], *figures, str(row["moves"]))
+        parts += ["", uncut(paid)]
+    if result.get("deadline"):
+        found = result["deadline"]
+        parts += ["", paragraph(
+            f"Deadline: met {found['num_met']} of {found['num_starts']} times on recorded availability, "
+            f"{found['mean_usd']:,.2f} USD on average, {found['cost_fraction']:.2f} of on demand."
+        )]  # fmt: skip
+    if result["starts_past_last_day"]:
+        count = result["starts_past_last_day"]
+        parts += ["", paragraph(f"{count} of the start days reach past the record: its last prices are taken to stay.")]
+    parts += [paragraph(f"warning: {text}", style="yellow") for text in result["warnings"]]
+    note = "Simulated with recorded prices, one per day. Nothing is bought."
+    head = Text(f"  {result['steps']:,.0f} steps, by the {result['basis']}, {result['region']}")
+    return draw([head, "", *parts, "", paragraph(note, style="dim")], **screen)

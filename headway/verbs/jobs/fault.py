@@ -1,0 +1,230 @@
+"""`headway fault incidents|plan|sim`: the failures of a run and what each cost; what to prepare; a fleet, simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from headway.core.errors import HeadwayError
+from headway.core.units import format_fraction, format_seconds
+from headway.fault.advise import predicted_ettr
+from headway.fault.expected import expected
+from headway.fault.fleet import Scenario, simulate
+from headway.fault.incident import SCHEMA, Incident, read_incidents
+from headway.fault.plan import Preparation, prepare
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.answers.metrics import ettr_of_steps
+from headway.ledger.booking.account import SpanFacts
+from headway.ledger.runs.attempts import book_run
+from headway.report.paper import ScreenOptions, add_row, draw, grid
+from headway.trace.recording.runs import Run
+from headway.verbs.jobs.hang import mesh_of
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.source import run_at
+
+ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
+"""Measured; of a simulated job with the same failures; by the closed form."""
+
+
+def incidents(run: Path | None = None, /, *, json: bool = False) -> int:
+    """List the failures of a run: who failed, what was done, how long each phase took, what was lost.
+
+    Example: `headway fault incidents headway-runs/train-1`
+
+    Parameters
+    ----------
+    run
+        A run folder; the newest one by default.
+    json
+        Print one JSON object (schema headway.incidents/1) instead of text.
+    """
+    recorded = run_at(run)
+    answer = incidents_of(recorded)
+    emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
+    return 0
+
+
+def incidents_of(run: Run) -> dict[str, Any]:
+    """Return the object that `--json` prints; `ettr` is None where the run's steps are not known."""
+    rows = read_incidents(run.path)
+    return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], **ettr_of(run, rows)}
+
+
+def account_of(path: Path) -> dict[str, Any]:
+    """Return what `headway run --json` says of the attempts of a run."""
+    run = Run.open(path)
+    answer = incidents_of(run)
+    return {"attempts": len(run.attempts()), **{key: answer[key] for key in ("incidents", *ETTRS)}}
+
+
+def row_of(incident: Incident) -> dict[str, Any]:
+    """Return an incident as JSON shows it, with the seconds of its phases."""
+    row: dict[str, Any] = msgspec.to_builtins(incident)
+    return {**row, "phases_s": incident.phases_s(), "downtime_s": incident.downtime_s}
+
+
+def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
+    """Return the values of `ETTRS`: measured, as a simulated job has it with the same failures, by the closed form.
+
+    Measured is the wall time of the steps that were kept / that of the run. None where nothing is known.
+    """
+    none: dict[str, float | None] = dict.fromkeys(ETTRS)
+    try:
+        booked = book_run(run.attempts(), run.meta)
+        steps_s = [one.step_wall_ns / 1e9 for one in booked.attempts]
+        kept_s = sum(float(walls[: one.kept_steps].sum()) for walls, one in zip(steps_s, booked.attempts, strict=True))
+        wall_s, stepped_s = (booked.wall[1] - booked.wall[0]) / 1e9, sum(float(walls.sum()) for walls in steps_s)
+        if not wall_s or not kept_s:
+            return none
+        saves = sum(_saves(one.spans) for one in booked.attempts) / len(booked.ranks)
+        found = expected(rows, wall_s=wall_s, stepped_s=stepped_s, interval_s=stepped_s / saves if saves else None)
+    except HeadwayError:
+        return none
+    measured = ettr_of_steps(kept_s, wall_s=wall_s)
+    if found is None:
+        return {**none, "ettr": measured}
+    return dict(zip(ETTRS, (measured, found.simulated, found.closed_form), strict=True))
+
+
+def ettr_beside(before: Run, after: Run) -> dict[str, float | None] | None:
+    """Return the measured ETTR of two runs, and what the failures of the first let predict; None where none failed."""
+    rows = read_incidents(before.path)
+    if not rows:
+        return None
+    ledger = Ledger.of(before)
+    steps_s = [wall for one in book_run(before.attempts(), before.meta).attempts for wall in one.step_wall_ns / 1e9]
+    step_s = float(sum(steps_s) / len(steps_s)) if steps_s else 0.0
+    answer = {"before": ettr_of(before, rows)["ettr"], "after": ettr_of(after, read_incidents(after.path))["ettr"]}
+    found = predicted_ettr(ledger, [row_of(row) for row in rows], step_s=step_s) if step_s else None
+    return {**answer, "predicted": found}
+
+
+def ettr_sentence(found: Mapping[str, float | None]) -> str:
+    """Return what `ettr_beside` found, in words."""
+    before, after, wanted = (
+        "not known" if found[key] is None else format_fraction(found[key] or 0.0)
+        for key in ("before", "after", "predicted")
+    )
+    return f"ETTR {before} before, {after} now; predicted with all that was proposed, as often failing: {wanted}"
+
+
+def _saves(spans: Mapping[str, SpanFacts]) -> int:
+    """Return how many saves all ranks began."""
+    return max((spans[name].count for name in ("checkpoint.snapshot", "checkpoint.save") if name in spans), default=0)
+
+
+def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
+    rows = answer["incidents"]
+    told = "nothing failed" if not rows else f"{len(rows)} failure{'s' if len(rows) > 1 else ''}"
+    ettr = answer["ettr"]
+    share = f" · ETTR {format_fraction(ettr)}" if ettr is not None else ""
+    if answer["ettr_simulated"] is not None:
+        share += f" (simulated with the same failures {format_fraction(answer['ettr_simulated'])}, "
+        share += f"closed form {format_fraction(answer['ettr_closed_form'])})"
+    parts: list[Any] = [Text(f"headway fault incidents   {source}"), Text(f"{told}{share}\n")]
+    for row in rows:
+        blamed = row["suspects"]
+        who = ", ".join(f"rank {rank}" for rank in blamed["ranks"]) or "nobody in particular"
+        parts.append(Text(f"{row['number'] + 1}  attempt {row['attempt']}, step {row['step']}: {row['class']}, {who}"))
+        parts += [_lines(_facts(row)), Text("")]
+    return draw(parts, **screen)
+
+
+def _facts(row: dict[str, Any]) -> list[tuple[str, str]]:
+    phases = " · ".join(f"{name} {format_seconds(seconds)}" for name, seconds in row["phases_s"].items())
+    start = "warm" if row["warm"] else f"cold: {row['cold_reason']}" if row["cold_reason"] else "cold"
+    facts = [("seen", row["evidence"]), ("action", f"{row['action']}: {row['reason']}"), ("phases", phases)]
+    if row["first_step_ns"] is not None:
+        lost = "" if row["lost_steps"] is None else f", {row['lost_steps']} steps done again"
+        facts += [("start", start), ("state", f"from {row['restored']}{lost}")]
+        facts.append(("cost", f"{format_seconds(row['downtime_s'])} from detection to the first step of all ranks"))
+    return [(name, value) for name, value in facts if value]
+
+
+def plan(
+    *, mtbf_s: float, restart_s: float, save_s: float, interval_s: float | None = None, hosts: int | None = None,
+    p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: bool = False,
+) -> int:  # fmt: skip
+    """Say how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
+
+    Example: `headway fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --hosts 512 --p-daily 0.0012`
+
+    Parameters
+    ----------
+    mtbf_s
+        Mean seconds between failures of the job.
+    restart_s
+        Seconds from a failure to the first step after it.
+    save_s
+        Seconds for which a save blocks training.
+    interval_s
+        Seconds of work between saves; the best ones by default.
+    hosts
+        Hosts of the job, for the number in reserve.
+    p_daily
+        Chance that a host fails on a day.
+    mesh
+        The parallel axes and their sizes, the fastest-varying first: tp=8,pp=4,dp=16.
+    ranks_per_host
+        Ranks on a host, for the peers that hold copies.
+    json
+        Print one JSON object instead of text.
+    """
+    found = prepare(
+        mtbf_s=mtbf_s, restart_s=restart_s, save_s=save_s, interval_s=interval_s, hosts=hosts, p_daily=p_daily,
+        mesh=None if mesh is None else mesh_of(mesh), ranks_per_host=ranks_per_host,
+    )  # fmt: skip
+    answer = {"schema": "headway.fault-plan/1", **found.to_json()}
+    emit(answer, lambda screen: draw([_lines(_plan_facts(found))], **screen), as_json=json)
+    return 0
+
+
+def _plan_facts(found: Preparation) -> list[tuple[str, str]]:
+    facts = [
+        ("save every", format_seconds(found.interval_s)),
+        ("ETTR", f"{format_fraction(found.ettr)} (first order {format_fraction(found.ettr_first_order)})"),
+    ]
+    if found.standby_hosts is not None:
+        facts.append(("in reserve", f"{found.standby_hosts} hosts: enough on 99 days of 100"))
+    if found.backup_peer is not None:
+        first = ", ".join(f"{rank} -> {peer}" for rank, peer in enumerate(found.backup_peer[:8]))
+        facts.append(("copies", f"{first}{' ...' if len(found.backup_peer) > 8 else ''} (all in --json)"))
+    return facts
+
+
+def _lines(facts: list[tuple[str, str]]) -> Table:
+    table = grid("left", "fold")
+    for name, value in facts:
+        add_row(table, name, value)
+    return table
+
+
+def sim(scenario: Path, /, *, seed: int = 0, json: bool = False) -> int:
+    """Simulate a job on a fleet that fails: its ETTR, and where the rest went.
+
+    Example: `headway fault sim fleet.toml --seed 1`
+
+    Parameters
+    ----------
+    scenario
+        A TOML file: hosts, devices_per_host, days, mtbf_s or per_1000_host_days, [mix], [times].
+    seed
+        Seed of the failures.
+    json
+        Print one JSON object instead of text.
+    """
+    outcome = simulate(Scenario.read(scenario), seed)
+    answer = {"schema": "headway.fault-sim/1", "simulated": True, **outcome.to_json()}
+    parts = [(name, format_seconds(seconds)) for name, seconds in outcome.unproductive_s.items() if seconds]
+    facts = [
+        ("ETTR", f"{format_fraction(outcome.ettr)}, simulated"),
+        ("failures", f"{outcome.num_incidents}, the longest cost {format_seconds(outcome.longest_unproductive_s)}"),
+        *parts,
+    ]
+    emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
+    return 0

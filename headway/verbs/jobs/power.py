@@ -1,0 +1,227 @@
+"""`headway power check|plan|export`: a job's power over time, what a utility allows, and what makes it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+from rich.text import Text
+
+from headway.core.errors import InputError, UnknownNameError
+from headway.core.units import format_fraction
+from headway.cost.power import PowerModel
+from headway.power.advise import (
+    SCHEMA,
+    default_mitigations,
+    mitigations,
+    operator_script,
+    operator_settings,
+    read_power_plan,
+    write_power_plan,
+)
+from headway.power.grid_spec import GridSpec
+from headway.power.grid_spec import check as hold_against
+from headway.power.search import PowerCosts, optimise
+from headway.power.waveform import Waveform, of_file, of_run
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.trace.recording.runs import is_run
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.source import run_at
+
+ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
+
+
+FILLER = "headway applies a filler beside ranks on CPUs only; leave it out on accelerators: --use floor,ramps,battery"
+"""What a plan with a filler has to say."""
+
+
+def check(
+    source: Path | None = None, /, *, spec: str, device: str = "", devices: int = 0, step_s: float = 0.01,
+    idle_w: float | None = None, overhead_fraction: float = 0.0, json: bool = False,
+) -> int:  # fmt: skip
+    """Hold the power of a site against a specification; exit 3 when a limit does not hold.
+
+    Example: `headway power check headway-runs/train-1 --device H100-SXM5-80GB --devices 20000 --spec moderate`
+
+    Parameters
+    ----------
+    source
+        A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
+    spec
+        TOML file of ramp_w_per_s, range_w, window_s, band_hz, band_rms_w, band_share; or moderate, strict.
+    device
+        Name in the table of devices that the ranks stand for; the run's own by default.
+    devices
+        Devices of the site; those recorded by default.
+    step_s
+        Seconds between samples of a run's power.
+    idle_w
+        Idle power of a device where it was measured; a tenth of its TDP by default.
+    overhead_fraction
+        What hosts draw all the time, as a fraction of the devices' TDP.
+    json
+        Print one JSON object instead of text.
+    """
+    limits = GridSpec.read(spec)
+    wave, _, _ = _waveform(source, device, devices, step_s, idle_w, overhead_fraction)
+    found = hold_against(wave.power_w, wave.step_s, limits)
+    result: dict[str, Any] = {
+        "schema": "headway.power-check/1", "ok": found.ok,
+        "violations": [{"limit": v.limit, "value": v.value, "allowed": v.allowed} for v in found.violations],
+        **{name: getattr(found, name) for name in ROWS}, "peak_hz": found.peak_hz, "basis": wave.basis,
+        "mean_w": float(wave.power_w.mean()), "length_s": len(wave.power_w) * wave.step_s, "notes": [],
+    }  # fmt: skip
+    if result["length_s"] < 2 / limits.band_hz[0]:
+        lowest = f"{2 / result['length_s']:.2g} Hz"
+        result["notes"] = [f"the record is short: nothing of the band below {lowest} is seen, record two periods of it"]
+    emit(result, lambda screen: _check_screen(result, limits, screen), as_json=json)
+    return 0 if found.ok else 3
+
+
+def plan(
+    source: Path | None = None, /, *, spec: str, device: str = "", devices: int = 0, step_s: float = 0.01,
+    idle_w: float | None = None, overhead_fraction: float = 0.0, use: str = "", max_storage_j: float = math.inf,
+    usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0, storage_usd_per_kw: float = 150.0,
+    compute_usd_per_kwh: float = 3.0,
+    on_after_s: float = 0.02, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+) -> int:  # fmt: skip
+    """Find the cheapest of floor, ramps, filler and battery with which a specification holds; exit 3 without one.
+
+    Where nothing holds, it says which storage would. `headway run --apply` takes the plan file where a filler is in
+    it; `headway power export` prints what an operator sets.
+
+    Example: `headway power plan headway-runs/train-1 --device H100-SXM5-80GB --devices 20000 --spec moderate`
+
+    Parameters
+    ----------
+    source
+        A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
+    spec, device, devices, step_s, idle_w, overhead_fraction
+        As of `headway power check`.
+    use
+        What the plan may use, separated by commas: floor, ramps, filler, battery; what the device can do by default.
+    max_storage_j
+        Largest battery, in joules.
+    usd_per_kwh
+        Dollars per kWh that is added.
+    storage_usd_per_kwh
+        Dollars per kWh of battery.
+    storage_usd_per_kw
+        Dollars per kW of its converters.
+    compute_usd_per_kwh
+        Dollars per kWh that slowed devices do not draw: what their work is worth.
+    on_after_s
+        Seconds of idling after which a filler begins.
+    out
+        The plan file; power-plan.json in the run folder, or in this directory.
+    json
+        Print one JSON object instead of text.
+    """
+    limits = GridSpec.read(spec)
+    wave, name, count = _waveform(source, device, devices, step_s, idle_w, overhead_fraction)
+    rated_w = PowerModel.of(name).tdp_w * count if name and count else float(wave.power_w.max())
+    allowed = tuple(word.strip() for word in use.split(",") if word.strip()) or default_mitigations(name)
+    costs = PowerCosts(usd_per_kwh, compute_usd_per_kwh, storage_usd_per_kwh, storage_usd_per_kw)
+    found = optimise(
+        wave.power_w, wave.step_s, limits, rated_w=rated_w, allowed=allowed, costs=costs, on_after_s=on_after_s,
+        max_storage_j=max_storage_j,
+    )  # fmt: skip
+    path = out or (source if source is not None and source.is_dir() else Path()) / "power-plan.json"
+    result = {
+        "schema": SCHEMA, "feasible": found.feasible,
+        "mitigations": mitigations(found, rated_w=rated_w, on_after_s=on_after_s),
+        "cost_usd": _finite(found.cost_usd), "added_energy_fraction": found.added_energy_fraction,
+        "step_time_factor": found.step_time_factor, "least_storage_j": _finite(found.least_storage_j),
+        "path": str(path), "basis": wave.basis, "devices": count or 1, "device": name or None, "used": list(allowed),
+        "notes": [FILLER] if found.kind == "filler" else [],
+    }  # fmt: skip
+    write_power_plan(result, path, str(source.resolve()) if source is not None and source.is_dir() else None)
+    emit(result, lambda screen: _plan_screen(result, screen), as_json=json)
+    return 0 if found.feasible else 3
+
+
+def export(plan: Path, /, *, json: bool = False) -> int:
+    """Print what an operator sets on the devices of a plan: as root, on Blackwell and later. Nothing is applied.
+
+    Example: `headway power export power-plan.json`
+
+    Parameters
+    ----------
+    plan
+        A file that `headway power plan` wrote.
+    json
+        Print one JSON object instead of text.
+    """
+    settings = operator_settings(read_power_plan(plan))
+    script = operator_script(settings) if settings else ""
+    result = {"schema": "headway.power-export/1", "settings": settings, "script": script}
+    note = script or "# The plan sets no floor and no ramps: there is nothing for an operator to do on the devices."
+    emit(result, lambda _: note, as_json=json)
+    return 0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _waveform(
+    source: Path | None, device: str, devices: int, step_s: float, idle_w: float | None, overhead_fraction: float
+) -> tuple[Waveform, str, int]:  # fmt: skip
+    """Return the waveform of a run or a file, the name of its devices where known, and their number; 0 = unknown."""
+    if devices < 0:
+        raise InputError(f"--devices is {devices}; pass the number of devices of the site.")
+    if source is not None and not is_run(source):
+        return of_file(source), device, devices
+    recorded = run_at(source)
+    name = device or str(recorded.meta.get("device_type") or "cpu")
+    try:
+        model = PowerModel.of(name, idle_w=idle_w)
+    except UnknownNameError as fault:
+        raise InputError(f"{fault} Pass --device: what the recorded ranks stand for.") from None
+    count = devices or len([rank for rank in recorded.parts.numbers if rank >= 0])
+    wave = of_run(
+        recorded.parts, model, devices=count, step_s=step_s, overhead_fraction=overhead_fraction,
+        clock_offset_ns=recorded.clock_offset_ns,
+    )  # fmt: skip
+    return wave, name, count
+
+
+def _check_screen(result: Mapping[str, Any], limits: GridSpec, screen: ScreenOptions) -> str:
+    """Draw each limit beside what the site does."""
+    rows = grid("left", "right", "right", "left")
+    add_row(rows, "", "site", "allowed", "", style="dim")
+    broken = {violation["limit"] for violation in result["violations"]}
+    for name, words in ROWS.items():
+        allowed = getattr(limits, name)
+        said = "-" if allowed is None else f"{allowed:,.4g}"
+        verdict = "broken" if name in broken else "" if allowed is None else "holds"
+        add_row(rows, words, f"{result[name]:,.4g}", said, verdict, style="bold" if name in broken else "")
+    low, high = limits.band_hz
+    head = Text(f"  {result['mean_w']:,.4g} W on average over {result['length_s']:,.1f} s")
+    note = f"Band {low:g} to {high:g} Hz, most at {result['peak_hz']:.3g} Hz. Range within {limits.window_s:g} s."
+    notes = [paragraph(text, style="yellow") for text in result["notes"]]
+    return draw([head, "", uncut(rows), "", paragraph(note), *notes, paragraph(result["basis"], style="dim")], **screen)
+
+
+def _plan_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+    """Draw what the plan consists of and what it costs."""
+    rows = grid("left", "left")
+    for row in result["mitigations"]:
+        add_row(rows, row["kind"], ", ".join(f"{key} {value:,.4g}" for key, value in row.items() if key != "kind"))
+    least = result["least_storage_j"]
+    storage = "no battery makes it hold" if least is None else f"the least storage that would do is {least:,.4g} J"
+    if result["feasible"]:
+        added = format_fraction(result["added_energy_fraction"])
+        said = (
+            f"It holds for {result['cost_usd']:,.0f} USD over 5 years: energy {added} more, "
+            f"steps {result['step_time_factor']:.3f} times as long."
+        )
+    else:
+        said = f"Nothing of {', '.join(result['used'])} makes the specification hold; {storage}."
+    parts: list[Any] = [uncut(rows), ""] if result["mitigations"] else []
+    notes = [paragraph(text, style="yellow") for text in result["notes"]]
+    basis, path = paragraph(result["basis"], style="dim"), paragraph(result["path"])
+    return draw([*parts, paragraph(said), *notes, basis, path], **screen)

@@ -1,0 +1,172 @@
+"""`headway parallel plan`: which device runs which layers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from headway.core.errors import InputError
+from headway.core.files.settings_files import read_toml
+from headway.core.tables import pick
+from headway.core.units import format_bytes, format_seconds, parse_bytes
+from headway.cost.transformer import Transformer
+from headway.parallel.planning.grid import GridCluster, plan_grid
+from headway.parallel.planning.hierarchical import PartitionPlan, Topology, search
+from headway.parallel.planning.layers import LayerGraph
+from headway.report.paper import add_row, draw, grid, paragraph, uncut
+from headway.verbs.shared.output import emit
+
+
+def plan(
+    *,
+    profile: Path | None = None,
+    levels: str | None = None,
+    bandwidth: str | None = None,
+    memory: str | None = None,
+    allreduce: str = "sum",
+    transfers: str = "published",
+    shape: Path | None = None,
+    devices: int | None = None,
+    device: str | None = None,
+    devices_per_host: int = 8,
+    link: str = "infiniband-hdr",
+    json: bool = False,
+) -> int:
+    """Say which device runs what of a model: from a profile of its layers, or from a transformer's shape.
+
+    With --profile: stages and replicas of each, exact for PipeDream's model of time. With --shape: degrees of tensor,
+    pipeline and data parallelism, microbatch and recomputation of PTD-P. All times are predicted, none is measured.
+
+    Example: `headway parallel plan --profile graph.txt --levels 4,4 --bandwidth 1e10,1.25e9`
+
+    Parameters
+    ----------
+    profile
+        A profile as PipeDream's profiler writes it: layers with times in ms and sizes in bytes, then edges.
+    levels
+        Devices of a machine, machines of a rack, ...: sizes of the levels, the fastest links first.
+    bandwidth
+        Bytes per second of the links of each level.
+    memory
+        Memory of a device, for example 16GiB; no limit without it.
+    allreduce
+        How computation and the all-reduce of gradients add up: sum, or overlap.
+    transfers
+        What passes between stages: published (as PipeDream's code counts it), exact, or none.
+    shape
+        A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences of a step), and what else
+        `headway.cost.transformer.Transformer` has.
+    devices
+        Devices of the job.
+    device
+        Their name in the table of devices, for example A100-SXM4-80GB.
+    devices_per_host
+        Devices of one host.
+    link
+        Name of the link of a device towards other hosts.
+    json
+        Print one JSON object instead of text.
+    """
+    if (profile is None) == (shape is None):
+        raise InputError("nothing says what to plan, or two things do. Give --profile or --shape.")
+    if profile is not None:
+        if levels is None or bandwidth is None:
+            raise InputError("the links are not known. Give --levels and --bandwidth, for example 4,4 and 1e10,1.25e9.")
+        return _partition(profile, _topology(levels, bandwidth, memory), allreduce, transfers, json)
+    if shape is None or devices is None or device is None:
+        raise InputError("the devices are not known. Give --devices N and --device NAME.")
+    cluster = GridCluster.of(device, devices, devices_per_host=devices_per_host, link=link)
+    return _grid(*_model(shape), cluster, json)
+
+
+def _topology(levels: str, bandwidth: str, memory: str | None) -> Topology:
+    """Read the levels of links."""
+    sizes, rates = _numbers("--levels", levels), _numbers("--bandwidth", bandwidth)
+    if any(size != int(size) for size in sizes):
+        raise InputError(f"--levels is {levels}; give whole numbers.")
+    return Topology(tuple(map(int, sizes)), rates, math.inf if memory is None else parse_bytes(memory))
+
+
+def _partition(profile: Path, topology: Topology, allreduce: str, transfers: str, as_json: bool) -> int:
+    """Print PipeDream's partition."""
+    found = search(LayerGraph.from_pipedream(profile), topology, allreduce=allreduce, transfers=transfers)
+    answer = {"schema": "headway.parallel.plan/1", "simulated": True, "profile": str(profile), **asdict(found)}
+    emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
+    return 0
+
+
+def _model(path: Path) -> tuple[Transformer, int]:
+    """Read a model's shape and the sequences of a step; raises `InputError` naming the key."""
+    table = read_toml(path)
+    known = {field.name: field for field in fields(Transformer)}
+    for key, value in table.items():
+        wanted = bool if key in known and isinstance(known[key].default, bool) else int
+        pick({**known, "batch": None}, key, f"key of {path.name}")
+        if type(value) is not wanted:
+            raise InputError(
+                f"{key} = {value!r} in {path.name}; give {'true or false' if wanted is bool else 'a whole number'}."
+            )
+    needed = [name for name, field in known.items() if field.default is MISSING]
+    for key in [*needed, "batch"]:
+        if key not in table:
+            raise InputError(f"{path.name} has no {key}. Add it: {', '.join([*needed, 'batch'])} are needed.")
+    batch = table.pop("batch")
+    return Transformer(**table), batch
+
+
+def _grid(model: Transformer, batch: int, cluster: GridCluster, as_json: bool) -> int:
+    """Print the degrees."""
+    found = plan_grid(model, batch, cluster)
+    choice, alone_s = found.choice, found.without_pipeline_s
+    why = f"the shortest simulated step of {found.num_simulated} of {found.num_candidates} layouts that fit"
+    if choice.pp == 1:
+        why += "; do not pipeline: no pipeline is faster"
+    elif alone_s is None:
+        why += "; without a pipeline nothing fits the memory"
+    else:
+        why += f"; the best without a pipeline takes {format_seconds(alone_s)}"
+    degrees = {key: value for key, value in asdict(choice).items() if key != "num_microbatches"}
+    answer = {
+        "schema": "headway.parallel.plan/1",
+        "simulated": True,
+        **degrees,
+        "step_s": found.step_s,
+        "memory_bytes": found.memory_bytes,
+        "why": why,
+    }
+    rows = grid("left", "right")
+    for key, value in degrees.items():
+        add_row(rows, key, str(value))
+    add_row(rows, "step", format_seconds(found.step_s))
+    add_row(rows, "memory of a device", format_bytes(found.memory_bytes))
+    words = f"{why[0].upper()}{why[1:]}. Rates of devices other than the A100 are assumed to fall short alike."
+    emit(answer, lambda screen: draw([uncut(rows), "", paragraph(words)], **screen), as_json=as_json)
+    return 0
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    """Read numbers separated by commas."""
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError:
+        raise InputError(f"{option} is {text!r}; give numbers separated by commas, one per level.") from None
+
+
+def _lines(found: PartitionPlan) -> list[Any]:
+    """Return a row per stage."""
+    rows = grid("right", "right", "right", "left")
+    add_row(rows, "stage", "layers", "devices", "from .. to", style="dim")
+    for number, stage in enumerate(found.stages):
+        ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
+        add_row(rows, str(number), str(stage.num_layers), str(stage.replicas), ends)
+    words = (
+        f"{format_seconds(found.objective_s)} per minibatch in steady state, by the model; with data parallelism alone "
+        f"{format_seconds(found.data_parallel_s)}."
+    )
+    if len(found.stages) == 1:
+        words += " Do not pipeline: one stage on all devices is the fastest."
+    return [Text(f"  {found.objective_s:.7f} s, simulated"), "", uncut(rows), "", paragraph(words)]

@@ -1,0 +1,315 @@
+"""`headway parallel schedule show|check|export`, `headway parallel simulate`: orders of a pipeline step."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from headway.core.errors import InputError
+from headway.core.files.regular_file import read_text
+from headway.core.files.whole_file import whole_file
+from headway.core.tables import pick
+from headway.core.units import format_fraction, format_seconds
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.sim.pipeline.actions import F, PipelineProgram, R, W
+from headway.sim.pipeline.bubbles import bubble_sums, bubbles
+from headway.sim.pipeline.check import ProgramReport
+from headway.sim.pipeline.check import check as check_program
+from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.orders import PipelineShape
+from headway.sim.pipeline.schedules import SCHEDULES
+from headway.sim.pipeline.simulate import PipelineScore, ProgramTimes, costs_of, score
+from headway.sim.pipeline.simulate import simulate as replay_program
+from headway.verbs.shared.output import emit
+
+FORMATS: dict[str, Callable[[PipelineProgram], str]] = {
+    "torch-csv": PipelineProgram.to_torch_csv,
+    "json": lambda program: json_format.dumps(program.to_json()) + "\n",
+}
+"""Format of a file -> how a program is written in it."""
+
+COLUMNS = 70
+"""Characters of a timeline."""
+
+WORDS = {
+    "fill_drain": "idle while the pipeline fills and drains",
+    "forward_backward": "idle before the first backward",
+    "scattered": "idle elsewhere",
+}
+"""Kind of gap -> how it is printed."""
+
+LEGEND = (
+    "0-9: forward of the microbatch with that last digit; a-j: its backward; w: weight gradient; . : no work. "
+    "Simulated from the given times."
+)
+
+
+def show(
+    *,
+    schedule: str = "1f1b",
+    stages: int = 4,
+    microbatches: int = 8,
+    interleave: int = 1,
+    forward_ns: int = 10,
+    backward_ns: int = 20,
+    comm_ns: int = 0,
+    cap: float | None = None,
+    json: bool = False,
+) -> int:
+    """Show an order: what each rank computes, on a time axis.
+
+    Example: `headway parallel schedule show --schedule 1f1b --stages 4 --microbatches 8`
+
+    Parameters
+    ----------
+    schedule
+        Name of the order.
+    stages
+        Ranks.
+    microbatches
+        Microbatches of one step.
+    interleave
+        Stages per rank.
+    forward_ns
+        Forward of one microbatch on one rank.
+    backward_ns
+        Its backward.
+    comm_ns
+        One message.
+    cap
+        Activations that a rank may hold.
+    json
+        Print one JSON object: the program, its messages among the actions.
+    """
+    shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, None, None, comm_ns, cap)
+    program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
+    found = score(program, shape)
+    emit(
+        program.to_json(),
+        lambda screen: _timeline(program, shape, found, screen),
+        as_json=json,
+    )
+    return 0
+
+
+def check(file: Path, *, cap: float | None = None, json: bool = False) -> int:
+    """Check an order from a file: complete, in order, free of deadlock, within memory.
+
+    Example: `headway parallel schedule check orders.csv --cap 4`
+
+    Parameters
+    ----------
+    file
+        Torch's compute-only CSV (a row per rank, cells like 1F0), or a program as JSON.
+    cap
+        Activations of a stage and microbatch that a rank may hold.
+    json
+        Print one JSON object instead of text.
+    """
+    program = _read(file)
+    report = check_program(program, cap)
+    answer = {"schema": "headway.parallel.check/1", **asdict(report)}
+    emit(answer, lambda screen: draw([_passed(program, report)], **screen), as_json=json)
+    return 0
+
+
+def export(
+    *,
+    schedule: str = "1f1b",
+    stages: int = 4,
+    microbatches: int = 8,
+    interleave: int = 1,
+    forward_ns: int = 10,
+    input_ns: int = 10,
+    weight_ns: int = 10,
+    comm_ns: int = 0,
+    cap: float | None = None,
+    format: str = "torch-csv",
+    output: Path | None = None,
+) -> int:
+    """Write an order to a file that torch's pipeline runtime, torchtitan or NeMo reads.
+
+    Example: `headway parallel schedule export --schedule interleaved --stages 4 --microbatches 8 --interleave 2`
+
+    Parameters
+    ----------
+    schedule
+        Name of the order.
+    stages
+        Ranks.
+    microbatches
+        Microbatches of one step.
+    interleave
+        Stages per rank.
+    forward_ns
+        Forward of one microbatch on one rank.
+    input_ns
+        The part of its backward that makes the gradient of the input.
+    weight_ns
+        The part that makes the gradients of the weights.
+    comm_ns
+        One message.
+    cap
+        Activations that a rank may hold.
+    format
+        torch-csv, or json with the messages.
+    output
+        The file; stdout without it.
+    """
+    shape = PipelineShape(stages, microbatches, interleave, forward_ns, input_ns, weight_ns, comm_ns, cap)
+    program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
+    check_program(program, None if cap is None else cap * interleave)
+    text = pick(FORMATS, format, "format")(program)
+    if output is None:
+        print(text, end="")
+    else:
+        with whole_file(output) as draft:
+            draft.write_text(text)
+    return 0
+
+
+def simulate(
+    *,
+    schedule: str = "1f1b",
+    stages: int,
+    microbatches: int,
+    interleave: int = 1,
+    forward_ns: int,
+    backward_ns: int | None = None,
+    input_ns: int | None = None,
+    weight_ns: int | None = None,
+    comm_ns: int = 0,
+    cap: float | None = None,
+    json: bool = False,
+) -> int:
+    """Simulate one step of a pipeline: its length, its bubbles, the activations each rank holds.
+
+    Times are those of one rank and one microbatch: a stage takes 1/interleave of them.
+
+    Example: `headway parallel simulate --stages 4 --microbatches 8 --forward-ns 10 --backward-ns 20`
+
+    Parameters
+    ----------
+    schedule
+        Name of the order.
+    stages
+        Ranks.
+    microbatches
+        Microbatches of one step.
+    interleave
+        Stages per rank.
+    forward_ns
+        Forward.
+    backward_ns
+        Backward; without it, the sum of its two parts.
+    input_ns
+        The part that makes the gradient of the input; without both parts, half of the backward.
+    weight_ns
+        The part that makes the gradients of the weights.
+    comm_ns
+        One message between stages.
+    cap
+        Activations that a rank may hold, in shares of a whole rank.
+    json
+        Print one JSON object instead of text.
+    """
+    shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
+    program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
+    found = score(program, shape)
+    answer = {
+        "schema": "headway.parallel.simulate/1",
+        "simulated": True,
+        "schedule": schedule,
+        **asdict(found),
+        "bubbles_ns": _gaps(program, shape),
+    }
+    emit(answer, lambda screen: draw(_figures(schedule, program, shape, found), **screen), as_json=json)
+    return 0
+
+
+def shape_of(
+    stages: int,
+    microbatches: int,
+    interleave: int,
+    forward_ns: int,
+    backward_ns: int | None,
+    input_ns: int | None,
+    weight_ns: int | None,
+    comm_ns: int,
+    cap: float | None,
+) -> PipelineShape:
+    """Return the shape that the options describe; raises `InputError` where the parts of a backward contradict it."""
+    if (input_ns is None) != (weight_ns is None) or (backward_ns is None and input_ns is None):
+        raise InputError("the backward is not known. Give --backward-ns, or --input-ns and --weight-ns.")
+    if input_ns is None or weight_ns is None:
+        whole = backward_ns or 0
+        input_ns, weight_ns = whole - whole // 2, whole // 2
+    elif backward_ns not in (None, input_ns + weight_ns):
+        raise InputError(
+            f"--backward-ns is {backward_ns}, its parts add up to {input_ns + weight_ns}. Give the parts only."
+        )
+    return PipelineShape(stages, microbatches, interleave, forward_ns, input_ns, weight_ns, comm_ns, cap)
+
+
+def _read(file: Path) -> PipelineProgram:
+    """Read a program from torch's CSV, which gets its messages, or from JSON, which has them."""
+    text = read_text(file, "an order: torch's CSV, or JSON")
+    if text.lstrip().startswith("{"):
+        return PipelineProgram.from_json(text)
+    return lower(PipelineProgram.from_torch_csv(text).orders())
+
+
+def _passed(program: PipelineProgram, report: ProgramReport) -> Text:
+    """Return the sentence about a program that passed."""
+    return Text(
+        f"  {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches: complete, "
+        f"no deadlock without buffers; {report.num_messages} messages; at most {max(report.peak_activations)} "
+        "activations on a rank."
+    )
+
+
+def _gaps(program: PipelineProgram, shape: PipelineShape) -> dict[str, list[float]]:
+    """Return kind of gap -> [ranks] nanoseconds."""
+    sums = bubble_sums(bubbles(program, replay_program(program, costs_of(shape))), program.num_ranks)
+    return {kind: [value / shape.interleave for value in values] for kind, values in sums.items()}
+
+
+def _figures(schedule: str, program: PipelineProgram, shape: PipelineShape, found: PipelineScore) -> list[Any]:
+    """Return the figures of an order as rows."""
+    rows = grid("left", "right")
+    add_row(rows, "step", format_seconds(found.makespan_ns / 1e9))
+    add_row(rows, "idle, of the step", format_fraction(found.bubble_fraction))
+    add_row(rows, "idle, of the work", format_fraction(found.bubble_overhead))
+    add_row(rows, "idle between a rank's first and last computation", format_seconds(found.span_idle_ns / 1e9))
+    add_row(rows, "activations per rank", " ".join(f"{peak:g}" for peak in found.peak_activations))
+    for kind, values in _gaps(program, shape).items():
+        add_row(rows, f"{WORDS[kind]}, mean of ranks", format_seconds(sum(values) / len(values) / 1e9))
+    return [Text(f"  {schedule}, simulated"), "", uncut(rows)]
+
+
+def _timeline(program: PipelineProgram, shape: PipelineShape, found: PipelineScore, screen: ScreenOptions) -> str:
+    """Return a row of characters per rank, one character per slice of time."""
+    times = replay_program(program, costs_of(shape))
+    rows = [f"  rank {rank:<3}{_line(program, times, rank)}" for rank in range(program.num_ranks)]
+    return draw(
+        [*map(Text, rows), "", *_figures("", program, shape, found)[2:], "", paragraph(LEGEND, style="dim")], **screen
+    )
+
+
+def _line(program: PipelineProgram, times: ProgramTimes, rank: int) -> str:
+    """Return the characters of one rank."""
+    scale = COLUMNS / times.makespan_ns
+    line = ["."] * COLUMNS
+    for row in range(program.rank.size):
+        if program.rank[row] != rank or program.op[row] > R:
+            continue
+        digit = int(program.microbatch[row]) % 10
+        mark = str(digit) if program.op[row] in (F, R) else "w" if program.op[row] == W else "abcdefghij"[digit]
+        for column in range(round(times.start_ns[row] * scale), round(times.end_ns[row] * scale)):
+            line[column] = mark
+    return "".join(line)

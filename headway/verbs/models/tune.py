@@ -1,0 +1,109 @@
+"""`headway tune`: run an unmodified script, and tune its settings while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from headway.catalog import REMEDIES
+from headway.core.errors import InputError
+from headway.core.files.bounded_json import read_json
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.units import plural
+from headway.model.tuning.space import parsed
+from headway.report.paper import ScreenOptions, draw, paragraph
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import LaunchOptions, check
+from headway.runtime.launching.run_of_ranks import RUNS
+from headway.runtime.run_folder.recording import claim_folder, next_folder
+from headway.verbs.shared.output import emit
+
+REMEDY = "model.tune"
+
+
+def tune(
+    *,
+    setting: list[str] | None = None,
+    trials: int = 16,
+    seed: int = 0,
+    module: Annotated[bool, Parameter(alias="-m")] = False,
+    out: Path | None = None,
+    json: bool = False,
+    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+) -> int:
+    """Tune settings of a script's optimizer while it trains; this changes what it learns.
+
+    Settings are tried on branches of the training state in memory, on the same batches; the run goes on from the
+    best one, and tries again when the loss no longer falls. The script is not edited: it needs one optimizer, one
+    DataLoader that trains, and a loss on which `backward` is called. Where that is not found the script trains as it
+    would have, and the exit code is 3. What it prints and counts in its loop includes the steps of trials.
+
+    Example: `headway tune --setting lr=1e-5:1:log --setting momentum=0:0.99 -- train.py`
+
+    Parameters
+    ----------
+    setting
+        NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=VALUE,VALUE; once for each tunable. lr=1e-5:1:log by default.
+    trials
+        Most trials of the first search.
+    seed
+        Of the settings that are drawn.
+    module
+        The script is a module, as in python -m.
+    out
+        Folder for the run; headway-runs/SCRIPT-tune-N by default.
+    json
+        Print one JSON object instead of text.
+    """
+    if script is None:
+        raise InputError("there is no script to tune. Put it behind --: headway tune -- train.py")
+    if trials < 1 or seed < 0:
+        raise InputError(f"--trials is {trials} and --seed {seed}; pass at least 1 and at least 0.")
+    for text in setting or ():
+        parsed(text)
+    check(LaunchOptions(module=module), script)
+    folder = claim_folder(out) if out else next_folder(RUNS, f"{Path(script[0]).stem}-tune")
+    plan = folder / "plan.json"
+    parameters: dict[str, Any] = {"trials": trials, "seed": seed, **({"settings": setting} if setting else {})}
+    write_plan(PlanFile((Remedy(REMEDY, parameters, allow="lossy"),)), plan)
+    options = LaunchOptions(
+        module=module, out=folder / "run", apply=plan, remedies={REMEDY: REMEDIES[REMEDY]}, windows=0.0, quiet=True,
+        json=json,
+    )  # fmt: skip
+    report = launch(options, script)
+    entry = _entry(folder / "run")
+    answer = {
+        "schema": "headway.tune/1", **{key: entry["facts"].get(key) for key in ("setting", "metric")},
+        **{key: entry["facts"].get(key, 0) for key in ("steps", "trials")}, "label": entry["facts"].get("label", ""),
+        "path": str(folder / "run"), "reason_not_tuned": entry["reason_not_applied"] or _nothing(entry["facts"]),
+    }  # fmt: skip
+    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
+    return report.code or (3 if answer["reason_not_tuned"] else 0)
+
+
+def _entry(run: Path) -> dict[str, Any]:
+    """Return what rank 0 says of the remedy."""
+    path = run / "applied" / "r0.json"
+    found = read_json(path)["remedies"] if path.exists() else []
+    missing = {"facts": {}, "reason_not_applied": "the script ended before torch was imported"}
+    return next((entry for entry in found if entry["name"] == REMEDY), missing)
+
+
+def _nothing(facts: Mapping[str, Any]) -> str | None:
+    return None if facts.get("trials") else facts.get("reason", "no DataLoader was read")
+
+
+def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+    """Return the setting in a sentence, or why there is none."""
+    if answer["reason_not_tuned"]:
+        return draw([paragraph(f"Not tuned: {answer['reason_not_tuned']}. Run: {answer['path']}")], **screen)
+    chosen = ", ".join(f"{name} = {value:.4g}" for name, value in answer["setting"].items())
+    words = [
+        f"{chosen} ({answer['label']}), after {plural(answer['trials'], 'trial')}; {plural(answer['steps'], 'step')} "
+        f"in all, last loss {answer['metric']:.4g}.",
+        f"Run: {answer['path']}",
+    ]
+    return draw([paragraph(word) for word in words], **screen)

@@ -1,0 +1,1 @@
+"""Verbs of a run: record it, explain it, plan, compare, report, watch."""

@@ -1,0 +1,106 @@
+"""`headway compare`: the second run against the first, as a gate for continuous integration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter, Token
+
+from headway.cluster.adaptive.recorded import learned
+from headway.core.errors import InputError
+from headway.core.machine.host_load import HostLoad
+from headway.ledger.answers.compare import SCHEMA, unlike_loads
+from headway.ledger.answers.compare import compare as compare_ledgers
+from headway.ledger.answers.ledger import Ledger
+from headway.report.figures import ending
+from headway.report.paper import draw, paragraph
+from headway.report.text.terminal import render_compare
+from headway.trace.recording.runs import Run
+from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
+from headway.verbs.models.growth_plan import growth_sentence, judged_growth
+from headway.verbs.shared.learned_step import judged, sentence
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.source import run_at
+from headway.verbs.shared.verified import withdrawn
+
+
+def fraction(_: object, tokens: Sequence[Token]) -> float:
+    """Return what `5%` or `0.05` says. Raises `InputError` for anything else."""
+    text = tokens[0].value.strip()
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise InputError(f"threshold is {text!r}; it is a fraction. Pass 5% or 0.05.") from None
+
+
+def compare(
+    before: Path,
+    after: Path,
+    /,
+    *,
+    threshold: Annotated[float, Parameter(alias="--gate", converter=fraction)] = 0.05,
+    whole: bool = False,
+    json: bool = False,
+) -> int:
+    """Compare two runs of one job, bucket by bucket; exit 3 when the second surely lost more than the threshold.
+
+    Judged are the steps after the first one: a bucket that grew by more than
+    threshold x step time of the first run, or steps per second that fell by
+    more than the threshold, is a regression where the spread of the steps
+    leaves no doubt. What other load on the host explains is inconclusive.
+    Start-up, restarts and rework come once per run: they are listed, and noted
+    when they grew.
+
+    Example: `headway compare headway-runs/train-1 headway-runs/train-2 --threshold 0.1`
+
+    Parameters
+    ----------
+    before
+        The run that sets the standard.
+    after
+        The run that is judged.
+    threshold
+        Share of the first run's step time that may be lost: 5% or 0.05.
+    whole
+        Judge whole runs: what lies before, between and after the steps counts too, and start-up, restarts and rework
+        are regressions when they grew by more than threshold x wall of the first run.
+    json
+        Print one JSON object instead of text.
+    """
+    runs = run_at(before), run_at(after)
+    loads = HostLoad.from_facts(runs[0].meta), HostLoad.from_facts(runs[1].meta)
+    ledgers = Ledger.of(runs[0]), Ledger.of(runs[1])
+    predicted = judged(*runs, ledgers[1])
+    if predicted is not None and not ledgers[0].steps:  # the prediction is all there is to compare with
+        text = sentence(predicted)
+        only = {"schema": SCHEMA, "predicted": predicted, "notes": [text], "exit_code": 0}
+        emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
+        return 0
+    comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads)
+    unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
+    notes = (*unfinished(*runs), *taken_away(runs[1]), *comparison.notes, *([unlike] if unlike else []))
+    other, ettr = learned(*runs), ettr_beside(*runs)
+    notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
+    notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
+    grown = judged_growth(*runs, int(ledgers[1].steps))
+    notes = (*notes, *([growth_sentence(grown)] if grown is not None else []))
+    comparison = replace(comparison, notes=notes)
+    answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads], "ettr": ettr}
+    answer["predicted"], answer["growth"] = predicted, grown
+    emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
+    return comparison.exit_code
+
+
+def taken_away(run: Run) -> list[str]:
+    """Return a note per remedy that the second run applied and withdrew again."""
+    return [f"the second run withdrew {name}: {why}" for name, why in withdrawn(run.path).items()]
+
+
+def unfinished(*runs: Run) -> list[str]:
+    """Return a note per run that did not end well: its steps are compared as far as it came."""
+    ends = [(name, ending(run.meta.get("exit"))) for name, run in zip(("first", "second"), runs, strict=True)]
+    return [f"the {name} run did not end well, its steps are those before that: {end}" for name, end in ends if end]

@@ -1,0 +1,128 @@
+"""`headway plan`: proposals of every room, ranked; the best set, written as a file for `headway run --apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from headway.catalog import CAUSES_OF_REMEDY
+from headway.core.errors import BarMissedError
+from headway.core.files.planfile import granted
+from headway.ledger.kinds.cause import Cause
+from headway.ledger.runs.loader_roles import evaluation_loaders
+from headway.plan.loader_rows import loader_rows
+from headway.plan.pace import step_seconds
+from headway.plan.planner import SCHEMA
+from headway.plan.setup import Setup
+from headway.report.text.terminal import render_hints, render_plan
+from headway.verbs.shared.explain import explain_run, is_launched
+from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.script_terms import chosen_terms
+from headway.verbs.shared.source import run_at
+
+
+def plan(
+    run: Path | None = None,
+    /,
+    *,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None,
+    allow: str | None = None,
+    all: bool = False,
+    model: str | None = None,
+    batch: int = 0,
+    costs: Path = TABLE,
+    threads: int = 1,
+    json: bool = False,
+) -> int:
+    """Propose remedies for RUN, predict each and the best set of them, and write the plan file.
+
+    Example: `headway plan headway-runs/train-1 -o plan.json`
+
+    Parameters
+    ----------
+    run
+        A run folder; the newest one by default.
+    out
+        The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
+    allow
+        'result-equivalent' admits remedies that change random draws, but no distribution; 'lossy' those that
+        approximate. Several are separated by commas.
+    all
+        Show too what no cause of this run asks for, and what headway cannot apply.
+    model
+        MODULE:BUILD as for `headway cost predict`: where the run recorded too few steps to predict from, the time of
+        a step is learned from --costs.
+    batch
+        What BUILD is called with.
+    costs
+        The table that `headway cost calibrate` wrote on this host.
+    threads
+        Threads of one operator, as calibrated.
+    json
+        Print one JSON object (schema headway.plan/1) instead of text.
+    """
+    grants = granted(allow)
+    recorded = run_at(run)
+    explanation = explain_run(recorded, str(recorded.path), allow=grants)
+    ledger, made, why = explanation.ledger, explanation.plan, explanation.to_json()
+    if made is None:  # no prediction can be trusted; what the causes say to do stands all the same
+        text = explanation.notes[0]
+        hints = {"schema": SCHEMA, "proposals": [], "chosen": [], "reason": text, "hints": why["causes"]}
+        if model is not None:
+            step = learned_step(model, batch, costs, threads)
+            save(step, recorded.path)
+            hints |= {"learned": msgspec.to_builtins(step), "note": in_words(step)}
+            text = f"{text} {hints['note']}"
+        emit(
+            {**hints, "verdict": why["verdict"]},
+            lambda screen: render_hints(why, reason=text, source=str(recorded.path), **screen),
+            as_json=json,
+        )
+        return BarMissedError.exit_code
+    loaders = loader_rows(
+        made.proposals,
+        made.refused,
+        made.chosen,
+        Setup.from_facts(recorded.meta, allow=grants).loaders,
+        evaluation=evaluation_loaders(ledger),
+    )
+    path = out or recorded.path / ("next-plan.json" if recorded.meta.get("plan") else "plan.json")
+    made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
+    by_hand = None if is_launched(recorded.meta) else chosen_terms(made.proposals, made.chosen)
+    answer = {**made.to_json(), "verdict": why["verdict"], "loaders": loaders, "path": str(path), "in_script": by_hand}
+    if model is not None:  # a recording knows better than a table
+        answer["note"] = " ".join(
+            filter(None, (answer["note"], f"Step times are those recorded; {costs} is not used."))
+        )
+    shown = answer if all else asked_for(answer, explanation.causes)
+    emit(
+        answer,
+        lambda screen: render_plan(shown, source=str(recorded.path), plan_path=str(path), **screen),
+        as_json=json,
+    )
+    return 0
+
+
+def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
+    """Return the plan without what no cause of the run asks for, and how much that is.
+
+    What headway cannot apply is for a run without anything to apply. What the user can change stands: a remedy against
+    a cause of this run that was refused says why.
+    """
+    found = {cause.cause for cause in causes}
+
+    protecting = {row["name"] for row in answer["proposals"] if row["protects"]}
+
+    def matters(row: Mapping[str, Any]) -> bool:
+        name = row["name"]
+        return name in answer["chosen"] or name in protecting or bool(found & set(CAUSES_OF_REMEDY.get(name, ())))
+
+    proposals = [row for row in answer["proposals"] if not answer["chosen"] or (row["applies"] and matters(row))]
+    refused = [row for row in answer["refused"] if matters(row)]
+    hidden = len(answer["proposals"]) + len(answer["refused"]) - len(proposals) - len(refused)
+    return {**answer, "proposals": proposals, "refused": refused, "hidden": hidden}

@@ -1,0 +1,129 @@
+"""`headway run`: record a script and supervise it; the last line on stderr is the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from headway.catalog import PARAMETERS, REHEARSALS, REMEDIES
+from headway.core.errors import HeadwayError, InputError
+from headway.core.files.planfile import PlanFile, read_plan
+from headway.core.tables import pick
+from headway.plan.parameters import check_parameters
+from headway.runtime.launching.launch import launch
+from headway.runtime.launching.run_of_ranks import ExitReport
+from headway.trace.recording.runs import is_run
+from headway.verbs.shared.output import emit, emit_beside
+from headway.verbs.shared.run_options import RunOptions
+from headway.verbs.shared.verified import verified
+
+DEFAULTS = RunOptions()
+
+
+def run(
+    *,
+    options: Annotated[RunOptions, Parameter(name="*")] = DEFAULTS,
+    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+) -> int:
+    """Run a training script unmodified, record it, and say where its device time went.
+
+    Everything behind `--` reaches the script unchanged, and stdout is the script's alone: what headway says goes to
+    stderr. Exits with the first failing rank's code (128 + signal); with --verify, 3 when the script ended well and a
+    batch under a remedy was not the script's own.
+
+    Example: `headway run --nproc-per-node 2 -- train.py --lr 1e-3`
+    """
+    if not script:
+        raise InputError("no script was given. Put it behind --, as in: headway run -- train.py --lr 1e-3")
+    if options.baseline is not None and not is_run(options.baseline):
+        raise InputError(f"--baseline {options.baseline} is not a run folder. Name one that headway run made.")
+    plan = read_plan(options.plan_path) if options.plan_path else None
+    if plan is not None and not plan.remedies:
+        raise InputError(
+            f"the plan {options.plan_path} holds no remedy, and nothing would be applied. Say why, and what could be "
+            f"granted: headway plan {plan.baseline or 'RUN'}"
+        )
+    if options.verify and plan is None:
+        raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
+    for remedy in plan.remedies if plan else ():
+        pick(REMEDIES, remedy.name, "remedy")
+    if plan:
+        check_parameters(plan, PARAMETERS)
+    baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
+    report = launch(options.launch_options({**REHEARSALS, **(REMEDIES if plan else {})}, baseline), script)
+    if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last
+        try:
+            tell(report, plan, baseline, as_json=options.json)
+        except OSError:  # nobody reads it, or there is no room: how the job ended weighs more
+            if report.code:
+                return report.code
+            raise
+    found = verified(report.run) if options.verify and report.run is not None else None
+    return 3 if report.code == 0 and found is not None and found["unequal"] else report.code
+
+
+def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as_json: bool) -> None:
+    """Say on stderr how the run ended and what it was like, or print one JSON object on stdout.
+
+    A run too broken to explain still gets its ending.
+    """
+    # Loaded after the run: until here nothing of the analysis has cost the launcher a start-up.
+    from headway.report.text.terminal import render_run
+
+    answer: dict[str, Any] = {
+        "schema": "headway.run/1",
+        "run": str(report.run) if report.run else None,
+        "exit": {
+            "code": report.code,
+            "class": report.cls,
+            "first_rank": report.first_rank,
+            "traceback": report.traceback,
+        },
+        "goodput": None,
+        "step_goodput": None,
+        "steps_per_s": None,
+        "verdict": None,
+        "baseline": str(baseline) if baseline else None,
+        "applied": [],
+        "verified": None,
+        "attempts": 0,
+        "incidents": [],
+        "ettr": None,
+        "ettr_simulated": None,
+        "ettr_closed_form": None,
+        "ettr_predicted": None,
+    }
+    try:
+        from headway.verbs.jobs.fault import account_of, ettr_sentence
+        from headway.verbs.runs.verdict import summarise, verdict_line
+
+        if report.run is None:
+            raise InputError("no rank was started. Start it on every host.")
+        facts, explanation = summarise(report.run, plan, baseline)
+        answer.update(facts)
+        if as_json:
+            answer.update(account_of(report.run))
+        beside = _beside(baseline, report.run)
+        answer["ettr_predicted"] = beside and beside["predicted"]
+        line = f"{ettr_sentence(beside)}\n" if beside else ""
+        line += verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
+    except HeadwayError as reason:
+        line = f"nothing to account for: {reason if not report.problems else report.problems[0]}"
+    except Exception as fault:  # our fault, and the job is done: its exit code stands
+        line = (
+            f"headway could not account for this run ({type(fault).__name__}: {fault}). Try: headway why {report.run}"
+        )
+    if as_json:
+        emit(answer, lambda _: "", as_json=True)
+        return
+    emit_beside(lambda screen: f"{render_run(answer, **screen)}\n{line}")
+
+
+def _beside(baseline: Path | None, run: Path) -> dict[str, float | None] | None:
+    """Return the ETTR of a run and of the one before, where that one failed."""
+    from headway.trace.recording.runs import Run
+    from headway.verbs.jobs.fault import ettr_beside
+
+    return ettr_beside(Run.open(baseline), Run.open(run)) if baseline is not None and is_run(baseline) else None

@@ -1,0 +1,204 @@
+"""`headway trace`: convert, cut and describe traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headway.core.errors import InputError
+from headway.ledger.operations.straggler import analyse
+from headway.report.text.terminal import render_trace_info
+from headway.sim.recorded.program import Program
+from headway.sim.traced.row_edges import listed
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.readers import chrome, perfetto
+from headway.trace.readers.formats import describe, open_parts
+from headway.trace.readers.slices import Slice, moments
+from headway.trace.recording.runs import Run, is_run
+from headway.trace.sync.clocks import on_common_clock
+from headway.verbs.shared.explain import ideal_of
+from headway.verbs.shared.output import emit
+
+STREAMED = (".pftrace", ".perfetto-trace")
+"""Targets that are written a rank at a time."""
+
+OWN, OTHER = ".parquet", ".straggler.parquet"
+"""Suffixes to tell apart: of the two, only headway's own Parquet has room for clocks beside raw times."""
+
+
+def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
+    """Convert SOURCE (profiler JSON or folder, Chakra, torchtitan, Flight Recorder, a run, ...) to headway's Parquet.
+
+    Example: `headway trace import profile.json.gz profile.parquet`
+
+    Parameters
+    ----------
+    source
+        Any trace headway reads; its content decides the format, not its name. NAME.et stands for NAME.<rank>.et.
+    target
+        File to write; its suffix decides the format: .parquet, .straggler.parquet, .json, .json.gz, .pftrace or .et.
+    json
+        Print one JSON object instead of text.
+    """
+    spare(source, target)
+    trace = Trace.open(source)
+    write(trace, target)
+    answer = {"schema": "headway.trace-import/1", "source": str(source), "target": str(target), "events": len(trace)}
+    emit(answer, lambda _: f"{target}: {len(trace)} events from {source}", as_json=json)
+    return 0
+
+
+def export(
+    source: Path,
+    target: Path,
+    /,
+    *,
+    steps: str | None = None,
+    ranks: str | None = None,
+    lanes: str | None = None,
+    names: str | None = None,
+    kinds: str | None = None,
+    between: str | None = None,
+    ideal: bool = False,
+    json: bool = False,
+) -> int:
+    """Write a slice of SOURCE for Perfetto (ui.perfetto.dev), chrome://tracing, or a simulator that takes Chakra.
+
+    Example: `headway trace export headway-runs/train-1 window.json.gz --steps 100:110 --lanes "stream *"`
+
+    Parameters
+    ----------
+    source
+        A run folder or any trace.
+    target
+        .pftrace, .json or .json.gz to look at, .parquet to keep, .et for Chakra (one NAME.<rank>.et per rank).
+    steps
+        FIRST:END, the end excluded; all steps by default.
+    ranks
+        FIRST:END, the end excluded; all ranks by default.
+    lanes
+        Pattern of lane names, as of file names: main, "stream *", "loader/*".
+    names
+        Pattern of event names: "aten::*", "comm.*".
+    kinds
+        Kinds, separated by commas: COMPUTE,COLL.
+    between
+        FROM:TO after the first event, in ns or with a unit: 1.5s:1.6s. Rows that overlap it.
+    ideal
+        Put the same slice, replayed without the losses, beside the real one (a run or an operation trace; .json only).
+    json
+        Print one JSON object instead of text.
+    """
+    wanted = slice_of(steps=steps, ranks=ranks, lanes=lanes, names=names, kinds=kinds, between=between)
+    spare(source, target)
+    whole = Trace.open(source) if ideal else None
+    if whole is not None:
+        trace: Trace | Parts = wanted.of(whole)
+    else:
+        by_rank = wanted == Slice() and target.name.endswith(STREAMED)
+        trace = open_parts([source]) if by_rank else wanted.read([source])
+    given = (("step", steps), ("rank", ranks), ("lane", lanes), ("name", names), ("kind", kinds), ("moment", between))
+    if not len(trace):
+        chosen = " and ".join(f"{what}s {text}" for what, text in given if text)
+        raise InputError(
+            f"no event of {source} lies in {chosen or 'it'}. `headway trace info {source}` lists its steps and ranks."
+        )
+    if whole is not None:
+        if not target.name.endswith((".json", ".json.gz")):
+            raise InputError(f"--ideal needs a timeline to stand beside, and {target} is none. End it with .json.gz.")
+        ideally = on_common_clock(wanted.of(replayed(source, whole)))
+        chrome.write(on_common_clock(wanted.of(whole)), target, ideal=ideally)
+    elif isinstance(trace, Parts):
+        perfetto.write(trace, target)
+    else:
+        write(trace, target)
+    answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace), "ideal": ideal}
+    written = target.name if target.exists() else f"{target.stem}.<rank>.et"  # Chakra: one file per rank
+    emit(answer, lambda _: f"{target.with_name(written)}: {len(trace)} events", as_json=json)
+    return 0
+
+
+def write(trace: Trace, target: Path) -> None:
+    """Save `trace`; a format that carries dependencies gets those that a replay would infer.
+
+    Clocks that were aligned stand beside the times where the format has room for them, and are applied elsewhere.
+    """
+    apart = target.name.endswith(OWN) and not target.name.endswith(OTHER)
+    trace = trace if apart else on_common_clock(trace)
+    (listed(trace) if target.suffix == ".et" else trace).save(target)
+
+
+def spare(source: Path, target: Path) -> None:
+    """Raise `InputError` where writing `target` would replace what is read, or what a run recorded."""
+    if not target.is_file():
+        return
+    if target.samefile(source) if source.is_file() else source.resolve() in target.resolve().parents:
+        raise InputError(f"{target} is what is read: writing it would replace it. Name another file to write.")
+    run = next((folder for folder in target.resolve().parents[1:3] if is_run(folder)), None)
+    if run is not None:
+        raise InputError(f"{target} is a file of the run {run.name}: writing it would replace it. Name another file.")
+
+
+def slice_of(
+    *,
+    steps: str | None,
+    ranks: str | None,
+    lanes: str | None,
+    names: str | None,
+    kinds: str | None,
+    between: str | None,
+) -> Slice:
+    """Parse the options of a slice. Raises `InputError` on what cannot be read."""
+    return Slice(
+        steps=None if steps is None else interval(steps, "step"),
+        ranks=None if ranks is None else interval(ranks, "rank"),
+        lanes=lanes,
+        names=names,
+        kinds=None if kinds is None else tuple(kind.strip().upper() for kind in kinds.split(",")),
+        between_ns=None if between is None else moments(between),
+    )
+
+
+def replayed(source: Path, trace: Trace) -> Trace:
+    """Return the trace without its losses. Raises `InputError` where nothing can replay it."""
+    program = Program.from_run(Run.open(source)) if is_run(source) else None
+    straggler = analyse(trace) if trace.meta.get("source") == "straggler" else None
+    ideal = ideal_of(trace, straggler, program)
+    if ideal is None:
+        raise InputError(f"{source} cannot be replayed, so it has no ideal timeline. Leave --ideal out.")
+    return ideal
+
+
+def info(source: Path, /, *, json: bool = False) -> int:
+    """Say what a trace or a run holds: ranks, steps, kinds, lanes, groups, longest names, coverage.
+
+    Example: `headway trace info profile.json.gz`
+
+    Parameters
+    ----------
+    source
+        A run folder or any trace.
+    json
+        Print one JSON object instead of text.
+    """
+    answer = describe(open_parts([source]))
+    emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
+    return 0
+
+
+def interval(text: str, what: str) -> tuple[int, int]:
+    """Parse FIRST:END. Raises `InputError` on anything else.
+
+    >>> interval("3:10", "step"), interval("3", "step")
+    ((3, 10), (3, 4))
+    """
+    parts = text.split(":")
+    if len(parts) > 2 or not all(part.isdigit() for part in parts):
+        raise InputError(f"{text!r} is no range of {what}s. Write FIRST:END, as in 100:110.")
+    first = int(parts[0])
+    end = int(parts[1]) if len(parts) == 2 else first + 1
+    if end <= first:
+        raise InputError(
+            f"{text!r} is an empty range of {what}s: its end must exceed its start. Write {first}:{first + 1}."
+        )
+    return first, end

@@ -1,0 +1,95 @@
+"""The end of `headway run`: its rate, its goodput, predicted beside measured, and one line of verdict."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from headway.core.files.planfile import PlanFile
+from headway.ledger.answers.compare import steps_per_s, whole_speedup
+from headway.ledger.answers.ledger import Ledger
+from headway.report.figures import verdict
+from headway.report.screens import WHOLE_PLAN
+from headway.runtime.run_folder.recording import write_json
+from headway.trace.recording.runs import Run
+from headway.verbs.shared.explain import Explanation, explain_run, outcomes
+from headway.verbs.shared.verified import verified, withdrawn
+
+
+def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:
+    """Return the facts of `headway.run/1` that come from the ledger, and the explanation they rest on.
+
+    Writes the outcome of an applied plan into run.json, so that a report of the run shows it later.
+    """
+    run = Run.open(path)
+    found, taken_away = outcomes(path), withdrawn(path)
+    if plan is not None:  # what this run made of the remedies is known before it is asked what to do next
+        run = replace(run, meta={**run.meta, "applied": applied_rows(plan, found, None, taken_away)})
+    explanation = explain_run(run, str(path))
+    before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
+    rate = steps_per_s(explanation.ledger)
+    account = explanation.ledger
+    facts: dict[str, Any] = {"goodput": account.goodput, "step_goodput": account.step_goodput, "steps_per_s": rate}
+    facts["verdict"] = explanation.to_json()["verdict"]
+    if plan is not None:
+        measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
+        facts["applied"] = applied_rows(plan, found, measured, taken_away)
+        facts["applied"][-1]["measured_with_start"] = before and whole_speedup(before, explanation.ledger)
+        facts["verified"] = verified(path)
+        meta = json.loads((path / "run.json").read_text())
+        write_json(path / "run.json", {**meta, "applied": facts["applied"]})
+    return facts, explanation
+
+
+def applied_rows(
+    plan: PlanFile,
+    found: dict[str, dict[str, Any]],
+    measured_speedup: float | None,
+    taken_away: Mapping[str, str] = MappingProxyType({}),
+) -> list[dict[str, Any]]:
+    """Return one row per remedy, and one for the whole plan: only what ran alone has a measured gain of its own.
+
+    A remedy that was `taken_away` while the job ran has none: neither the steps with it nor those without are its gain.
+    """
+    rows: list[dict[str, Any]] = []
+    for remedy in plan.remedies:
+        outcome = found.get(remedy.name)
+        reason = "no rank reported on it" if outcome is None else outcome.get("reason_not_applied")
+        rows.append({
+            "name": remedy.name,
+            "parameters": dict(remedy.parameters),
+            "facts": (outcome or {}).get("facts", {}),
+            "predicted_speedup": remedy.predicted_speedup,
+            "interval": list(remedy.interval) if remedy.interval else None,
+            "measured_speedup": measured_speedup
+            if len(plan.remedies) == 1 and not reason and remedy.name not in taken_away
+            else None,
+            "reason_not_applied": reason,
+            "withdrawn": taken_away.get(remedy.name),
+        })  # fmt: skip
+    rows.append({
+        "name": WHOLE_PLAN,
+        "predicted_speedup": plan.predicted_speedup,
+        "interval": list(plan.interval) if plan.interval else None,
+        "measured_speedup": None if any(row["withdrawn"] for row in rows) else measured_speedup,
+        "reason_not_applied": "none of its remedies could be" if all(r["reason_not_applied"] for r in rows) else None,
+        "withdrawn": None,
+    })  # fmt: skip
+    return rows
+
+
+def verdict_line(explanation: Explanation, baseline: Path | None = None) -> str:
+    """Return the last line of a run: the verdict in one sentence, and what to type next.
+
+    After a run that has a `baseline` the question is what changed; else it is what `why` and `plan` say.
+    """
+    why = explanation.to_json()
+    command: str = why["verdict"]["command"]
+    if baseline is not None:
+        command = shlex.join(["headway", "compare", str(baseline), explanation.source])
+    return f"{verdict(why).line()} Next: {command}"

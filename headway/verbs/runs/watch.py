@@ -1,0 +1,146 @@
+"""`headway watch`: the report's page, live, while the run goes on."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from headway.core.errors import HeadwayError, InputError
+from headway.ledger.live.live_ledger import LiveSeries
+from headway.report.facts import created, facts_of
+from headway.report.page.html import page
+from headway.report.serving.live import LiveView, live_charts, live_key, live_page, live_parts
+from headway.report.serving.live_server import Allowed, LiveServer, listening, server_of
+from headway.runtime.run_folder.live_feed import LiveFeed
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.source import newest_run
+
+
+def watch(
+    run: Path | None = None,
+    *,
+    port: int = 0,
+    host: str = "127.0.0.1",
+    allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    json: bool = False,
+) -> int:
+    """Serve the page of a run while it goes on: steps, step times, ledger so far, every rank. Ctrl-C ends it.
+
+    The run is only read, never touched. A run that has ended shows its report. The address that is printed ends in
+    a token, new for each watch: without it nobody on this machine can read the page.
+
+    Example: `headway watch headway-runs/train-1`
+
+    Parameters
+    ----------
+    run
+        A run folder, also one that a run is about to make; the newest one by default.
+    port
+        Port to serve on; 0 takes a free one.
+    host
+        Address to serve on; only this machine can connect by default.
+    allow_origin
+        Origin of another page that may read the events, as in http://dashboard:3000.
+    json
+        Print one JSON object with the address instead of text.
+    """
+    path = run or newest_run()
+    if path.exists() and not path.is_dir():
+        raise InputError(
+            f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
+        )
+    allowed = Allowed.of(host, allow_origin)
+    with listening(host, port) as bound:
+        source = WatchedRun(path)
+        source.poll()
+        shown = f"[{host}]" if ":" in host else host
+        token = secrets.token_urlsafe(16)
+        url = f"http://{shown}:{bound.getsockname()[1]}/?token={token}"
+        answer = {"schema": "headway.watch/1", "run": str(path), "url": url, "state": source.state}
+        emit(answer, lambda _: f"{path} ({source.state}): {url}   Ctrl-C ends it", as_json=json)
+        sys.stdout.flush()
+        try:
+            server_of(LiveServer(source, allowed, token)).run(sockets=[bound])
+        except KeyboardInterrupt:
+            pass  # the usual way to end it
+        finally:
+            source.close()
+    return 0
+
+
+class WatchedRun:
+    """A run folder as the live page shows it: followed while it goes on, its report once it is over."""
+
+    def __init__(self, path: Path) -> None:
+        """Watch the run in `path`."""
+        self._path, self._feed = path, LiveFeed(path)
+        self._view = LiveView(str(path), "waiting")
+        self._report: str | None = None
+        self._reason = ""
+
+    @property
+    def state(self) -> str:
+        """How the run stands: waiting, running, ended or lost."""
+        return self._feed.state
+
+    def poll(self) -> None:
+        """Read what is new and look at it."""
+        self._feed.poll()
+        self._view = self._look()
+
+    def key(self) -> str:
+        """Return what the page's sections depend on."""
+        return live_key(self._view)
+
+    def page(self) -> str:
+        """Return the page: live, or the report of a run that is over."""
+        if self.state not in ("ended", "lost"):
+            return live_page(self._view, self._series())
+        if self._report is None:
+            # The analysis is loaded when a run is over: following one takes little of the host it runs on.
+            from headway.verbs.runs.report import report_data
+            from headway.verbs.shared.explain import explain
+
+            try:
+                self._report = page(report_data(explain([self._path])))
+            except HeadwayError as reason:  # nothing was recorded, or the folder was moved away
+                self._reason = str(reason)
+                self._view = self._look()
+                return live_page(self._view)
+        return self._report
+
+    def parts(self) -> dict[str, str]:
+        """Return id -> markup of what changes."""
+        return live_parts(self._view)
+
+    def charts(self) -> dict[str, Any]:
+        """Return what the pictures show."""
+        series = self._series()
+        return live_charts(series) if series else {}
+
+    def close(self) -> None:
+        """Let go of the run's files."""
+        self._feed.close()
+
+    def _series(self) -> LiveSeries | None:
+        return self._feed.ledger.series() if self._feed.ledger is not None else None
+
+    def _look(self) -> LiveView:
+        """Return the run as it stands."""
+        feed = self._feed
+        figures = feed.figures()
+        if figures is None:
+            return LiveView(str(self._path), feed.state, reason=self._reason)
+        return LiveView(
+            title=str(self._path),
+            state=feed.state,
+            figures=figures,
+            doing=feed.doing(),
+            facts=facts_of(feed.meta, None),
+            created=created(feed.meta),
+            reason=self._reason,
+        )

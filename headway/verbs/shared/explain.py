@@ -1,0 +1,314 @@
+"""What `why`, `run`, `plan` and `report` all need: a source opened, booked, explained, and planned for."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
+from headway.core.errors import BarMissedError, InputError
+from headway.core.units import format_bytes, format_fraction
+from headway.ledger.answers.causes import Fix, find_causes
+from headway.ledger.answers.evidence import TRY
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.kinds.cause import Cause
+from headway.ledger.operations.straggler import StragglerReport, analyse, ideal_trace, root_causes
+from headway.parallel.recorded import reasons_of
+from headway.plan.planner import Plan
+from headway.plan.setup import Setup
+from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
+from headway.sim.recorded.ideal import replayed_trace
+from headway.sim.recorded.program import Program
+from headway.trace.events.loader_facts import loaders_in
+from headway.trace.events.parts import Parts
+from headway.trace.events.trace import Trace
+from headway.trace.readers.formats import open_parts
+from headway.trace.recording.assemble import json_object
+from headway.trace.recording.runs import Run, is_run, merge
+from headway.verbs.shared.script_terms import script_terms
+from headway.verbs.shared.verified import withdrawn
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A run or a trace, and everything the rooms have to say of it."""
+
+    source: str
+    """What was opened, as the caller named it."""
+
+    parts: Parts
+    """Its events by rank; those in Parquet are not held in memory."""
+
+    ledger: Ledger
+    """Where the time went."""
+
+    causes: tuple[Cause, ...]
+    """Why, largest first."""
+
+    run: Run | None = None
+    """The run folder, None for a bare trace."""
+
+    program: Program | None = None
+    """The run as it can be replayed, None where it cannot."""
+
+    plan: Plan | None = None
+    """What to do, None where nothing can be predicted."""
+
+    straggler: StragglerReport | None = None
+    """The what-if analysis of an operation trace."""
+
+    notes: tuple[str, ...] = ()
+    """Why something is missing."""
+
+    paths: tuple[Path, ...] = ()
+    """What was opened."""
+
+    @functools.cached_property
+    def trace(self) -> Trace:
+        """All its events, in memory."""
+        return self.run.trace if self.run is not None else self.parts.whole()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the `headway.why/2` object."""
+        fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
+        straggler = self.straggler.to_json() if self.straggler else None
+        answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
+        memory = memory_headroom(self.run.meta) if self.run else {}
+        answer["memory"] = memory
+        answer["exit"] = self.run.meta.get("exit") if self.run else None
+        attempts = attempt_notes(self.run.meta, self.source) if self.run else []
+        answer["notes"] = [*answer["notes"], *attempts, *self.notes, *memory_notes(memory)]
+        found = verdict(answer)
+        answer["verdict"] = {**found.to_json(), "command": self.next_command(found)}
+        return answer
+
+    def next_command(self, found: Verdict) -> str:
+        """Return what to type next after a verdict: the plan where it wins something (of one run), else the report.
+
+        The consent that the fix needs stands in the command. For a save that stalls, where no remedy applies, it is
+        the advice on checkpoints.
+        """
+        paths = [str(path) for path in self.paths]
+        if self.plan is not None and len(paths) == 1:
+            consent = ["--allow", found.allow] if found.allow else []
+            if self.plan.chosen or found.remedy:
+                return shlex.join(["headway", "plan", *paths, *consent])
+            if found.cause == "checkpoint.stall":
+                return shlex.join(["headway", "ckpt", "advise", *paths])
+        return shlex.join(["headway", "report", *paths, "-o", "report.html"])
+
+
+def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program | None) -> Trace | None:
+    """Return `trace` as it would have been without its losses, None where nothing can replay it."""
+    if straggler is not None:
+        return ideal_trace(trace, straggler)
+    return replayed_trace(program) if program is not None else None
+
+
+def memory_headroom(meta: Mapping[str, Any]) -> dict[str, int]:
+    """Return peak and headroom of host memory, and of the fullest device; empty where the run recorded none. Bytes."""
+    memory = meta.get("memory")
+    rows = [row for row in memory.values() if isinstance(row, dict)] if isinstance(memory, dict) else []
+    ranks = [row for row in rows if isinstance(row.get("peak_rss_bytes"), int)]
+    free = meta.get("memory_available_bytes")
+    if not ranks or not isinstance(free, int):
+        return {}
+    peak = sum(row["peak_rss_bytes"] for row in ranks)
+    memory = {"host_peak_bytes": peak, "host_free_bytes": int(free), "host_headroom_bytes": int(free) - peak}
+    devices = [row for row in ranks if {"device_peak_bytes", "device_total_bytes"} <= row.keys()]
+    if devices:
+        fullest = min(devices, key=lambda row: row["device_total_bytes"] - row["device_peak_bytes"])
+        memory["device_peak_bytes"] = fullest["device_peak_bytes"]
+        memory["device_headroom_bytes"] = fullest["device_total_bytes"] - fullest["device_peak_bytes"]
+    return memory
+
+
+def memory_notes(memory: Mapping[str, int]) -> list[str]:
+    """Say the headroom in words."""
+    if not memory:
+        return []
+    host = f"the ranks' processes peaked at {format_bytes(memory['host_peak_bytes'])} of host memory"
+    notes = [f"{host}, headroom {format_bytes(memory['host_headroom_bytes'])}"]
+    if "device_peak_bytes" in memory:
+        fullest = f"the fullest device peaked at {format_bytes(memory['device_peak_bytes'])}"
+        notes.append(f"{fullest}, headroom {format_bytes(memory['device_headroom_bytes'])}")
+    return notes
+
+
+def attempt_notes(meta: Mapping[str, Any], source: str) -> list[str]:
+    """Say how the attempt before the last one ended, and what is said of which, in a run that was restarted.
+
+    >>> row = {"attempt": 0, "step": 201, "evidence": "rank 0: exit code 1", "action": "restart"}
+    >>> attempt_notes({"attempt": 0, "incidents": [row], "exit": None}, "runs/a")[0].partition(": headway")[0]
+    'Attempt 0 ended at step 201 (rank 0: exit code 1); the one after it left no events. Its failures'
+    >>> attempt_notes({"attempt": 0, "incidents": [{**row, "action": "stop"}], "exit": None}, "runs/a")
+    []
+    """
+    last, rows = meta.get("attempt") or 0, meta.get("incidents") or []
+    row = max(rows, key=lambda row: int(row["attempt"]), default={"attempt": last - 1})
+    number, more = int(row["attempt"]), f"Its failures: headway fault incidents {shlex.quote(source)}."
+    step = f" at step {row['step']}" if row.get("step") else ""
+    ended = f"Attempt {number} ended{step}" + (f" ({row['evidence']})" if row.get("evidence") else "")
+    if 0 <= number < last:
+        return [f"{ended}. The ledger holds all {last + 1} attempts, steps and predictions are the last one's. {more}"]
+    if rows and meta.get("exit") is None and row.get("action") != "stop":
+        return [f"{ended}; the one after it left no events. {more}"]
+    return []
+
+
+def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanation:
+    """Open `paths` (one run, the parts of one run by several hosts, or traces) and explain them."""
+    source = ", ".join(map(str, paths))
+    if all(is_run(path) for path in paths):
+        return replace(explain_run(merge([Run.open(path) for path in paths]), source, allow=allow), paths=tuple(paths))
+    parts = open_parts(paths)
+    if parts.meta.get("source") == "straggler":
+        report = analyse(parts.whole())
+        causes = tuple(root_causes(report))
+        return Explanation(source, parts, Ledger.of(parts), causes, straggler=report, paths=tuple(paths))
+    ledger = Ledger.of(parts)
+    return Explanation(source, parts, ledger, tuple(find_causes(ledger)), paths=tuple(paths))
+
+
+def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explanation:
+    """Book a recorded run, replay it, and ask every room for remedies."""
+    ledger = Ledger.of(run)
+    try:
+        program = Program.from_run(run)
+        plan = Plan.of(ledger, program, Setup.from_facts(run.meta, allow=allow), ADVISERS)
+    except (
+        InputError,
+        BarMissedError,
+    ) as reason:  # too short, or not replayable: the ledger stands without predictions
+        causes = tuple(find_causes(ledger))
+        return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
+    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
+    fixes = fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
+    keeps = any(row.name == "data.workers" and PERSISTENT in row.edits for row in plan.proposals)
+    workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
+    starts = ledger.sub_ns.get("input.start", 0) > ledger.sub_ns.get("input.transfer", 0)
+    collates = not any(facts.num_workers for facts in loaders_in(run.meta).values())  # workers would do that too
+    if workers is not None and ((keeps and starts) or collates):
+        fixes["input.transfer"] = workers
+    found = find_causes(ledger, predict=program.predict, fixes=fixes)
+    causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
+    notes = (
+        *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
+        *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(run.path).items()),
+        *(
+            f"{row.reason}: {row.name} guards against that, with headway plan --allow {row.allow}"
+            for row in plan.proposals
+            if row.protects
+        ),
+    )
+    return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))
+
+
+def with_reasons(cause: Cause, program: Program) -> Cause:
+    """Say of a pipeline's bubble what it comes from, where the run shows it."""
+    if cause.cause != "bubble.p2p":
+        return cause
+    try:
+        reasons = reasons_of(program)
+    except (InputError, BarMissedError):
+        return cause
+    order, unequal, transfers = (
+        format_fraction(max(reasons[name], 0.0) / program.measured_s) for name in ("order", "unequal", "transfers")
+    )
+    said = f"the order costs {order} of a step, unequal stages {unequal}, transfers {transfers}"
+    return replace(cause, evidence=f"{cause.evidence}; {said}")
+
+
+def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+    """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted((path / "applied").glob("r*.json")):
+        for row in json_object(file).get("remedies", []):
+            if row["name"] not in found or row.get("reason_not_applied"):
+                found[row["name"]] = row
+    return found
+
+
+def is_launched(meta: Mapping[str, Any]) -> bool:
+    """Whether a launcher began the recording: else there may be no script that `headway run --apply` could run."""
+    return bool(meta.get("launched", True))
+
+
+def fixes_of(
+    plan: Plan, refused: Collection[str] = (), *, launched: bool = True, allow: Collection[str] = ()
+) -> dict[str, Fix]:
+    """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
+
+    What headway can apply is promised only where the plan holds it, or would hold it with one more consent: that one
+    is named, with the consent, where no other one wins. Where one that needs none may win, and this run is too noisy to
+    tell, that is said instead.
+    Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
+    """
+    fixes: dict[str, Fix] = {}
+    unsure: dict[str, Fix] = {}
+    free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
+    rest = [row for row in plan.proposals if row not in free]
+    kept = {row.name for row in free if not row.applies or row.name in (*plan.chosen, *refused)}
+    free = [row for row in free if row.name in kept]
+    won = {cause for row in free if row.clear for cause in CAUSES_OF_REMEDY.get(row.name, ())}
+    for row in plan.proposals:
+        if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
+            continue
+        low, high = row.interval
+        text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
+        found = Fix(f"{text}record for longer, or on a quieter host", row.predicted_speedup, row.interval)
+        unsure |= {cause: found for cause in CAUSES_OF_REMEDY.get(row.name, ()) if cause not in won}
+    for row in [*free, *rest]:
+        for cause in CAUSES_OF_REMEDY.get(row.name, ()):
+            best = fixes.get(cause)
+            if row in rest and (cause in won or cause in unsure):
+                continue
+            if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
+                grant = "" if row in free else f" --allow {row.allow}"
+                how = f"headway plan{grant}, then headway run --apply"
+                how = f"{GRANTED[row.allow]}: {how}" if grant and row.allow in GRANTED else how
+                how = "in the script itself: headway could not apply it" if row.name in refused else how
+                text = f"{row.name}: {', '.join(row.edits)} ({how})"
+                if not launched:
+                    text = script_terms(row)
+                text = text if row.applies else ""
+                by_headway = row.applies and row.name not in refused
+                fixes[cause] = Fix(
+                    text,
+                    row.predicted_speedup,
+                    row.interval,
+                    script_terms(row) if launched else "",
+                    row.name if by_headway else "",
+                    row.allow or "" if by_headway and grant else "",
+                )
+    return {**unsure, **fixes}
+
+
+PERSISTENT = "persistent=true"
+"""The edit that keeps a loader's workers: it wins back the starts of iterators, which `input.transfer` holds."""
+
+GRANTED = {
+    "result-equivalent": "with other random draws of the same distribution",
+    "lossy": "with an approximation",
+    "data.threads": "with threads that share the dataset's objects",
+}
+"""Grant -> what it admits, as a fix says it."""
+
+
+def refuted(cause: Cause, plan: Plan) -> Cause:
+    """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
+    about = "input.prep" if cause.cause == "input.transfer" and f"{TRY}workers=" in cause.fix else cause.cause
+    tried = [row for row in plan.proposals if about in CAUSES_OF_REMEDY.get(row.name, ())]
+    given = [
+        f"{row.name} {row.known}" for row in plan.refused if row.known and about in CAUSES_OF_REMEDY.get(row.name, ())
+    ]
+    if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
+        return cause
+    predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
+    known = [*([f"predicted: {predicted}"] if tried else []), *given]
+    fix = f"{NOTHING_PAYS} ({'; '.join(known)})"
+    return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")

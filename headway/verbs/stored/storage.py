@@ -1,0 +1,313 @@
+"""`headway storage table|fit|fleet`: redundancy that follows the failure rates of disks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from headway.core.errors import InputError
+from headway.core.tables import pick
+from headway.core.units import format_bytes, format_fraction, plural
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.logs import Lifetimes, Window, read_lifetimes, read_totals, renamed, windows
+from headway.storage.disks.made import made
+from headway.storage.disks.placement import place, replay, saved
+from headway.storage.disks.plan import POLICIES
+from headway.storage.disks.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
+from headway.storage.disks.sim import Dgroup, SimResult, read_clusters
+from headway.verbs.shared.output import emit
+
+SHOWN_TRANSITIONS = 12
+"""Rows of transitions on a screen; `--json` holds all."""
+
+
+def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: float = 24.0, json: bool = False) -> int:
+    """List the schemes of redundancy: the failure rate each tolerates, its space, how long data lives.
+
+    A scheme tolerates the AFR (failures per disk and year) up to which it
+    keeps the data as safe as 6-of-9 does at its own highest AFR, and
+    rebuilds with as many bytes read.
+
+    Example: `headway storage table --afr 0.015`
+
+    Parameters
+    ----------
+    afr
+        AFR at which the mean time to data loss is shown, a fraction.
+    default_afr
+        AFR that 6-of-9 is trusted with, a fraction.
+    mttr_hours
+        Hours of one repair.
+    json
+        Print one JSON object instead of text.
+    """
+    for name, value in {"--afr": afr, "--default-afr": default_afr}.items():
+        if not 0 < value <= 1:
+            raise InputError(
+                f"{name} is {value:g}; it must be a fraction above 0, at most 1. Pass 0.02 for 2 % of disks a year."
+            )
+    if not 0 < mttr_hours < math.inf:
+        raise InputError(f"--mttr-hours is {mttr_hours:g}; a repair takes more than 0 hours. Pass 24 for a day.")
+    k0, n0, _ = DEFAULT
+    default = (k0, n0, default_afr)
+    rows = [_scheme_row(scheme, afr, default, mttr_hours) for scheme in SCHEMES.values()]
+    answer = {
+        "schema": "headway.storage.table/1",
+        "default": f"{k0}-of-{n0}",
+        "default_afr": default_afr,
+        "afr": afr,
+        "mttr_hours": mttr_hours,
+        "schemes": rows,
+    }
+    emit(answer, lambda screen: _table_screen(answer, screen), as_json=json)
+    return 0
+
+
+def _scheme_row(scheme: Scheme, afr: float, default: tuple[int, int, float], mttr_h: float) -> dict[str, Any]:
+    """Return one scheme's figures."""
+    bounds = bounds_afr(scheme.k, scheme.n, default=default, mttr_h=mttr_h)
+    return {
+        "scheme": scheme.name,
+        "k": scheme.k,
+        "n": scheme.n,
+        "tolerated_afr": min(bounds.values()),
+        "bound_by": min(bounds, key=lambda name: bounds[name]),
+        "overhead": scheme.overhead,
+        "saving": scheme.saving(Scheme(*default[:2])),
+        "mttdl_years": mttdl_hours(scheme.k, scheme.n, afr / HOURS_PER_YEAR, 1 / mttr_h) / HOURS_PER_YEAR,
+    }
+
+
+def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+    """Return a row per scheme."""
+    rows = grid("left", "right", "right", "right", "right", "left")
+    add_row(rows, "scheme", "tolerated AFR", "space", "saves", "years to loss", "bound by", style="dim")
+    for row in answer["schemes"]:
+        enough = row["tolerated_afr"] >= answer["afr"]
+        add_row(
+            rows, row["scheme"], format_fraction(row["tolerated_afr"]), f"{row['overhead']:.3f}",
+            format_fraction(row["saving"]), f"{row['mttdl_years']:.1e}", row["bound_by"], style="" if enough else "dim",
+        )  # fmt: skip
+    words = (
+        f"Years to loss: mean time of one stripe at an AFR of {format_fraction(answer['afr'])}, "
+        f"{answer['mttr_hours']:g} hours a repair. {answer['default']} is trusted with "
+        f"{format_fraction(answer['default_afr'])}; dim: not enough for that AFR."
+    )
+    return draw([uncut(rows), "", paragraph(words, style="dim")], **screen)
+
+
+def fit(
+    *logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, same: tuple[str, ...] = (), json: bool = False
+) -> int:
+    """Learn failure rates from logs of disks, and name the scheme that fits each model now.
+
+    Give two or more logs of totals (columns model, size, n_unique,
+    drive_days, failed; the oldest first), or one log with a row per drive
+    (model, capacity_bytes, min_date, max_date, first_fail, and serial_number,
+    by which renamed models are recognised), through which a fleet then lives
+    day by day. A model with too few disks stays under the default scheme.
+
+    Example: `headway storage fit 2021-10.csv 2021-11.csv 2022-09.csv`
+
+    Parameters
+    ----------
+    logs
+        CSV files, the oldest first.
+    policy
+        pacemaker, reactive, instant or static.
+    ahead_days
+        Days for which the schemes should hold.
+    same
+        OLD=NEW: a model that was renamed between the logs, or in a log of drives; may be given several times.
+    json
+        Print one JSON object instead of text.
+    """
+    chosen = pick(POLICIES, policy, "policy")
+    if not logs:
+        raise InputError("no log was given; give CSV files of totals, the oldest first, or one with a row per drive.")
+    names = dict(_pair(text) for text in same)
+    if len(logs) == 1:
+        answer = _lived(read_lifetimes(logs[0], names), policy)
+    else:
+        totals = [renamed(read_totals(path), names) for path in logs]
+        spans = [windows(older, newer) for older, newer in itertools.pairwise(totals)]
+        found = place(spans, chosen, ahead_days=ahead_days)
+        answer = {
+            "windows_days": [_days(span) for span in spans],
+            "models": [placement.to_json() for placement in sorted(found, key=lambda p: -p.num_disks)],
+            "saving": saved(found),
+        }
+    answer = {"schema": "headway.storage.fit/1", "logs": [str(path) for path in logs], "policy": policy,
+              "confidence": chosen.confidence, **answer}  # fmt: skip
+    emit(answer, lambda screen: _fit_screen(answer, screen), as_json=json)
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    """Return (old name, new name) of OLD=NEW."""
+    old, _, new = text.partition("=")
+    if not old or not new:
+        raise InputError(f"--same is {text!r}; write OLD=NEW, such as --same 'hitachi x=hgst x'.")
+    return old, new
+
+
+def _days(span: Sequence[Window]) -> float:
+    """Return the days that windows of one span cover."""
+    return span[0].days if span else 0.0
+
+
+def _lived(log: Lifetimes, policy: str) -> dict[str, Any]:
+    """Return what a fleet made of a log of single drives."""
+    result = replay(log, POLICIES[policy])
+    return {
+        "days": log.num_days,
+        "saving": result.savings,
+        "mean_io": float(result.io_frac.mean()),
+        "peak_io": float(result.io_frac.max()),
+        "lived": [
+            {
+                "model": one.model, "scheme": one.scheme, "disk_days": one.disk_days, "failures": one.failures,
+                "afr": 365.0 * one.failures / one.disk_days, "tolerated": one.tolerated, "exceeded": one.exceeded,
+            }
+            for one in sorted(result.lived, key=lambda one: -one.disk_days)
+        ],
+        "transitions": [change.to_json() for change in result.transitions],
+    }  # fmt: skip
+
+
+def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+    """Return a row per model, or per model and scheme that a fleet lived under."""
+    if "lived" in answer:
+        rows = grid("left", "left", "right", "right", "right")
+        add_row(rows, "model", "scheme", "disk-days", "AFR", "tolerated", style="dim")
+        for row in [one for one in answer["lived"] if one["disk_days"] >= 10_000]:
+            add_row(
+                rows, row["model"], row["scheme"], f"{row['disk_days']:,.0f}", format_fraction(row["afr"], 2),
+                format_fraction(row["tolerated"]), style="bold red" if row["exceeded"] else "",
+            )  # fmt: skip
+        words = (
+            f"{plural(answer['days'], 'day')}, {plural(len(answer['transitions']), 'transition')}: mean IO "
+            f"{format_fraction(answer['mean_io'], 2)}, peak {format_fraction(answer['peak_io'])} of what the disks can "
+            "move. Rows below 10,000 disk-days are left out."
+        )
+    else:
+        rows = grid("left", "right", "right", "right", "left", "left")
+        add_row(rows, "model", "disks", "AFR", "at most", "scheme", "", style="dim")
+        known = [row for row in answer["models"] if row["reason"] == "known"]
+        for row in known:
+            add_row(
+                rows, row["model"], f"{row['num_disks']:,.0f}", format_fraction(row["afr"][1], 2),
+                format_fraction(row["afr"][2], 2), row["scheme"], f"tolerates {format_fraction(row['tolerated'])}",
+            )  # fmt: skip
+        few = len(answer["models"]) - len(known)
+        verbs = "has too few disks to be judged and stays" if few == 1 else "have too few disks to be judged and stay"
+        words = (
+            f"{plural(few, 'model')} {verbs} under the default scheme. 'At most' is the upper end of an interval of "
+            f"{format_fraction(answer['confidence'], 0)} confidence: "
+            f"{format_fraction((1 - answer['confidence']) / 2, 0)} of the models may lie above it."
+        )
+    verdict = f"  {format_fraction(answer['saving'])} of the space is saved."
+    return draw([uncut(rows), "", paragraph(words, style="dim"), Text(verdict, style="bold")], **screen)
+
+
+def fleet(
+    *, clusters: Path | None = None, synthetic: str | None = None, days: int = 1095, seed: int = 0,
+    policy: tuple[str, ...] = ("pacemaker", "instant", "reactive"), json: bool = False,
+) -> int:  # fmt: skip
+    """Simulate years of a fleet of disks whose schemes follow its failure rates, beside other policies.
+
+    Failures are drawn from each model's true AFR; the planner sees only
+    them. `pacemaker` plans ahead under a cap on IO; `instant` is the same
+    with infinite IO; `reactive` moves when it is late, by re-encoding;
+    `static` never moves.
+
+    Example: `headway storage fleet --synthetic mixed --days 1095`
+
+    Parameters
+    ----------
+    clusters
+        TOML file with a table [[dgroup]] per model: name, arrivals = [[day, disks], ...], afr = [[age, AFR], ...],
+        capacity_bytes, disk_bytes_per_s, retire_days.
+    synthetic
+        A made-up fleet: trickle, step, mixed or large.
+    days
+        Days to simulate.
+    seed
+        Of the made-up fleet and of the failures.
+    policy
+        Policies to compare; the plan that is shown is the first one's.
+    json
+        Print one JSON object instead of text.
+    """
+    if (clusters is None) == (synthetic is None) or not policy:
+        raise InputError("give either --clusters FILE.toml or --synthetic NAME, and at least one --policy.")
+    models = made(synthetic, seed=seed) if synthetic is not None else read_clusters(Path(clusters or ""))
+    results = {name: Fleet(name).simulate(models, days, seed=seed) for name in dict.fromkeys(policy)}
+    first = results[policy[0]]
+    answer = {
+        "schema": "headway.storage.disks.fleet/1",
+        "simulated": True,
+        "fleet": synthetic if synthetic is not None else str(clusters),
+        "seed": seed,
+        "days": days,
+        "num_disks": sum(model.num_disks for model in models),
+        "models": [_model_row(model) for model in models],
+        "policies": {name: result.to_json() for name, result in results.items()},
+        "of_instant": first.savings / results["instant"].savings
+        if "instant" in results and results["instant"].savings > 0 else None,
+        "io_frac": first.io_frac.tolist(),
+        "savings_by_day": first.savings_by_day.tolist(),
+        "transitions": [change.to_json() for change in first.transitions],
+    }  # fmt: skip
+    emit(answer, lambda screen: _fleet_screen(answer, first, screen), as_json=json)
+    return 0
+
+
+def _model_row(model: Dgroup) -> dict[str, Any]:
+    """Return what a fleet's table says of one model."""
+    return {
+        "name": model.name,
+        "num_disks": model.num_disks,
+        "deployed": "step" if model.step_days() else "trickle",
+        "capacity_bytes": model.capacity_bytes,
+    }
+
+
+def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOptions) -> str:
+    """Return a row per policy, and the largest changes of the first."""
+    rows = grid("left", "right", "right", "right", "right")
+    add_row(rows, "policy", "saves", "mean IO", "peak IO", "under-protected disk-days", style="dim")
+    for name, row in answer["policies"].items():
+        add_row(
+            rows, name, format_fraction(row["savings"]), format_fraction(row["mean_io"], 2),
+            format_fraction(row["peak_io"]), f"{row['under_protected_disk_days']:,.0f}",
+            style="bold" if name == next(iter(answer["policies"])) else "",
+        )  # fmt: skip
+    changes = sorted(first.transitions, key=lambda change: -change.io_bytes)[:SHOWN_TRANSITIONS]
+    plan = grid("right", "left", "left", "right", "right", "left")
+    add_row(plan, "day", "change", "to", "disks", "IO", "models", style="dim")
+    for change in sorted(changes, key=lambda change: change.day):
+        add_row(
+            plan, f"{change.day}", f"{change.kind}, {change.method}", f"{change.source} > {change.target}",
+            f"{change.num_disks:,}", format_bytes(change.io_bytes), ", ".join(change.dgroups),
+        )  # fmt: skip
+    words = (
+        f"Simulated: {plural(answer['num_disks'], 'disk')} of {plural(len(answer['models']), 'model')}, "
+        f"{plural(answer['days'], 'day')}, seed {answer['seed']}. The bound, each disk always under its best scheme, "
+        f"saves {format_fraction(first.oracle_savings)}. {_below(len(first.transitions))}"
+    )
+    below: list[Any] = ["", uncut(plan)] if changes else []
+    return draw([uncut(rows), "", paragraph(words, style="dim"), *below], **screen)
+
+
+def _below(count: int) -> str:
+    """Say what the table of transitions shows of `count` of them."""
+    if count <= SHOWN_TRANSITIONS:
+        return f"Below: {plural(count, 'transition')}." if count else "No scheme changed."
+    return f"Below: the largest of {plural(count, 'transition')}."
