@@ -102,7 +102,7 @@ def advice(folder: Path, job: Job, seconds_per_number: float, allow: str, cores:
     rows = [
         {"codec": name, "numel": n, "encode_s": encode, "decode_s": decode}
         for name, sizes in table.rows.items()
-        for n, encode, decode in sizes
+        for n, encode, decode, *_ in sizes
     ]
     (folder / "codecs.json").write_text(json.dumps({"schema": "headway.comm-bench/1", "rows": rows}))
     program = replace(Program.from_trace(made.trace, made.meta), deep=[deep], run=SimpleNamespace(path=folder))

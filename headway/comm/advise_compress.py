@@ -20,7 +20,7 @@ from headway.core.files.bounded_json import read_json
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.ddp.ddp_compress import MIN_BYTES, RAW
+from headway.sim.ddp.ddp_compress import MIN_BYTES
 from headway.sim.ddp.ddp_replay import CODECS_FILE
 from headway.sim.recorded.program import Program
 
@@ -31,7 +31,6 @@ CANDIDATES = ("half", "int8", "dither:4", "sign", "topk:0.01:bf16")
 `headway whatif compress=NAME` predicts them, a plan file names them."""
 
 MEASURED = (
-    RAW,
     *CANDIDATES,
     "bfloat16",
     "natural:4",
@@ -79,7 +78,7 @@ def propose_compression(program: Program, setup: Setup) -> Proposal | Refusal:
             raise InputError("a bare trace does not say which host would encode.")
         path = program.run.path / CODECS_FILE
         times = read_times(path) if path.exists() else None
-        if times is None or not {RAW, *CANDIDATES} <= set(times.rows):
+        if times is None or not set(CANDIDATES) <= set(times.rows):
             times = measure(MEASURED, path)
         program.deep[:] = [replace(deep, codecs=times)]
         found = {codec: program.predict([f"compress={codec}"]) for codec in CANDIDATES}

@@ -11,41 +11,25 @@ A rank sends (W - 1) / W of its packets to their owners and as much to all other
 bytes sends 2 (W - 1) / W of s. So a packet costs the link half of its bytes in each direction, at the rate of the
 recorded all-reduces. Where there are not two cores per rank, both threads of a rank share one.
 
-What a partition of n numbers costs the lane, with e and d the seconds of encoding and decoding (`CodecTimes`):
-
-    encode  e(n), and d(n) for the residual;  sum  W d(n / W) + e(n / W), and d(n / W) for the residual;  decode  d(n)
-
-each with the passes over memory that adding and copying take (the entry `raw` of the table). What a sparse packet says
-is added and subtracted in its places, without a pass.
+What a partition costs the lane is the sum over its stretches (`headway.cost.codecs.partitions`: each tensor is cut
+into a share per owner) of the measured stages (`CodecTimes.stages`): many small tensors cost more than one large one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
-from headway.cost.codecs import CodecName, CodecTimes, read_codec, wire_bytes
+from headway.cost.codecs import CodecName, CodecTimes, Stretch, partitions, read_codec, wire_bytes
 from headway.sim.ddp.ddp_step import Step
 from headway.sim.ddp.ddp_thread import CALL, WAIT, WORK, Thread
 
-PARTITION_BYTES = 4_000_000
-"""Raw bytes that are encoded, sent and decoded as one (BytePS: 4,096,000)."""
-
 MIN_BYTES = 65_536
 """Smaller tensors travel raw, together (BytePS: 65,536)."""
-
-RAW = "raw"
-"""Entry of a table of codecs: `encode_s` of one pass that adds two tensors, `decode_s` of one that copies."""
-
-UNBIASED = ("half", "bfloat16", "dither", "natural")
-"""Kinds that keep no residual."""
-
-SPARSE = ("topk", "randomk")
-"""Kinds that send places."""
 
 FLOAT_BYTES = 4
 
@@ -60,30 +44,25 @@ class Compression:
     times: CodecTimes
     """What was measured."""
 
-    raw_fraction: float = 0.0
-    """Share of the gradients' bytes in tensors that are too small."""
+    tensors: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Bytes of a bucket -> bytes of the gradients in it; a bucket that is not listed counts as one tensor."""
 
     shared_cores: bool = False
     """Whether the two threads of a rank share a core."""
 
-    def lane_ns(self, n: int, ranks: int) -> tuple[int, int, int]:
-        """Return what encoding, summing and decoding a partition of `n` numbers takes, ns."""
-        own = -(-n // ranks)
-        kind = read_codec(self.codec).kind
-        residual, dense = kind not in UNBIASED, kind not in SPARSE
-        (encode, decode), (encode_own, decode_own) = (self.times.seconds(self.codec, count) for count in (n, own))
-        (add, copy), (add_own, _) = (self.times.seconds(RAW, count) for count in (n, own))
-        # The check for NaN reads a tensor once, about what a copy costs.
-        first = copy + encode + residual * (decode + (1 + dense) * add)
-        middle = ranks * (decode_own + dense * add_own) + encode_own + residual * (decode_own + (2 + dense) * add_own)
-        found = (first, middle, decode + copy)
-        return round(found[0] * NS_PER_S), round(found[1] * NS_PER_S), round(found[2] * NS_PER_S)
+    def stages_ns(self, stretches: Sequence[Stretch], ranks: int) -> tuple[int, int, int]:
+        """Return what sending, answering and taking a partition costs a rank, ns; its share of owning is a mean."""
+        costs = [self.times.stages(self.codec, one.stop - one.start, ranks) for one in stretches]
+        push, answer, pull = (sum(column) * NS_PER_S for column in zip(*costs, strict=True))
+        return round(push), round(answer / ranks), round(pull)
 
 
-def packet_bytes(codec: CodecName, n: int, ranks: int) -> int:
-    """Return the bytes of a rank's packets of `n` numbers, one for each owner."""
-    own = -(-n // ranks)
-    return sum(wire_bytes(codec, min(own, n - first)) for first in range(0, n, own))
+def message_bytes(codec: CodecName, stretches: Sequence[Stretch], ranks: int) -> int:
+    """Return the bytes of a rank's packets of a partition for all owners, each row as long as the longest."""
+    rows = [0] * ranks
+    for one in stretches:
+        rows[one.owner] += wire_bytes(codec, one.stop - one.start)
+    return ranks * max(rows)
 
 
 Items = list[tuple[int, int, int]]
@@ -143,14 +122,13 @@ def _thread(items: Items, like: Thread) -> Thread:
 
 def _reduced(size: int, ranks: int, compression: Compression, collective: Callable[[int], int]) -> Items:
     """Return what a lane does with a bucket of `size` bytes: all partitions through a stage, then the next stage."""
-    codec, most = read_codec(compression.codec), PARTITION_BYTES // FLOAT_BYTES
-    raw = round(size * compression.raw_fraction)
-    numbers = (size - raw) // FLOAT_BYTES
-    counts = [min(most, numbers - first) for first in range(0, numbers, most)]
+    codec, whole = read_codec(compression.codec), compression.tensors.get(size, [size])
+    raw = sum(one for one in whole if one < MIN_BYTES)
+    parts = partitions([one // FLOAT_BYTES for one in whole if one >= MIN_BYTES], ranks)
     small = [collective(raw)] if raw else []
-    pushed, pulled = ([collective(packet_bytes(codec, n, ranks) // 2) for n in counts] for _ in range(2))
+    pushed, pulled = ([collective(message_bytes(codec, part, ranks) // 2) for part in parts] for _ in range(2))
     items: Items = [(CALL, 0, number) for number in small]
-    costs = [compression.lane_ns(n, ranks) for n in counts]
+    costs = [compression.stages_ns(part, ranks) for part in parts]
     for push, (encode, _, _) in zip(pushed, costs, strict=True):
         items += [(WORK, encode, -1), (CALL, 0, push)]
     for push, pull, (_, middle, _) in zip(pushed, pulled, costs, strict=True):

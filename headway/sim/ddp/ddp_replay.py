@@ -24,7 +24,8 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.units import NS_PER_S, format_fraction
 from headway.cost.codecs import CodecTimes
-from headway.sim.ddp.ddp_compress import MIN_BYTES, Compression, with_codec
+from headway.sim.ddp import ddp_buckets
+from headway.sim.ddp.ddp_compress import Compression, with_codec
 from headway.sim.ddp.ddp_edits import accelerated, gradients_of, matched, paced, scaled, with_buckets
 from headway.sim.ddp.ddp_link import SMALL_BYTES, Carried, Link, fit
 from headway.sim.ddp.ddp_pace import paces_of
@@ -245,19 +246,28 @@ class DdpReplay:
         if scenario.bucket_mb is not None:
             edited = with_buckets(edited, gradients_of(self.models), scenario.bucket_mb)
         if scenario.compress is not None:
-            edited = with_codec(edited, self._compression(scenario.compress, len(edited.threads)))
+            edited = with_codec(edited, self._compression(scenario, len(edited.threads)))
         return edited
 
-    def _compression(self, codec: str, ranks: int) -> Compression:
-        """Return how `codec` works on these ranks and this host."""
+    def _compression(self, scenario: Scenario, ranks: int) -> Compression:
+        """Return how the codec of `scenario` works on these ranks and this host."""
+        codec = str(scenario.compress)
         if self.codecs is None:
             raise InputError(
                 f"what the codec {codec} takes on this host was not measured. Measure it into the run folder: "
                 f"headway comm bench -o RUN/{CODECS_FILE}."
             )
-        sizes = [size for model in self.models for size in model["parameter_bytes"]]
-        small = sum(size for size in sizes if size < MIN_BYTES) / max(sum(sizes), 1)
-        return Compression(codec, self.codecs, small, shared_cores=0 < self.cores < 2 * ranks)
+        try:
+            gradients = gradients_of(self.models)
+        except InputError:  # how large its tensors are is not known: a bucket counts as one
+            return Compression(codec, self.codecs, shared_cores=0 < self.cores < 2 * ranks)
+        limit = gradients.limit if scenario.bucket_mb is None else ddp_buckets.limits(scenario.bucket_mb)
+        buckets = [
+            [gradients.size[index] for index in bucket]
+            for bucket in ddp_buckets.assign(gradients.size, gradients.kind, limit)
+        ]
+        tensors = {sum(bucket): bucket for bucket in buckets}
+        return Compression(codec, self.codecs, tensors, shared_cores=0 < self.cores < 2 * ranks)
 
 
 def ddp_dag(trace: Trace) -> Dag:
