@@ -233,6 +233,9 @@ class CodecTimes:
     rows: Mapping[str, tuple[tuple[int, float, float, float, float, float], ...]]
     """Codec -> (numbers, encode s, decode s, and what `STAGES` says), sizes rising."""
 
+    collective_s: float = 0.0
+    """What a rank's cores need to queue a collective, run it and wait for it, without its bytes."""
+
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> CodecTimes:
         """Read the object that `headway comm bench --json` prints. Raises `InputError` where a row is not one.
@@ -253,7 +256,7 @@ class CodecTimes:
             raise InputError(
                 f"this is not a table of codecs ({cause!r}). Measure it: headway comm bench -o FILE."
             ) from cause
-        return cls({name: tuple(sorted(rows)) for name, rows in found.items()})
+        return cls({name: tuple(sorted(rows)) for name, rows in found.items()}, float(content.get("collective_s", 0)))
 
     def seconds(self, name: str, n: float) -> tuple[float, float]:
         """Return what encoding and decoding `n` numbers takes. Raises `InputError` where `name` was not measured."""

@@ -174,7 +174,7 @@ class GradientCompression(Closing):
             if names not in self._layouts:
                 self._layouts[names] = self._layout(names)
             with torch.no_grad():
-                self._pull.reduce(self._layouts[names], gradients, group)
+                self._pull.reduce(self._layouts[names], gradients, group, whole)
             if last and not self._pull.end_step():
                 self.skipped += 1
                 self._skips = True

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from headway.comm.runtime.codecs.table import codec_of
 from headway.comm.runtime.push_pull import PushPull, Unit, all_finite, cut
@@ -34,6 +38,9 @@ OWNERS = 2
 ROUNDS = 9
 BUDGET_S = 15.0
 """No round begins after this, but the first two."""
+
+MEETING_S = 30.0
+"""The two processes wait so long for each other."""
 
 T = TypeVar("T")
 
@@ -89,6 +96,25 @@ class _Case:
         return self.pull.encode(units, self.gradients, all_finite(self.gradients.values()))
 
 
+def collective_s(rank: int, store: str, count: int = 60) -> float:
+    """Return the CPU seconds, of all threads, of a collective of one number between two ranks of this host.
+
+    `store` is a file that does not exist yet, where the two processes meet.
+    """
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=OWNERS, timeout=timedelta(seconds=MEETING_S)
+    )
+    try:
+        one, seconds = torch.zeros(1), []
+        for _ in range(count):
+            begin = time.process_time()
+            dist.all_reduce(one, async_op=True).wait()
+            seconds.append(time.process_time() - begin)
+    finally:
+        dist.destroy_process_group()
+    return median(seconds)
+
+
 def _timed(call: Callable[[], T]) -> tuple[float, T]:
     begin = time.thread_time()
     answer = call()
@@ -96,18 +122,22 @@ def _timed(call: Callable[[], T]) -> tuple[float, T]:
 
 
 def main() -> None:
-    """Measure and write the file; without a file, be the other rank until somebody ends it."""
+    """Measure and write the file; with a store behind it, be the other rank until somebody ends it."""
     torch.set_num_threads(1)
-    names = sys.argv[1].split(",")
-    if len(sys.argv) < 3:
+    names, path = sys.argv[1].split(","), sys.argv[2]
+    if len(sys.argv) > 3:
+        collective_s(1, sys.argv[3])
         measured(names, rounds=10 * ROUNDS, budget_s=4 * BUDGET_S)
         return
-    command = [sys.executable, "-m", "headway.comm.runtime.measure", sys.argv[1]]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as beside:
-        try:
-            write_json(sys.argv[2], {"schema": SCHEMA, "rows": measured(names), "path": sys.argv[2]})
-        finally:
-            beside.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        command = [sys.executable, "-m", "headway.comm.runtime.measure", sys.argv[1], path, store]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as beside:
+            try:
+                answer = {"collective_s": collective_s(0, store), "rows": measured(names)}
+                write_json(path, {"schema": SCHEMA, **answer, "path": path})
+            finally:
+                beside.kill()
 
 
 if __name__ == "__main__":

@@ -137,9 +137,15 @@ class PushPull:
         """Whether everything was finite in the step so far."""
         self._messages: dict[tuple[str, tuple[tuple[str, int], ...]], torch.Tensor] = {}
 
-    def reduce(self, layout: Layout, gradients: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks."""
-        finite = all_finite(gradients.values())
+    def reduce(
+        self,
+        layout: Layout,
+        gradients: dict[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks; `buffer` holds all of them."""
+        finite = all_finite(gradients.values() if buffer is None else [buffer])
         whole = {name: g if g.dtype == torch.float32 else g.float() for name, g in gradients.items()}
         plain, plain_work = self._send_plain(layout, whole, finite, group)
         pushes = [self._push(units, whole, finite, group) for units in layout.partitions]

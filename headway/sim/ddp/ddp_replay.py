@@ -246,28 +246,44 @@ class DdpReplay:
         if scenario.bucket_mb is not None:
             edited = with_buckets(edited, gradients_of(self.models), scenario.bucket_mb)
         if scenario.compress is not None:
-            edited = with_codec(edited, self._compression(scenario, len(edited.threads)))
+            edited = with_codec(
+                edited, self._compression(scenario.compress, len(edited.threads), bucket_mb=scenario.bucket_mb)
+            )
         return edited
 
-    def _compression(self, scenario: Scenario, ranks: int) -> Compression:
-        """Return how the codec of `scenario` works on these ranks and this host."""
-        codec = str(scenario.compress)
+    def compressed_ns(self, codecs: Sequence[str]) -> NDArray[np.int64]:
+        """Return [windows] the replayed time where the gradients travel by `codecs`, in order of readiness; '' = raw.
+
+        Raises `InputError` where the gradients are not known.
+        """
+        gradients = gradients_of(self.models)
+        if len(codecs) != len(gradients.size):
+            raise InputError(f"{len(codecs)} codecs for {len(gradients.size)} gradients; give each one, '' for raw.")
+        found = [
+            makespan_ns(compiled(with_codec(step, self._compression("", len(step.threads), codecs=codecs)), link))
+            for step, link in zip(self.steps, self.links, strict=True)
+        ]
+        return np.array(found, dtype=np.int64)
+
+    def _compression(
+        self, codec: str, ranks: int, *, bucket_mb: float | str | None = None, codecs: Sequence[str] = ()
+    ) -> Compression:
+        """Return how a codec for all gradients, or one for each, works on these ranks and this host."""
         if self.codecs is None:
             raise InputError(
                 f"what the codec {codec} takes on this host was not measured. Measure it into the run folder: "
                 f"headway comm bench -o RUN/{CODECS_FILE}."
             )
+        shared = 0 < self.cores < 2 * ranks
         try:
             gradients = gradients_of(self.models)
         except InputError:  # how large its tensors are is not known: a bucket counts as one
-            return Compression(codec, self.codecs, shared_cores=0 < self.cores < 2 * ranks)
-        limit = gradients.limit if scenario.bucket_mb is None else ddp_buckets.limits(scenario.bucket_mb)
-        buckets = [
-            [gradients.size[index] for index in bucket]
-            for bucket in ddp_buckets.assign(gradients.size, gradients.kind, limit)
-        ]
-        tensors = {sum(bucket): bucket for bucket in buckets}
-        return Compression(codec, self.codecs, tensors, shared_cores=0 < self.cores < 2 * ranks)
+            return Compression(codec, self.codecs, shared_cores=shared)
+        each = list(zip(gradients.size, codecs or [codec] * len(gradients.size), strict=True))
+        limit = gradients.limit if bucket_mb is None else ddp_buckets.limits(bucket_mb)
+        buckets = ddp_buckets.assign(gradients.size, gradients.kind, limit)
+        listed = [[each[at] for at in bucket] for bucket in buckets]
+        return Compression(codec, self.codecs, listed, shared_cores=shared)
 
 
 def ddp_dag(trace: Trace) -> Dag:
