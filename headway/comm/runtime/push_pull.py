@@ -135,6 +135,7 @@ class PushPull:
         self.sent_bytes = 0
         self.finite = True
         """Whether everything was finite in the step so far."""
+        self._mean = torch.empty(0)
         self._messages: dict[tuple[str, tuple[tuple[str, int], ...]], torch.Tensor] = {}
 
     def reduce(
@@ -244,7 +245,9 @@ class PushPull:
                 mean = self.answered.fresh(unit.name, length, arrived.device)[own]
                 mean.copy_(self.answered.last(unit.name, length, arrived.device)[own])
             else:
-                mean = torch.zeros(n, device=arrived.device)
+                if self._mean.numel() < n or self._mean.device != arrived.device:
+                    self._mean = torch.empty(n, device=arrived.device)
+                mean = self._mean[:n].zero_()
             self._add(unit, arrived[:, at : at + size], mean)
             if not finite:
                 mean.zero_()
