@@ -18,8 +18,12 @@ from pathlib import Path
 IFF_UP, SIOCGIFFLAGS = 1, 0x8913
 """Bit of an interface's flags: it is up; the call that reads them (linux/sockios.h)."""
 
-BURST_BYTES = 131_072
-"""What the bucket may send at once; less than a segment of loopback (64 KiB and its header) would let nothing pass."""
+BURST_S, LEAST_BURST_BYTES = 0.65e-3, 16_384
+"""What the bucket may send at once, in seconds at its rate: after a pause that much goes for nothing, so it has to be
+little beside what a collective takes. No less than a segment."""
+
+MTU_BYTES = 9_000
+"""Largest segment; loopback's own ones (64 KiB) would not pass a small bucket."""
 
 
 def throttled(command: Sequence[object], rate_mbit: float) -> list[str]:
@@ -50,8 +54,9 @@ def main() -> None:
     rate, cut = sys.argv[sys.argv.index("--rate-mbit") + 1], sys.argv.index("--")
     if is_up("lo"):
         raise SystemExit("this is not a new network namespace: start it as throttled() does, with unshare -rn")
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-    shape = ["tbf", "rate", f"{rate}mbit", "burst", str(BURST_BYTES), "latency", "4s"]
+    subprocess.run(["ip", "link", "set", "lo", "up", "mtu", str(MTU_BYTES)], check=True)
+    burst = max(LEAST_BURST_BYTES, round(float(rate) * 1e6 / 8 * BURST_S))
+    shape = ["tbf", "rate", f"{rate}mbit", "burst", str(burst), "latency", "4s"]
     subprocess.run(["tc", "qdisc", "replace", "dev", "lo", "root", *shape], check=True)
     os.execvp(sys.argv[cut + 1], sys.argv[cut + 1 :])
 

@@ -46,7 +46,9 @@ def measured(model: str, rate: float | None, rounds: int) -> dict[str, Any]:
         run = runs.record(model, Path(folder) / "run", rate_mbit=rate, steps=60)
         program = Program.from_run(run)
         proposal = propose_compression(program, Setup.from_facts(run.meta, allow=("lossy",)))
-        chosen = str(proposal.parameters["codec"]) if isinstance(proposal, Proposal) and proposal.clear else "plain"
+        chosen = proposal.parameters["codec"] if isinstance(proposal, Proposal) and proposal.clear else "plain"
+        if not isinstance(chosen, str):  # a codec for each parameter
+            settings["table"], chosen = {"codec": chosen}, "table"
         predicted = {}
         if "codecs.json" in {path.name for path in run.path.iterdir()}:
             predicted = {codec: program.predict([f"compress={codec}"]).step_s for codec in codecs}

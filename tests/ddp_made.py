@@ -65,6 +65,7 @@ class Job:
         """Return what a run would note of it."""
         count = len(self.size)
         return {
+            "parameter_names": [f"layer.{index}.weight" for index in range(count)],
             "parameter_bytes": list(self.size), "parameter_types": ["f"] * count, "order": list(range(count))[::-1],
             "first_bucket_bytes": self.limit[0], "bucket_bytes": self.limit[1],
         }  # fmt: skip

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from headway.comm.advise_compress import CANDIDATES, MEASURED, propose_compression
+from headway.comm.advise_table import best_table
 from headway.core.errors import InputError
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import Proposal, Refusal
@@ -102,7 +103,7 @@ def advice(folder: Path, job: Job, seconds_per_number: float, allow: str, cores:
     rows = [
         {"codec": name, "numel": n, "encode_s": encode, "decode_s": decode}
         for name, sizes in table.rows.items()
-        for n, encode, decode in sizes
+        for n, encode, decode, *_ in sizes
     ]
     (folder / "codecs.json").write_text(json.dumps({"schema": "headway.comm-bench/1", "rows": rows}))
     program = replace(Program.from_trace(made.trace, made.meta), deep=[deep], run=SimpleNamespace(path=folder))
@@ -134,6 +135,43 @@ def test_what_decides_against_compression_is_said(
 
     assert isinstance(row, Refusal)
     assert reason in row.reason
+
+
+@pytest.mark.parametrize(("rate", "cores"), [(6e6, 8), (1e8, 2), (4e8, 2), (2e9, 8)])
+def test_the_table_of_codecs_by_parameter_is_never_worse_than_one_codec_for_all(rate: float, cores: int) -> None:
+    job = Job(bytes_per_s=rate)
+    deep = DdpReplay.from_windows([play(job).window], models=[job.model()], cores=cores)
+    deep = replace(deep, codecs=times(3e-9))
+    table = best_table(deep, CANDIDATES)
+    each = [deep.makespans_ns(scenario_of([f"compress={codec}"])).sum() for codec in CANDIDATES]
+    plain = deep.makespans_ns(scenario_of([])).sum()
+
+    assert set(table.codecs) <= set(job.model()["parameter_names"])
+    assert table.speedup >= float(plain / min(each))
+    # What it promises is what the replay gives for the codecs that it names.
+    names = [job.model()["parameter_names"][at] for at in job.model()["order"]]
+    assert float(plain / deep.compressed_ns([table.codecs.get(name, "") for name in names]).sum()) == table.speedup
+
+
+def test_a_job_of_a_slow_and_a_hidden_part_gets_a_table(tmp_path: Path) -> None:
+    # The link carries the first gradients raw behind backward: encoding them would only delay it.
+    job = Job(
+        size=(6_000_000, *[2_000_000] * 5), forward_ns=(2 * MS, *[25 * MS] * 5), bytes_per_s=6e7, limit=(2**20, 2**20)
+    )
+    row = advice(tmp_path, job, 4e-9, "lossy", cores=2)
+
+    assert isinstance(row, Proposal), row
+    assert isinstance(row.parameters["codec"], dict)
+    assert 0 < len(row.parameters["codec"]) < len(job.size)
+    assert "a codec for each of" in row.reason
+
+
+def test_without_names_of_parameters_no_table_is_made() -> None:
+    model = {key: value for key, value in SLOW.model().items() if key != "parameter_names"}
+    deep = DdpReplay.from_windows([play(SLOW).window], models=[model], cores=8)
+
+    with pytest.raises(InputError, match="did not note the names of its parameters"):
+        best_table(replace(deep, codecs=times(1e-9)), CANDIDATES)
 
 
 def test_the_replay_without_the_edit_is_what_it_was() -> None:

@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from headway.comm.advise_table import Table, best_table
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.ddp.ddp_compress import MIN_BYTES, RAW
-from headway.sim.ddp.ddp_replay import CODECS_FILE
+from headway.sim.ddp.ddp_compress import MIN_BYTES
+from headway.sim.ddp.ddp_replay import CODECS_FILE, DdpReplay
 from headway.sim.recorded.program import Program
 
 NAME, GRANT = "comm.compress", "lossy"
@@ -31,7 +32,6 @@ CANDIDATES = ("half", "int8", "dither:4", "sign", "topk:0.01:bf16")
 `headway whatif compress=NAME` predicts them, a plan file names them."""
 
 MEASURED = (
-    RAW,
     *CANDIDATES,
     "bfloat16",
     "natural:4",
@@ -79,29 +79,47 @@ def propose_compression(program: Program, setup: Setup) -> Proposal | Refusal:
             raise InputError("a bare trace does not say which host would encode.")
         path = program.run.path / CODECS_FILE
         times = read_times(path) if path.exists() else None
-        if times is None or not {RAW, *CANDIDATES} <= set(times.rows):
+        if times is None or not set(CANDIDATES) <= set(times.rows):
             times = measure(MEASURED, path)
-        program.deep[:] = [replace(deep, codecs=times)]
+        deep = replace(deep, codecs=times)
+        program.deep[:] = [deep]
         found = {codec: program.predict([f"compress={codec}"]) for codec in CANDIDATES}
     except HeadwayError as cause:
         return Refusal(NAME, "comm", f"what compressed gradients would win is not known: {cause}")
     fastest = min(prediction.step_s for prediction in found.values())
     codec = next(name for name in CANDIDATES if found[name].step_s <= fastest * (1 + EQUAL))
     best = found[codec]
+    table = _table(deep, best.speedup)
     tried = ", ".join(f"{name} {prediction.speedup:.2f}x" for name, prediction in found.items())
-    if best.speedup < MIN_SPEEDUP:
+    speedup, interval = best.speedup, best.interval
+    chosen: str | dict[str, str] = codec
+    if table is not None:
+        share = table.speedup / best.speedup
+        speedup, interval = table.speedup, (interval[0] * share, interval[1] * share)
+        chosen = table.codecs
+        tried += f", a codec for each of {len(table.codecs)} gradients {table.speedup:.2f}x"
+    if speedup < MIN_SPEEDUP:
         return Refusal(NAME, "comm", f"the link is fast for what this host's cores need to encode: {tried}")
     return Proposal(
         name=NAME,
         room="comm",
         edits=(f"compress={codec}",),
-        predicted_speedup=best.speedup,
-        interval=best.interval,
+        predicted_speedup=speedup,
+        interval=interval,
         applies=True,
-        parameters={"codec": codec, "feedback": True, "two_way": True, "min_bytes": MIN_BYTES},
+        parameters={"codec": chosen, "feedback": True, "two_way": True, "min_bytes": MIN_BYTES},
         cost="a thread per rank that encodes and decodes; two residuals, a copy of the gradients and more",
         risk="gradients are approximated: compare the loss with that of an uncompressed run",
         allow=GRANT,
         conflicts=("comm.bucket",),
         reason=f"Tried: {tried}. {best.note}",
     )
+
+
+def _table(deep: DdpReplay, speedup: float) -> Table | None:
+    """Return the best table of codecs by parameter, where it beats the best codec for all, which wins `speedup`."""
+    try:
+        table = best_table(deep, CANDIDATES)
+    except InputError:  # names, order or buckets are not known: one codec for all is
+        return None
+    return table if table.codecs and table.speedup > speedup * (1 + EQUAL) else None

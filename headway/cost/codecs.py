@@ -176,39 +176,108 @@ def wire_bytes(name: str | CodecName, n: int) -> int:
     return values if codec.kind == "shared-randomk" else values + sum(place_bytes(n, kept))
 
 
+PARTITION_NUMBERS = 1_000_000
+"""Numbers that are encoded, sent and decoded as one, at most (BytePS: 4,096,000 bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of one tensor that travels in one partition."""
+
+    tensor: int
+    """Which tensor."""
+
+    start: int
+    """Its first number."""
+
+    stop: int
+    """One past its last number."""
+
+    owner: int
+    """Who adds it up."""
+
+
+def partitions(counts: Sequence[int], owners: int) -> list[list[Stretch]]:
+    """Return partitions of tensors of so many numbers; each owner has an equal share of each tensor.
+
+    What an owner has of a tensor depends on that tensor alone: residuals outlast the buckets that DDP lays out anew
+    after its first step.
+
+    >>> [(s.tensor, s.start, s.stop, s.owner) for s in partitions([6, 1], 2)[0]]
+    [(0, 0, 3, 0), (0, 3, 6, 1), (1, 0, 1, 0)]
+    """
+    found: list[list[Stretch]] = []
+    filled = PARTITION_NUMBERS
+    for tensor, n in enumerate(counts):
+        for start in range(0, n, PARTITION_NUMBERS):
+            stop = min(start + PARTITION_NUMBERS, n)
+            if filled + stop - start > PARTITION_NUMBERS:
+                found.append([])
+                filled = 0
+            filled += stop - start
+            share = -(-(stop - start) // owners)
+            for owner, low in enumerate(range(start, stop, share)):
+                found[-1].append(Stretch(tensor, low, min(low + share, stop), owner))
+    return found
+
+
+STAGES = ("push_s", "answer_s", "pull_s")
+"""Columns of a measured row: what a stretch of `numel` numbers costs its sender (sum with what was left out before,
+encoding, what is left out now), its owner (two packets summed, and encoded again), and each rank at the end."""
+
+
 @dataclass(frozen=True, slots=True)
 class CodecTimes:
     """What encoding and decoding took on this host, by size; between sizes linear in the logarithm of both."""
 
-    rows: Mapping[str, tuple[tuple[int, float, float], ...]]
-    """Codec -> (numbers, encode s, decode s), sizes rising."""
+    rows: Mapping[str, tuple[tuple[int, float, float, float, float, float], ...]]
+    """Codec -> (numbers, encode s, decode s, and what `STAGES` says), sizes rising."""
+
+    collective_s: float = 0.0
+    """What a rank's cores need to queue a collective, run it and wait for it, without its bytes."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> CodecTimes:
-        """Read the object that `headway comm bench --json` prints. Raises `InputError` where a row is not one."""
-        found: dict[str, list[tuple[int, float, float]]] = {}
+        """Read the object that `headway comm bench --json` prints. Raises `InputError` where a row is not one.
+
+        Stages that a row does not hold are made of its encoding and decoding.
+        """
+        found: dict[str, list[tuple[int, float, float, float, float, float]]] = {}
         try:
             for row in content["rows"]:
-                times = int(row["numel"]), float(row["encode_s"]), float(row["decode_s"])
-                if not (times[0] > 0 and 0 < times[1] < math.inf and 0 < times[2] < math.inf):
+                encode, decode = float(row["encode_s"]), float(row["decode_s"])
+                made = (encode + decode, encode + 3 * decode, decode)
+                push, answer, pull = (float(row.get(key, own)) for key, own in zip(STAGES, made, strict=True))
+                times = int(row["numel"]), encode, decode, push, answer, pull
+                if not all(0 < value < math.inf for value in times):
                     raise InputError(f"the measured row {row!r} is not positive. Measure again: headway comm bench.")
                 found.setdefault(str(row["codec"]), []).append(times)
         except (KeyError, TypeError, ValueError) as cause:
             raise InputError(
                 f"this is not a table of codecs ({cause!r}). Measure it: headway comm bench -o FILE."
             ) from cause
-        return cls({name: tuple(sorted(rows)) for name, rows in found.items()})
+        return cls({name: tuple(sorted(rows)) for name, rows in found.items()}, float(content.get("collective_s", 0)))
 
     def seconds(self, name: str, n: float) -> tuple[float, float]:
         """Return what encoding and decoding `n` numbers takes. Raises `InputError` where `name` was not measured."""
+        return self._at(name, 1, n), self._at(name, 2, n)
+
+    def stages(self, name: str, n: float, ranks: int = 2) -> tuple[float, float, float]:
+        """Return what a stretch of `n` numbers takes: sending, answering as one of `ranks`, and taking the answer.
+
+        Raises as `seconds`.
+        """
+        push, answer, pull = (self._at(name, column, n) for column in (3, 4, 5))
+        return push, answer + (ranks - 2) * self._at(name, 2, n), pull
+
+    def _at(self, name: str, column: int, n: float) -> float:
         if name not in self.rows:
             listed = ", ".join(sorted(self.rows)) or "none"
             raise InputError(
                 f"the codec {name} was not measured on this host (measured: {listed}). Measure it: "
                 f"headway comm bench --codecs {name} -o RUN/codecs.json."
             )
-        rows = self.rows[name]
-        return _between([(row[0], row[1]) for row in rows], n), _between([(row[0], row[2]) for row in rows], n)
+        return _between([(row[0], row[column]) for row in self.rows[name]], n)
 
 
 def _between(points: Sequence[tuple[int, float]], n: float) -> float:

@@ -102,7 +102,8 @@ def encode(
     if not values.is_floating_point():
         raise InputError(f"the tensor's dtype is {values.dtype}; only floating point can be encoded.")
     flat = values.detach().reshape(-1).to(torch.float32)
-    if not bool(torch.isfinite(flat).all()):
+    # A sum that is finite has no NaN or infinity in it, and costs a quarter of asking each number.
+    if not bool(torch.isfinite(flat.sum())) and not bool(torch.isfinite(flat).all()):
         at = int(torch.isfinite(flat).logical_not().nonzero()[0])
         raise InputError(f"element {at} is {float(flat[at])}; only finite numbers can be encoded. Skip this step.")
     # The last block is filled up with zeros:  n = 5, block = 2  ->  [a b][c d][e 0], scales [3].

@@ -128,8 +128,7 @@ class GradientCompression(Closing):
         pull, layout = self._pull, self._layout(self._sizes)
         sent = {unit.name: self._sizes[unit.name] for units in layout.partitions for unit in units}
         sent |= {name: self._sizes[name] for name in layout.shared}
-        owned = {unit.name: unit.own_length for units in layout.partitions for unit in units}
-        for residuals, side, sizes in ((pull.sent, "sent", sent), (pull.answered, "answered", owned)):
+        for residuals, side, sizes in ((pull.sent, "sent", sent), (pull.answered, "answered", layout.owned)):
             try:
                 residuals.load(state.get(side, {}), sizes)
             except InputError as cause:
@@ -175,7 +174,7 @@ class GradientCompression(Closing):
             if names not in self._layouts:
                 self._layouts[names] = self._layout(names)
             with torch.no_grad():
-                self._pull.reduce(self._layouts[names], gradients, group)
+                self._pull.reduce(self._layouts[names], gradients, group, whole)
             if last and not self._pull.end_step():
                 self.skipped += 1
                 self._skips = True

@@ -1,83 +1,143 @@
 """What codecs take on this host: `python -m headway.comm.runtime.measure NAME,NAME FILE`, one thread, CPU seconds.
 
 Every codec encodes and decodes normal numbers of four sizes; a row holds the median of some rounds, in which the
-codecs take turns. The name `raw` measures passes over memory: adding two tensors, and copying one. CPU time, because
-the turns that other processes of the host have now say little of those that they will have beside a training step.
+codecs take turns. Beside it stand the stages of a push-pull (`headway.cost.codecs.STAGES`) per stretch of that size, by
+the code that ranks run, with residuals, between two owners. CPU time, because the turns that other processes of the
+host have now say little of those that they will have beside a training step. A second process does the same meanwhile:
+ranks of one host encode at the same time, and share its caches and memory.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from headway.comm.runtime.codecs.table import codec_of
-from headway.cost.codecs import wire_bytes
+from headway.comm.runtime.push_pull import PushPull, Unit, all_finite, cut
+from headway.cost.codecs import STAGES, wire_bytes
 from headway.runtime.recorder.probes import write_json
-from headway.sim.ddp.ddp_compress import RAW
 
 SCHEMA = "headway.comm-bench/1"
 
-SIZES = (4_096, 32_768, 262_144, 1_000_000)
-"""Numbers in a tensor; the largest is a partition."""
+SIZES = (4_096, 32_768, 131_072, 500_000)
+"""Numbers in a stretch; the largest is what one of two owners has of a partition."""
 
-ROUNDS = 7
+OWNERS = 2
+
+ROUNDS = 9
 BUDGET_S = 15.0
 """No round begins after this, but the first two."""
 
+MEETING_S = 30.0
+"""The two processes wait so long for each other."""
+
+T = TypeVar("T")
+
 
 def measured(names: Sequence[str], *, rounds: int = ROUNDS, budget_s: float = BUDGET_S) -> list[dict[str, Any]]:
-    """Return a row per codec and size: codec, numel, encode_s, decode_s, wire_bytes."""
+    """Return a row per codec and size: codec, numel, encode_s, decode_s, wire_bytes, and `STAGES` where it has them."""
     began = time.monotonic()
-    generator = torch.Generator().manual_seed(0)
-    tensors = {n: torch.randn(n, generator=generator) for n in SIZES}
-    times: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    cases = {(name, n): _Case(name, n) for name in names for n in SIZES}
+    times: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in cases}
     for number in range(rounds):
         if number >= 2 and time.monotonic() - began > budget_s:
             break
-        for name in names:
-            for n, x in tensors.items():
-                pair = _raw(x) if name == RAW else _pair(name, x)
-                if number:  # the first round takes fresh memory
-                    times.setdefault((name, n), []).append(pair)
+        for key, case in cases.items():
+            found = case.timed()
+            if number:  # the first round takes fresh memory
+                times[key].append(found)
     return [
-        {
-            "codec": name,
-            "numel": n,
-            "encode_s": median(encode for encode, _ in pairs),
-            "decode_s": median(decode for _, decode in pairs),
-            "wire_bytes": 4 * n if name == RAW else wire_bytes(name, n),
-        }
-        for (name, n), pairs in times.items()
+        {"codec": name, "numel": n, "wire_bytes": wire_bytes(name, n)}
+        | {column: median(one[column] for one in found) for column in found[0]}
+        for (name, n), found in times.items()
     ]
 
 
-def _pair(name: str, x: torch.Tensor) -> tuple[float, float]:
-    codec = codec_of(name)
-    encode_s, packet = _timed(lambda: codec.encode(x))
-    return encode_s, _timed(lambda: codec.decode(packet, x.numel()))[0]
+class _Case:
+    """A codec and a size, and what is kept between its rounds."""
+
+    def __init__(self, name: str, n: int) -> None:
+        self.codec = codec_of(name)
+        self.x = torch.randn(n, generator=torch.Generator().manual_seed(n))
+        self.given = torch.cat([self.x, self.x.flip(0)])
+        self.gradients = {"x": torch.empty_like(self.given)}
+        self.pull = PushPull(OWNERS, 0, feedback=True, two_way=True)
+        self.layout = cut([("x", OWNERS * n, self.codec)], OWNERS, 0, min_bytes=0, two_way=True)
+
+    def timed(self) -> dict[str, float]:
+        """Do everything once, and return the seconds."""
+        found: dict[str, float] = {}
+        found["encode_s"], packet = _timed(lambda: self.codec.encode(self.x, 0))
+        found["decode_s"], _ = _timed(lambda: self.codec.decode(packet, self.x.numel(), 0))
+        for units in self.layout.partitions:  # one, or none where only values travel
+            self.gradients["x"].copy_(self.given)
+            push_s, packets = _timed(partial(self._sent, units))
+            arrived = packets[:1].expand(OWNERS, -1).contiguous()
+            answer_s, answer = _timed(partial(self.pull.answer, self.layout, units, arrived))
+            gathered = answer.expand(OWNERS, -1).contiguous()  # the other owner's has as many bytes
+            pull_s, _ = _timed(partial(self.pull.decode, units, gathered, self.gradients))
+            self.pull.end_step()
+            # Of both stretches a rank sends and takes, of one it is the owner.
+            found |= dict(zip(STAGES, (push_s / OWNERS, answer_s, pull_s / OWNERS), strict=True))
+        return found
+
+    def _sent(self, units: list[Unit]) -> torch.Tensor:
+        return self.pull.encode(units, self.gradients, all_finite(self.gradients.values()))
 
 
-def _raw(x: torch.Tensor) -> tuple[float, float]:
-    other = torch.empty_like(x)
-    return _timed(lambda: torch.add(x, other, out=other))[0], _timed(lambda: other.copy_(x))[0]
+def collective_s(rank: int, store: str, count: int = 60) -> float:
+    """Return the CPU seconds, of all threads, of a collective of one number between two ranks of this host.
+
+    `store` is a file that does not exist yet, where the two processes meet.
+    """
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=OWNERS, timeout=timedelta(seconds=MEETING_S)
+    )
+    try:
+        one, seconds = torch.zeros(1), []
+        for _ in range(count):
+            begin = time.process_time()
+            dist.all_reduce(one, async_op=True).wait()
+            seconds.append(time.process_time() - begin)
+    finally:
+        dist.destroy_process_group()
+    return median(seconds)
 
 
-def _timed(call: Callable[[], torch.Tensor]) -> tuple[float, torch.Tensor]:
+def _timed(call: Callable[[], T]) -> tuple[float, T]:
     begin = time.thread_time()
     answer = call()
     return max(time.thread_time() - begin, 1e-9), answer
 
 
 def main() -> None:
-    """Measure and write the file."""
+    """Measure and write the file; with a store behind it, be the other rank until somebody ends it."""
     torch.set_num_threads(1)
     names, path = sys.argv[1].split(","), sys.argv[2]
-    write_json(path, {"schema": SCHEMA, "rows": measured(names), "path": path})
+    if len(sys.argv) > 3:
+        collective_s(1, sys.argv[3])
+        measured(names, rounds=10 * ROUNDS, budget_s=4 * BUDGET_S)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        command = [sys.executable, "-m", "headway.comm.runtime.measure", sys.argv[1], path, store]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as beside:
+            try:
+                answer = {"collective_s": collective_s(0, store), "rows": measured(names)}
+                write_json(path, {"schema": SCHEMA, **answer, "path": path})
+            finally:
+                beside.kill()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ compression with residuals on both sides, partitions of 4 MB).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,8 +29,7 @@ from headway.comm.runtime.codecs.sparse import random_places, spread
 from headway.comm.runtime.codecs.table import Codec
 from headway.comm.runtime.residuals import Residuals
 from headway.core.rng import derived_seed
-from headway.cost.codecs import wire_bytes
-from headway.sim.ddp.ddp_compress import PARTITION_BYTES
+from headway.cost.codecs import partitions, wire_bytes
 
 FLAG = 1
 """Bytes in front of a rank's packets: 1 = not everything is finite."""
@@ -38,7 +37,7 @@ FLAG = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unit:
-    """A stretch of one parameter's gradient that is encoded as one, in a share per owner."""
+    """A stretch of one parameter's gradient that is encoded as one."""
 
     name: str
     """The parameter."""
@@ -49,26 +48,19 @@ class Unit:
     start: int
     """First number of the stretch in the flat gradient."""
 
-    cuts: tuple[int, ...]
-    """[owners + 1] Where each owner's share begins in the flat gradient; shares at the end may be empty."""
+    stop: int
+    """One past the last number."""
+
+    owner: int
+    """Rank that adds it up; 0 where all do."""
 
     own_start: int
-    """Where this rank's share begins in its residual as an owner."""
-
-    own_length: int
-    """Numbers of the parameter that this rank owns."""
+    """Where it begins in the residual of its owner."""
 
     @property
-    def stop(self) -> int:
-        """One past the last number."""
-        stop: int = self.cuts[-1]
-        return stop
-
-    def sizes(self) -> list[int]:
-        """Return [owners] the bytes of each share's packet."""
-        return [
-            wire_bytes(self.codec.name, stop - start) for start, stop in zip(self.cuts, self.cuts[1:], strict=False)
-        ]
+    def size(self) -> int:
+        """Bytes of its packet."""
+        return wire_bytes(self.codec.name, self.stop - self.start)
 
 
 @dataclass(slots=True)
@@ -81,6 +73,9 @@ class Layout:
     partitions: list[list[Unit]] = field(default_factory=list)
     """Units that are sent together."""
 
+    owned: dict[str, int] = field(default_factory=dict)
+    """Parameter -> numbers of it that this rank owns."""
+
     shared: dict[str, Codec] = field(default_factory=dict)
     """Parameter -> codec, where only values travel."""
 
@@ -91,37 +86,41 @@ class Layout:
 def cut(
     gradients: Sequence[tuple[str, int, Codec | None]], ranks: int, rank: int, *, min_bytes: int, two_way: bool
 ) -> Layout:
-    """Return the layout of a bucket of (parameter, numbers, codec); a rank's owned shares are in order of its units."""
+    """Return the layout of a bucket of (parameter, numbers, codec)."""
     layout = Layout(tuple(name for name, _, _ in gradients))
-    most, filled, owners = PARTITION_BYTES // 4, PARTITION_BYTES // 4, ranks if two_way else 1
+    sent: list[tuple[str, int, Codec]] = []
     for name, n, codec in gradients:
         if codec is None or n * 4 < min_bytes or n == 0:
             layout.raw.append(name)
         elif codec.name.kind == "shared-randomk":
             layout.shared[name] = codec
         else:
-            stretches = [_shares(start, min(most, n - start), owners) for start in range(0, n, most)]
-            own = [cuts[rank + 1] - cuts[rank] if two_way else 0 for cuts in stretches]
-            for number, cuts in enumerate(stretches):
-                count = cuts[-1] - cuts[0]
-                if filled + count > most:
-                    layout.partitions.append([])
-                    filled = 0
-                layout.partitions[-1].append(Unit(name, codec, cuts[0], cuts, sum(own[:number]), sum(own)))
-                filled += count
+            sent.append((name, n, codec))
+    found = partitions([n for _, n, _ in sent], ranks if two_way else 1)
+    begins: dict[tuple[int, int], int] = {}
+    for stretches in found:
+        layout.partitions.append([])
+        for one in stretches:
+            name, _, codec = sent[one.tensor]
+            begin = begins.get((one.tensor, one.owner), 0)
+            begins[one.tensor, one.owner] = begin + one.stop - one.start
+            layout.partitions[-1].append(Unit(name, codec, one.start, one.stop, one.owner, begin))
+    if two_way:
+        layout.owned = {name: begins.get((tensor, rank), 0) for tensor, (name, _, _) in enumerate(sent)}
     return layout
-
-
-def _shares(start: int, count: int, owners: int) -> tuple[int, ...]:
-    """Return where the share of each owner begins, and the end."""
-    step = -(-count // owners)
-    return tuple(start + min(count, step * owner) for owner in range(owners + 1))
 
 
 def _widest(units: Sequence[Unit]) -> int:
     """Return the bytes of an owner's packets, at most: a row of a message is as long for all."""
-    owners = range(len(units[0].cuts) - 1)
-    return max(sum(unit.sizes()[owner] for unit in units) for owner in owners)
+    sizes: dict[int, int] = {}
+    for unit in units:
+        sizes[unit.owner] = sizes.get(unit.owner, 0) + unit.size
+    return max(sizes.values())
+
+
+def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Say whether no number is NaN or infinite: a finite sum has none, and costs one pass."""
+    return all(bool(torch.isfinite(g.sum())) or bool(torch.isfinite(g).all()) for g in gradients)
 
 
 class PushPull:
@@ -136,22 +135,31 @@ class PushPull:
         self.sent_bytes = 0
         self.finite = True
         """Whether everything was finite in the step so far."""
+        self._mean = torch.empty(0)
+        self._messages: dict[tuple[str, tuple[tuple[str, int], ...]], torch.Tensor] = {}
 
-    def reduce(self, layout: Layout, gradients: dict[str, torch.Tensor], group: dist.ProcessGroup) -> None:
-        """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks."""
-        # A sum is NaN or infinite where any number is: one pass. Where it is, the numbers may still be finite.
-        finite = all(bool(torch.isfinite(g.sum())) or bool(torch.isfinite(g).all()) for g in gradients.values())
+    def reduce(
+        self,
+        layout: Layout,
+        gradients: dict[str, torch.Tensor],
+        group: dist.ProcessGroup,
+        buffer: torch.Tensor | None = None,
+    ) -> None:
+        """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks; `buffer` holds all of them."""
+        finite = all_finite(gradients.values() if buffer is None else [buffer])
         whole = {name: g if g.dtype == torch.float32 else g.float() for name, g in gradients.items()}
         plain, plain_work = self._send_plain(layout, whole, finite, group)
         pushes = [self._push(units, whole, finite, group) for units in layout.partitions]
         if self.two_way:
-            pulls = [self._answer(units, *push, group) for units, push in zip(layout.partitions, pushes, strict=True)]
+            pulls = [
+                self._answer(layout, units, *push, group) for units, push in zip(layout.partitions, pushes, strict=True)
+            ]
         else:
             pulls = pushes
         for units, (packets, work) in zip(layout.partitions, pulls, strict=True):
             work.wait()
             finite = finite and not bool(packets[:, 0].any())
-            self._decode(units, packets, whole)
+            self.decode(units, packets, whole)
         if plain is not None and plain_work is not None:
             plain_work.wait()
             finite = finite and bool(torch.isfinite(plain[-1]))
@@ -174,99 +182,105 @@ class PushPull:
         self.steps += 1
         return counts
 
-    def _seed(self, unit: Unit, owner: int, rank: int) -> int:
-        """Return the seed with which `rank` encodes an owner's share in this step; an owner's answer has rank -1."""
-        return derived_seed(self.steps, unit.name, unit.start, owner, rank + 1) % 2**62
+    def _seed(self, unit: Unit, rank: int) -> int:
+        """Return the seed with which `rank` encodes a stretch in this step; an owner's answer has rank -1."""
+        return derived_seed(self.steps, unit.name, unit.start, rank + 1) % 2**62
 
     def _push(
         self, units: list[Unit], gradients: dict[str, torch.Tensor], finite: bool, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, dist.Work]:
         """Encode a partition and send it to its owners, or to all; return what arrives, [ranks, bytes], and when."""
-        owners = self.ranks if self.two_way else 1
-        device = gradients[units[0].name].device
-        packets = torch.zeros(owners, FLAG + _widest(units), dtype=torch.uint8, device=device)
-        packets[:, 0] = not finite
-        at = [FLAG] * owners
-        for unit in units:
-            g = gradients[unit.name][unit.start : unit.stop]
-            keeps = self.feedback and unit.codec.biased
-            if keeps:
-                whole = gradients[unit.name]
-                q = self.sent.fresh(unit.name, whole.numel(), device)[unit.start : unit.stop]
-                torch.add(g, self.sent.last(unit.name, whole.numel(), device)[unit.start : unit.stop], out=q)
-                g = q
-            if not finite:
-                g = torch.zeros_like(g)
-            for owner, (low, high) in enumerate(zip(unit.cuts, unit.cuts[1:], strict=False)):
-                share = g[low - unit.start : high - unit.start]  # a view: the residual is left in it
-                if not share.numel():
-                    continue
-                seed = self._seed(unit, owner, self.rank)
-                packet = unit.codec.encode(share, seed)
-                packets[owner, at[owner] : at[owner] + packet.numel()] = packet
-                at[owner] += packet.numel()
-                if keeps:
-                    unit.codec.add(share, packet, -1.0, seed)
-        arrived = torch.empty(self.ranks, packets.shape[1], dtype=torch.uint8, device=device)
+        packets = self.encode(units, gradients, finite)
+        arrived = self._memory(units, "in", self.ranks, packets.device)
         self.sent_bytes += packets.numel()
         if self.two_way:
             return arrived, dist.all_to_all_single(arrived, packets, group=group, async_op=True)
         return arrived, dist.all_gather(list(arrived.unbind()), packets[0], group=group, async_op=True)
 
     def _answer(
-        self, units: list[Unit], arrived: torch.Tensor, work: dist.Work, group: dist.ProcessGroup
+        self, layout: Layout, units: list[Unit], arrived: torch.Tensor, work: dist.Work, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, dist.Work]:
-        """As an owner: average the packets that arrived and send the result to all."""
+        """As an owner: average the packets that arrive and send the result to all."""
         work.wait()
-        answer = torch.zeros(1, FLAG + _widest(units), dtype=torch.uint8, device=arrived.device)
+        answer = self.answer(layout, units, arrived)
+        gathered = self._memory(units, "pull", self.ranks, arrived.device)
+        self.sent_bytes += answer.numel()
+        return gathered, dist.all_gather(list(gathered.unbind()), answer[0], group=group, async_op=True)
+
+    def encode(self, units: list[Unit], gradients: dict[str, torch.Tensor], finite: bool = True) -> torch.Tensor:
+        """Return the packets of a partition, [owners, bytes]."""
+        device = gradients[units[0].name].device
+        owners = self.ranks if self.two_way else 1
+        packets = self._memory(units, "push", owners, device)
+        packets[:, 0] = not finite
+        at = [FLAG] * owners
+        for unit in units:
+            whole, seed = gradients[unit.name], self._seed(unit, self.rank)
+            g = whole[unit.start : unit.stop]
+            keeps = self.feedback and unit.codec.biased
+            if keeps:
+                q = self.sent.fresh(unit.name, whole.numel(), device)[unit.start : unit.stop]
+                g = torch.add(g, self.sent.last(unit.name, whole.numel(), device)[unit.start : unit.stop], out=q)
+            if not finite:
+                g = torch.zeros_like(g)
+            packet = unit.codec.take(g, seed) if keeps else unit.codec.encode(g, seed)
+            packets[unit.owner, at[unit.owner] : at[unit.owner] + packet.numel()] = packet
+            at[unit.owner] += packet.numel()
+        return packets
+
+    def answer(self, layout: Layout, units: list[Unit], arrived: torch.Tensor) -> torch.Tensor:
+        """Return the packets [1, bytes] of the mean of what arrived for this rank, [ranks, bytes]."""
+        answer = self._memory(units, "answer", 1, arrived.device)
         finite = not bool(arrived[:, 0].any())
         answer[0, 0] = not finite
         at = FLAG
         for unit in units:
-            low, high = unit.cuts[self.rank : self.rank + 2]
-            size = wire_bytes(unit.codec.name, high - low)
-            if not size:
+            if unit.owner != self.rank:
                 continue
-            mean = self._summed(unit, arrived[:, at : at + size], high - low)
+            n, size = unit.stop - unit.start, unit.size
+            keeps = self.feedback and unit.codec.biased
+            if keeps:  # the sum begins with what was left out, in the memory of what will be
+                own = slice(unit.own_start, unit.own_start + n)
+                length = layout.owned[unit.name]
+                mean = self.answered.fresh(unit.name, length, arrived.device)[own]
+                mean.copy_(self.answered.last(unit.name, length, arrived.device)[own])
+            else:
+                if self._mean.numel() < n or self._mean.device != arrived.device:
+                    self._mean = torch.empty(n, device=arrived.device)
+                mean = self._mean[:n].zero_()
+            self._add(unit, arrived[:, at : at + size], mean)
             if not finite:
                 mean.zero_()
-            keeps = self.feedback and unit.codec.biased
-            if keeps:
-                own = slice(unit.own_start, unit.own_start + high - low)
-                mean += self.answered.last(unit.name, unit.own_length, mean.device)[own]
-            seed = self._seed(unit, self.rank, -1)
-            packet = unit.codec.encode(mean, seed)
-            if keeps:
-                unit.codec.add(mean, packet, -1.0, seed)
-                self.answered.fresh(unit.name, unit.own_length, mean.device)[own] = mean
-            answer[0, at : at + size] = packet
+            seed = self._seed(unit, -1)
+            answer[0, at : at + size] = unit.codec.take(mean, seed) if keeps else unit.codec.encode(mean, seed)
             at += size
-        gathered = torch.empty(self.ranks, answer.shape[1], dtype=torch.uint8, device=arrived.device)
-        self.sent_bytes += answer.numel()
-        return gathered, dist.all_gather(list(gathered.unbind()), answer[0], group=group, async_op=True)
+        return answer
 
-    def _summed(self, unit: Unit, rows: torch.Tensor, n: int) -> torch.Tensor:
-        """Return the mean of the ranks' packets, [ranks, bytes], added in the order of ranks."""
-        mean = torch.zeros(n, device=rows.device)
+    def _memory(self, units: list[Unit], what: str, rows: int, device: torch.device) -> torch.Tensor:
+        """Return [rows, bytes] for the packets of a partition: the same ones in each step, for mapping fresh memory
+        costs more than many codecs."""
+        key = what, tuple((unit.name, unit.start) for unit in units)
+        found = self._messages.get(key)
+        if found is None:
+            found = torch.zeros(rows, FLAG + _widest(units), dtype=torch.uint8, device=device)
+            self._messages[key] = found
+        return found
+
+    def _add(self, unit: Unit, rows: torch.Tensor, mean: torch.Tensor) -> None:
+        """Add the mean of the ranks' packets, [ranks, bytes], in the order of ranks."""
         for packet in rows:
             unit.codec.add(mean, packet, 1.0 / self.ranks)
-        return mean
 
-    def _decode(self, units: list[Unit], packets: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    def decode(self, units: list[Unit], packets: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         """Put what the packets say, [ranks, bytes], into the gradients."""
         at = [FLAG] * self.ranks
         for unit in units:
-            sizes, g = unit.sizes(), gradients[unit.name]
-            if not self.two_way:
-                rows = packets[:, at[0] : at[0] + sizes[0]]
-                g[unit.start : unit.stop] = self._summed(unit, rows, unit.stop - unit.start)
-                at[0] += sizes[0]
-                continue
-            for owner, size in enumerate(sizes):
-                low, high = unit.cuts[owner : owner + 2]
-                if size:
-                    g[low:high] = unit.codec.decode(packets[owner, at[owner] : at[owner] + size], high - low)
-                    at[owner] += size
+            g, begin = gradients[unit.name][unit.start : unit.stop], at[unit.owner]
+            at[unit.owner] += unit.size
+            if self.two_way:
+                unit.codec.put(g, packets[unit.owner, begin : at[unit.owner]])
+            else:
+                self._add(unit, packets[:, begin : at[unit.owner]], g.zero_())
 
     def _send_plain(
         self, layout: Layout, gradients: dict[str, torch.Tensor], finite: bool, group: dist.ProcessGroup
@@ -295,7 +309,7 @@ class PushPull:
             at += g.numel()
         for name, codec in layout.shared.items():
             g, places = gradients[name], self._places(name, codec, gradients[name])
-            g.copy_(spread(mean[at : at + places.numel()], places, g.numel()))
+            spread(mean[at : at + places.numel()], places, g)
             at += places.numel()
 
     def _places(self, name: str, codec: Codec, g: torch.Tensor) -> torch.Tensor:

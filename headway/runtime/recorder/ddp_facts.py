@@ -33,12 +33,14 @@ def facts_of(ddp: Any) -> dict[str, Any]:
     import torch.distributed as dist
 
     ignored = getattr(ddp, "parameters_to_ignore", ())
-    parameters = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+    named = {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
+    parameters = list(named.values())
     logged = ddp._get_ddp_logging_data()
     cap = int(getattr(ddp, "bucket_bytes_cap", 0))
     default = bool(getattr(ddp, "bucket_bytes_cap_default", False))
     first = int(getattr(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1 << 20))
     return {
+        "parameter_names": list(named),
         "parameter_bytes": [p.nbytes for p in parameters],
         "parameter_types": [str(p.dtype) for p in parameters],
         "order": order_of(logged),

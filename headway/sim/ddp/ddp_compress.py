@@ -11,41 +11,25 @@ A rank sends (W - 1) / W of its packets to their owners and as much to all other
 bytes sends 2 (W - 1) / W of s. So a packet costs the link half of its bytes in each direction, at the rate of the
 recorded all-reduces. Where there are not two cores per rank, both threads of a rank share one.
 
-What a partition of n numbers costs the lane, with e and d the seconds of encoding and decoding (`CodecTimes`):
-
-    encode  e(n), and d(n) for the residual;  sum  W d(n / W) + e(n / W), and d(n / W) for the residual;  decode  d(n)
-
-each with the passes over memory that adding and copying take (the entry `raw` of the table). What a sparse packet says
-is added and subtracted in its places, without a pass.
+What a partition costs the lane is the sum over its stretches (`headway.cost.codecs.partitions`: each tensor is cut
+into a share per owner) of the measured stages (`CodecTimes.stages`): many small tensors cost more than one large one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
-from headway.cost.codecs import CodecName, CodecTimes, read_codec, wire_bytes
+from headway.cost.codecs import CodecTimes, Stretch, partitions, wire_bytes
 from headway.sim.ddp.ddp_step import Step
 from headway.sim.ddp.ddp_thread import CALL, WAIT, WORK, Thread
 
-PARTITION_BYTES = 4_000_000
-"""Raw bytes that are encoded, sent and decoded as one (BytePS: 4,096,000)."""
-
 MIN_BYTES = 65_536
 """Smaller tensors travel raw, together (BytePS: 65,536)."""
-
-RAW = "raw"
-"""Entry of a table of codecs: `encode_s` of one pass that adds two tensors, `decode_s` of one that copies."""
-
-UNBIASED = ("half", "bfloat16", "dither", "natural")
-"""Kinds that keep no residual."""
-
-SPARSE = ("topk", "randomk")
-"""Kinds that send places."""
 
 FLOAT_BYTES = 4
 
@@ -60,30 +44,32 @@ class Compression:
     times: CodecTimes
     """What was measured."""
 
-    raw_fraction: float = 0.0
-    """Share of the gradients' bytes in tensors that are too small."""
+    buckets: Sequence[Sequence[tuple[int, str]]] = ()
+    """Bytes and codec of each gradient of each bucket of a backward, '' = raw; a bucket that has other bytes counts as
+    one tensor with `codec`."""
 
     shared_cores: bool = False
     """Whether the two threads of a rank share a core."""
 
-    def lane_ns(self, n: int, ranks: int) -> tuple[int, int, int]:
-        """Return what encoding, summing and decoding a partition of `n` numbers takes, ns."""
-        own = -(-n // ranks)
-        kind = read_codec(self.codec).kind
-        residual, dense = kind not in UNBIASED, kind not in SPARSE
-        (encode, decode), (encode_own, decode_own) = (self.times.seconds(self.codec, count) for count in (n, own))
-        (add, copy), (add_own, _) = (self.times.seconds(RAW, count) for count in (n, own))
-        # The check for NaN reads a tensor once, about what a copy costs.
-        first = copy + encode + residual * (decode + (1 + dense) * add)
-        middle = ranks * (decode_own + dense * add_own) + encode_own + residual * (decode_own + (2 + dense) * add_own)
-        found = (first, middle, decode + copy)
-        return round(found[0] * NS_PER_S), round(found[1] * NS_PER_S), round(found[2] * NS_PER_S)
+    def gradients(self, place: int, size: int) -> Sequence[tuple[int, str]]:
+        """Return bytes and codec of the gradients in a bucket of `size` bytes, the one at `place` of a backward."""
+        if place < len(self.buckets) and sum(count for count, _ in self.buckets[place]) == size:
+            return self.buckets[place]
+        return [(size, self.codec)]
+
+    def stages_ns(self, part: Sequence[tuple[Stretch, str]], ranks: int) -> tuple[int, int, int]:
+        """Return what sending, answering and taking a partition costs a rank, ns; its share of owning is a mean."""
+        costs = [self.times.stages(codec, one.stop - one.start, ranks) for one, codec in part]
+        push, answer, pull = (sum(column) * NS_PER_S for column in zip(*costs, strict=True))
+        return round(push), round(answer / ranks), round(pull)
 
 
-def packet_bytes(codec: CodecName, n: int, ranks: int) -> int:
-    """Return the bytes of a rank's packets of `n` numbers, one for each owner."""
-    own = -(-n // ranks)
-    return sum(wire_bytes(codec, min(own, n - first)) for first in range(0, n, own))
+def message_bytes(part: Sequence[tuple[Stretch, str]], ranks: int) -> int:
+    """Return the bytes of a rank's packets of a partition for all owners, each row as long as the longest."""
+    rows = [0] * ranks
+    for one, codec in part:
+        rows[one.owner] += wire_bytes(codec, one.stop - one.start)
+    return ranks * max(rows)
 
 
 Items = list[tuple[int, int, int]]
@@ -96,7 +82,8 @@ def with_codec(step: Step, compression: Compression) -> Step:
     A training thread hands a bucket to its lane by a collective of one, and waits for another one that its lane calls.
     """
     ranks, count = len(step.threads), step.size.size
-    buckets = sorted(set(step.threads[0].ref[_of_buckets(step.threads[0])].tolist()))
+    places = _places(step.threads[0])
+    buckets = sorted(places)
     sizes, pools = step.size.tolist(), [0] * count
 
     def added(size: int, pool: int) -> int:
@@ -108,7 +95,7 @@ def with_codec(step: Step, compression: Compression) -> Step:
     refs = [thread.ref.copy() for thread in step.threads]
     for bucket in buckets:
         given, done = ([added(0, -1) for _ in lanes] for _ in range(2))
-        work = _reduced(int(step.size[bucket]), ranks, compression, lambda size: added(size, 1))
+        work = _reduced(compression.gradients(places[bucket], int(step.size[bucket])), ranks, compression, added)
         for rank, (lane, thread) in enumerate(zip(lanes, step.threads, strict=True)):
             lane += [(WAIT, 0, given[rank]), *work, (CALL, 0, done[rank])]
             refs[rank][(thread.ref == bucket) & (thread.what == CALL)] = given[rank]
@@ -134,6 +121,16 @@ def _of_buckets(thread: Thread) -> NDArray[np.bool_]:
     return np.asarray((thread.what == CALL) & (thread.backward >= 0))
 
 
+def _places(thread: Thread) -> dict[int, int]:
+    """Return collective -> number of the bucket within its backward."""
+    calls = _of_buckets(thread)
+    found: dict[int, int] = {}
+    for number in np.unique(thread.backward[calls]):
+        refs = thread.ref[calls & (thread.backward == number)].tolist()
+        found |= {ref: place for place, ref in enumerate(refs)}
+    return found
+
+
 def _thread(items: Items, like: Thread) -> Thread:
     """Return a thread beside another one; all that orders it is its items."""
     what, own, ref = np.array(items, np.int64).T
@@ -141,20 +138,26 @@ def _thread(items: Items, like: Thread) -> Thread:
     return replace(like, what=what, begin_ns=blank + 1 + like.begin_ns[0], own_ns=own, ref=ref, backward=blank)
 
 
-def _reduced(size: int, ranks: int, compression: Compression, collective: Callable[[int], int]) -> Items:
-    """Return what a lane does with a bucket of `size` bytes: all partitions through a stage, then the next stage."""
-    codec, most = read_codec(compression.codec), PARTITION_BYTES // FLOAT_BYTES
-    raw = round(size * compression.raw_fraction)
-    numbers = (size - raw) // FLOAT_BYTES
-    counts = [min(most, numbers - first) for first in range(0, numbers, most)]
-    small = [collective(raw)] if raw else []
-    pushed, pulled = ([collective(packet_bytes(codec, n, ranks) // 2) for n in counts] for _ in range(2))
-    items: Items = [(CALL, 0, number) for number in small]
-    costs = [compression.lane_ns(n, ranks) for n in counts]
+def _reduced(
+    whole: Sequence[tuple[int, str]], ranks: int, compression: Compression, added: Callable[[int, int], int]
+) -> Items:
+    """Return what a lane does with a bucket: all partitions through a stage, then the next stage."""
+
+    def collective(size: int) -> int:
+        return added(size, 1)
+
+    sent = [(count // FLOAT_BYTES, codec) for count, codec in whole if count >= MIN_BYTES and codec]
+    raw = sum(count for count, codec in whole if count < MIN_BYTES or not codec)
+    cut = partitions([count for count, _ in sent], ranks)
+    parts = [[(stretch, sent[stretch.tensor][1]) for stretch in part] for part in cut]
+    small, queue = [collective(raw)] if raw else [], round(compression.times.collective_s * NS_PER_S)
+    pushed, pulled = ([collective(message_bytes(part, ranks) // 2) for part in parts] for _ in range(2))
+    items: Items = [(CALL, queue, number) for number in small]
+    costs = [compression.stages_ns(part, ranks) for part in parts]
     for push, (encode, _, _) in zip(pushed, costs, strict=True):
-        items += [(WORK, encode, -1), (CALL, 0, push)]
+        items += [(WORK, encode, -1), (CALL, queue, push)]
     for push, pull, (_, middle, _) in zip(pushed, pulled, costs, strict=True):
-        items += [(WAIT, 0, push), (WORK, middle, -1), (CALL, 0, pull)]
+        items += [(WAIT, 0, push), (WORK, middle, -1), (CALL, queue, pull)]
     for pull, (_, _, decode) in zip(pulled, costs, strict=True):
         items += [(WAIT, 0, pull), (WORK, decode, -1)]
     return items + [(WAIT, 0, number) for number in small]

@@ -24,7 +24,8 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.units import NS_PER_S, format_fraction
 from headway.cost.codecs import CodecTimes
-from headway.sim.ddp.ddp_compress import MIN_BYTES, Compression, with_codec
+from headway.sim.ddp import ddp_buckets
+from headway.sim.ddp.ddp_compress import Compression, with_codec
 from headway.sim.ddp.ddp_edits import accelerated, gradients_of, matched, paced, scaled, with_buckets
 from headway.sim.ddp.ddp_link import SMALL_BYTES, Carried, Link, fit
 from headway.sim.ddp.ddp_pace import paces_of
@@ -245,19 +246,44 @@ class DdpReplay:
         if scenario.bucket_mb is not None:
             edited = with_buckets(edited, gradients_of(self.models), scenario.bucket_mb)
         if scenario.compress is not None:
-            edited = with_codec(edited, self._compression(scenario.compress, len(edited.threads)))
+            edited = with_codec(
+                edited, self._compression(scenario.compress, len(edited.threads), bucket_mb=scenario.bucket_mb)
+            )
         return edited
 
-    def _compression(self, codec: str, ranks: int) -> Compression:
-        """Return how `codec` works on these ranks and this host."""
+    def compressed_ns(self, codecs: Sequence[str]) -> NDArray[np.int64]:
+        """Return [windows] the replayed time where the gradients travel by `codecs`, in order of readiness; '' = raw.
+
+        Raises `InputError` where the gradients are not known.
+        """
+        gradients = gradients_of(self.models)
+        if len(codecs) != len(gradients.size):
+            raise InputError(f"{len(codecs)} codecs for {len(gradients.size)} gradients; give each one, '' for raw.")
+        found = [
+            makespan_ns(compiled(with_codec(step, self._compression("", len(step.threads), codecs=codecs)), link))
+            for step, link in zip(self.steps, self.links, strict=True)
+        ]
+        return np.array(found, dtype=np.int64)
+
+    def _compression(
+        self, codec: str, ranks: int, *, bucket_mb: float | str | None = None, codecs: Sequence[str] = ()
+    ) -> Compression:
+        """Return how a codec for all gradients, or one for each, works on these ranks and this host."""
         if self.codecs is None:
             raise InputError(
                 f"what the codec {codec} takes on this host was not measured. Measure it into the run folder: "
                 f"headway comm bench -o RUN/{CODECS_FILE}."
             )
-        sizes = [size for model in self.models for size in model["parameter_bytes"]]
-        small = sum(size for size in sizes if size < MIN_BYTES) / max(sum(sizes), 1)
-        return Compression(codec, self.codecs, small, shared_cores=0 < self.cores < 2 * ranks)
+        shared = 0 < self.cores < 2 * ranks
+        try:
+            gradients = gradients_of(self.models)
+        except InputError:  # how large its tensors are is not known: a bucket counts as one
+            return Compression(codec, self.codecs, shared_cores=shared)
+        each = list(zip(gradients.size, codecs or [codec] * len(gradients.size), strict=True))
+        limit = gradients.limit if bucket_mb is None else ddp_buckets.limits(bucket_mb)
+        buckets = ddp_buckets.assign(gradients.size, gradients.kind, limit)
+        listed = [[each[at] for at in bucket] for bucket in buckets]
+        return Compression(codec, self.codecs, listed, shared_cores=shared)
 
 
 def ddp_dag(trace: Trace) -> Dag:

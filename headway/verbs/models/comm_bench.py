@@ -13,7 +13,6 @@ from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, format_seconds
 from headway.cost.codecs import read_codec
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.sim.ddp.ddp_compress import RAW
 from headway.verbs.shared.output import emit
 
 
@@ -34,12 +33,10 @@ def bench(*, codecs: str = "", out: Annotated[Path | None, Parameter(alias="-o")
     """
     names = [name.strip() for name in codecs.split(",")] if codecs else list(MEASURED)
     for name in names:
-        if name != RAW:
-            read_codec(name)
+        read_codec(name)
     path = out or Path("codecs.json")
-    measure(list(dict.fromkeys([RAW, *names])), path)
+    measure(list(dict.fromkeys(names)), path)
     answer = read_json(path)
-    answer["rows"] = [row for row in answer["rows"] if row["codec"] != RAW]  # what replays alone need
     emit(answer, lambda screen: _screen(answer, screen), as_json=json)
     return 0
 

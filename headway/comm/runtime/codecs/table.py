@@ -30,10 +30,10 @@ class EncodeFn(Protocol):
 
 
 class DecodeFn(Protocol):
-    """Turns a packet back into [n] float32."""
+    """Turns a packet back into numbers."""
 
-    def __call__(self, packet: torch.Tensor, codec: CodecName, n: int, seed: int) -> torch.Tensor:
-        """Return the numbers."""
+    def __call__(self, packet: torch.Tensor, codec: CodecName, out: torch.Tensor, seed: int) -> None:
+        """Write them into `out` [n] float32."""
         ...
 
 
@@ -56,6 +56,9 @@ class Codec:
     draws: Iterator[int] = field(default_factory=itertools.count)
     """Seeds of calls that name none."""
 
+    scratch: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    """What `add` decodes into: memory that is mapped anew at each call costs more than decoding."""
+
     def encode(self, x: torch.Tensor, seed: int | None = None) -> torch.Tensor:
         """Return the packet of `x` (flat, finite): uint8 of `headway.cost.codecs.wire_bytes`.
 
@@ -66,16 +69,40 @@ class Codec:
 
     def decode(self, packet: torch.Tensor, n: int, seed: int | None = None) -> torch.Tensor:
         """Return the [n] float32 of a packet; `seed` as given to `encode`, where places are shared."""
-        return self.decoding(packet, self.name, n, seed or 0)
+        out = torch.empty(n, device=packet.device)
+        if n:
+            self.decoding(packet, self.name, out, seed or 0)
+        return out
 
     def add(self, target: torch.Tensor, packet: torch.Tensor, alpha: float, seed: int | None = None) -> None:
         """Add `alpha` times what a packet says to `target` [n] float32; a sparse kind touches its places alone."""
-        n = target.numel()
-        if self.name.kind in ("topk", "randomk"):
-            values, places = sparse.parts(packet, n, self.name.kept(n), DTYPES[self.name.type])
+        if self.name.kind in PLACES:
+            values, places = self._parts(packet, target.numel())
             target.index_add_(0, places, values, alpha=alpha)
         else:
-            target.add_(self.decode(packet, n, seed), alpha=alpha)
+            n, scratch = target.numel(), self.scratch.get(target.device)
+            if scratch is None or scratch.numel() < n:
+                scratch = self.scratch[target.device] = torch.empty(n, device=target.device)
+            self.decoding(packet, self.name, scratch[:n], seed or 0)
+            target.add_(scratch[:n], alpha=alpha)
+
+    def put(self, target: torch.Tensor, packet: torch.Tensor) -> None:
+        """Write what a packet says into `target` [n] float32."""
+        self.decoding(packet, self.name, target, 0)
+
+    def take(self, x: torch.Tensor, seed: int) -> torch.Tensor:
+        """Return the packet of `x` [n] float32, and leave in `x` what the packet does not say."""
+        if self.name.kind not in PLACES:
+            packet = self.encode(x, seed)
+            self.add(x, packet, -1.0, seed)
+            return packet
+        places = PLACES[self.name.kind](x, self.name, seed)
+        values = sparse.values_at(x, places, DTYPES[self.name.type])
+        x.index_add_(0, places, values.to(torch.float32), alpha=-1.0)
+        return sparse.packet_of(values, places, x.numel())
+
+    def _parts(self, packet: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return sparse.parts(packet, n, self.name.kept(n), DTYPES[self.name.type])
 
 
 def codec_of(name: str) -> Codec:
@@ -96,38 +123,41 @@ def _made(kind: str, encoding: EncodeFn, decoding: DecodeFn, biased: bool) -> Ca
 def _cast(dtype: torch.dtype) -> tuple[EncodeFn, DecodeFn]:
     return (
         lambda x, codec, seed: dense.cast_encode(x, dtype),
-        lambda packet, codec, n, seed: dense.cast_decode(packet, dtype),
+        lambda packet, codec, out, seed: dense.cast_decode(packet, dtype, out),
     )
 
 
 def _dither(natural: bool) -> tuple[EncodeFn, DecodeFn]:
     return (
         lambda x, codec, seed: dense.dither_encode(x, codec.levels, codec.bits(), natural, seed),
-        lambda packet, codec, n, seed: dense.dither_decode(packet, n, codec.levels, codec.bits(), natural),
+        lambda packet, codec, out, seed: dense.dither_decode(packet, out, codec.levels, codec.bits(), natural),
     )
 
 
-def _topk(x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
-    return sparse.topk_encode(x, codec.kept(x.numel()), DTYPES[codec.type], exact=codec.exact)
+def _placing(x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
+    places = PLACES[codec.kind](x, codec, seed)
+    return sparse.packet_of(sparse.values_at(x, places, DTYPES[codec.type]), places, x.numel())
 
 
-def _randomk(x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
-    places = sparse.random_places(x.numel(), codec.kept(x.numel()), seed, x.device)
-    return sparse.packet_of(x, places, DTYPES[codec.type])
-
-
-def _placed(packet: torch.Tensor, codec: CodecName, n: int, seed: int) -> torch.Tensor:
-    return sparse.sparse_decode(packet, n, codec.kept(n), DTYPES[codec.type])
+def _placed(packet: torch.Tensor, codec: CodecName, out: torch.Tensor, seed: int) -> None:
+    n = out.numel()
+    sparse.spread(*sparse.parts(packet, n, codec.kept(n), DTYPES[codec.type]), out)
 
 
 def _shared(x: torch.Tensor, codec: CodecName, seed: int) -> torch.Tensor:
     return dense.as_bytes(x[sparse.random_places(x.numel(), codec.kept(x.numel()), seed, x.device)])
 
 
-def _unshared(packet: torch.Tensor, codec: CodecName, n: int, seed: int) -> torch.Tensor:
-    places = sparse.random_places(n, codec.kept(n), seed, packet.device)
-    return sparse.spread(dense.as_values(packet, torch.float32), places, n)
+def _unshared(packet: torch.Tensor, codec: CodecName, out: torch.Tensor, seed: int) -> None:
+    places = sparse.random_places(out.numel(), codec.kept(out.numel()), seed, packet.device)
+    sparse.spread(dense.as_values(packet, torch.float32), places, out)
 
+
+PLACES: dict[str, EncodeFn] = {
+    "topk": lambda x, codec, seed: sparse.topk_places(x, codec.kept(x.numel()), exact=codec.exact),
+    "randomk": lambda x, codec, seed: sparse.random_places(x.numel(), codec.kept(x.numel()), seed, x.device),
+}
+"""Kinds that send places -> which ones."""
 
 CODECS: dict[str, Callable[..., Codec]] = {
     "half": _made("half", *_cast(torch.float16), biased=False),
@@ -135,18 +165,18 @@ CODECS: dict[str, Callable[..., Codec]] = {
     "sign": _made(
         "sign",
         lambda x, codec, seed: dense.sign_encode(x),
-        lambda packet, codec, n, seed: dense.sign_decode(packet, n),
+        lambda packet, codec, out, seed: dense.sign_decode(packet, out),
         biased=True,
     ),
-    "topk": _made("topk", _topk, _placed, biased=True),
-    "randomk": _made("randomk", _randomk, _placed, biased=True),
+    "topk": _made("topk", _placing, _placed, biased=True),
+    "randomk": _made("randomk", _placing, _placed, biased=True),
     "shared-randomk": _made("shared-randomk", _shared, _unshared, biased=True),
     "dither": _made("dither", *_dither(natural=False), biased=False),
     "natural": _made("natural", *_dither(natural=True), biased=False),
     "int8": _made(
         "int8",
         lambda x, codec, seed: dense.int8_encode(x),
-        lambda packet, codec, n, seed: dense.int8_decode(packet, n),
+        lambda packet, codec, out, seed: dense.int8_decode(packet, out),
         biased=True,
     ),
 }

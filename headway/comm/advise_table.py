@@ -1,0 +1,156 @@
+"""Which codec each gradient of a recorded job should have: Espresso's search over its tensors and measured stages.
+
+The recorded window says how long the training thread computes before each bucket is ready, and what the link carries;
+the measured codecs say what a rank's second thread needs for each tensor. A gradient's option is raw or a codec:
+
+    raw     link: its bytes
+    codec   thread: encode;  link: to the owners;  thread: sum, encode;  link: to all;  thread: decode
+
+Chains of such stages are scored for many plans at once (`headway.sim.ddp.stage_chains`). That takes tensors one by one,
+where a bucket travels as one: the plan found, and one codec for all, are replayed on the windows as they would run,
+and the best is improved there bucket by bucket.
+
+Source: Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023 (the search); stages and times are this host's.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.comm.strategy_search import Pricing, search
+from headway.core.errors import InputError
+from headway.core.units import NS_PER_S
+from headway.cost.codecs import CodecTimes, partitions
+from headway.sim.ddp import ddp_buckets
+from headway.sim.ddp.ddp_compress import FLOAT_BYTES, MIN_BYTES, Compression, message_bytes
+from headway.sim.ddp.ddp_edits import Gradients, gradients_of
+from headway.sim.ddp.ddp_link import Link
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.ddp.ddp_thread import CALL, WAIT, Thread
+from headway.sim.ddp.stage_chains import StageChains
+from headway.sim.whatif.edits import Scenario
+
+TRAINING, SECOND, LINK = 0, 1, 3
+"""Lanes; where both threads of a rank share a core, the second one works on the first lane."""
+
+RAW = ""
+"""The option that compresses nothing."""
+
+
+MOST_BUCKETS = 12
+"""Buckets whose codec is tried on the replayed windows; each takes a replay per codec."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Codecs by parameter, and what they win."""
+
+    codecs: dict[str, str]
+    """Pattern over parameter names -> codec; a parameter that is not listed travels raw."""
+
+    speedup: float
+    """Replayed time of the recorded windows without it / with it."""
+
+
+def best_table(deep: DdpReplay, codecs: Sequence[str]) -> Table:
+    """Return the best choice of a codec or none for each gradient of the recorded job.
+
+    Raises `InputError` where the run did not note its gradients' names and order, or a codec was not measured.
+    """
+    gradients = gradients_of(deep.models)
+    names = deep.models[0].get("parameter_names", [])
+    if len(names) != len(gradients.size) or deep.codecs is None:
+        raise InputError("the run did not note the names of its parameters. Record it again, with deep windows.")
+    plan = search(pricing(deep, gradients, deep.codecs, codecs)).options
+    large = iter(plan.tolist())
+    chosen = [(RAW, *codecs)[next(large)] if size >= MIN_BYTES else RAW for size in gradients.size]
+    chosen = _settled(deep, gradients, [chosen, *([codec] * len(chosen) for codec in codecs)], codecs)
+    patterns = {
+        glob.escape(names[at]): codec
+        for at, codec, size in zip(deep.models[0]["order"], chosen, gradients.size, strict=True)
+        if codec and size >= MIN_BYTES
+    }
+    before = deep.makespans_ns(Scenario()).sum()
+    return Table(patterns, float(before / max(_replayed_ns(deep, chosen), 1)))
+
+
+def _settled(deep: DdpReplay, gradients: Gradients, starts: Sequence[list[str]], codecs: Sequence[str]) -> list[str]:
+    """Return the best of `starts` on the replayed windows, improved bucket by bucket: never worse than one of them."""
+    best = min(starts, key=lambda plan: _replayed_ns(deep, plan))
+    least = _replayed_ns(deep, best)
+    for bucket in ddp_buckets.assign(gradients.size, gradients.kind, gradients.limit)[:MOST_BUCKETS]:
+        for codec in (RAW, *codecs):
+            plan = [codec if at in bucket else own for at, own in enumerate(best)]
+            ns = _replayed_ns(deep, plan) if plan != best else least
+            if ns < least:
+                best, least = plan, ns
+    return best
+
+
+def _replayed_ns(deep: DdpReplay, plan: Sequence[str]) -> int:
+    return int(deep.compressed_ns(plan).sum())
+
+
+def pricing(deep: DdpReplay, gradients: Gradients, times: CodecTimes, codecs: Sequence[str]) -> Pricing:
+    """Return what plans cost: an option of raw and `codecs` for each gradient that is not too small, as it is ready."""
+    step, link = deep.steps[0], deep.links[0]
+    ranks = len(step.threads)
+    lane = TRAINING if 0 < deep.cores < 2 * ranks else SECOND
+    buckets = ddp_buckets.assign(gradients.size, gradients.kind, gradients.limit)
+    gaps = gaps_ns(step.threads[0], len(buckets))
+    sizes, segments, durations = [], [], []
+    for bucket, gap in zip(buckets, gaps, strict=True):
+        large = [gradients.size[at] for at in bucket if gradients.size[at] >= MIN_BYTES]
+        for number, size in enumerate(large):
+            share = link.latency_ns / len(large)  # they travel together
+            sizes.append(size // FLOAT_BYTES)
+            segments.append(0 if number else gap)
+            durations.append([[0, round(share) + link.duration_ns(size), 0, 0, 0]])
+            durations[-1] += [_chain(size, codec, Compression(codec, times), (ranks, link, share)) for codec in codecs]
+    if not sizes:
+        raise InputError(f"no gradient has {MIN_BYTES} bytes: there is nothing to choose.")
+    chains = StageChains(
+        np.array(segments),
+        np.broadcast_to(np.array([lane, LINK, lane, LINK, lane]), (len(sizes), len(codecs) + 1, 5)),
+        np.array(durations),
+        gap_lane=LINK,
+    )
+
+    def score(plans: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        ns, gap = chains.score(plans)
+        return ns.astype(np.float64), gap
+
+    return Pricing(tuple(sizes), tuple(range(len(codecs) + 1)), score, names=(RAW, *codecs))
+
+
+def _chain(size: int, codec: str, compression: Compression, on: tuple[int, Link, float]) -> list[int]:
+    """Return the stages of a gradient of `size` bytes, ns; `on` = ranks, link, and its share of a latency."""
+    ranks, link, latency_ns = on
+    part = [(stretch, codec) for one in partitions([size // FLOAT_BYTES], ranks) for stretch in one]
+    push, answer, pull = compression.stages_ns(part, ranks)
+    queue = round(compression.times.collective_s * NS_PER_S)
+    travel = round(latency_ns) + queue + link.duration_ns(message_bytes(part, ranks) // 2)
+    return [push, travel, answer, travel, pull]
+
+
+def gaps_ns(thread: Thread, buckets: int) -> list[int]:
+    """Return [buckets] the thread's own time before each bucket's call, from the last bucket of the step before.
+
+    The median over the steps of the window. Raises `InputError` where no step has that many buckets.
+    """
+    work = np.cumsum(np.where(thread.what == WAIT, 0, thread.own_ns))
+    calls = (thread.what == CALL) & (thread.backward >= 0)
+    found, last = [], 0
+    for number in np.unique(thread.backward[calls]):
+        at = work[calls & (thread.backward == number)]
+        if at.size == buckets:
+            found.append(np.diff(at, prepend=last))
+        last = int(at[-1])
+    if not found:
+        raise InputError(f"no step of the window has the {buckets} buckets that DDP's rule gives.")
+    return [int(gap) for gap in np.median(found[1:] or found, axis=0)]
