@@ -12,6 +12,7 @@ rates. Steps are counted, not timed. Held-out digits are looked at after each 25
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -201,9 +202,11 @@ def of_optuna(seed: int) -> dict[str, Any]:
     """Run this file in the peer's environment."""
     from peers.env import layered
 
+    place = Path(__file__).resolve()
     answer = subprocess.run(
-        [str(layered("optuna")), str(Path(__file__)), "--optuna", str(seed)], capture_output=True, text=True
-    )
+        [str(layered("optuna")), str(place), "--optuna", str(seed)], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(place.parent.parent)},
+    )  # fmt: skip
     if answer.returncode:
         raise SystemExit(answer.stderr[-1500:])
     found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
