@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from headway.data import DataLoader as OwnLoader
 from headway.runtime.calls.probe_input import batch_bytes, loader_facts
-from headway.runtime.run_folder.finalise import loaders
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.assemble import loaders
 from tests.recorded import recording, rows
 
 MS = 1_000_000

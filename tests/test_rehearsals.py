@@ -19,8 +19,8 @@ from headway.catalog import REHEARSALS
 from headway.data.runtime.remedies.switch import different
 from headway.data.runtime.remedies.workers import untunable, workers
 from headway.runtime.recorder import rehearsals
-from headway.runtime.run_folder.finalise import loaders
 from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.assemble import loaders
 from tests.loaders_made import ByTurns, Squares
 from tests.remedy_context import applied
 

@@ -328,3 +328,50 @@ def test_a_batch_that_is_none_does_not_end_the_pass():
     assert list(passes) == [1, None, 3]
     passes.load_state_dict({"position": 1})
     assert list(passes) == [None, 3]
+
+
+class Counted(torch.utils.data.Dataset):
+    def __len__(self):
+        return 80
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index))
+
+
+def test_a_pass_that_is_broken_off_takes_nothing_from_the_next_ones():
+    from headway.data import DataLoader
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tuner, seen = Tuner({"lr": Range(1e-6, 1e-4, log=True)}, state=[model, optimizer], trials=2, plateau=0), []
+    for _ in range(5):
+        trained = 0
+        for batch in tuner.steps(DataLoader(Counted(), 1)):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            tuner.report(loss)
+            trained += not tuner.searching
+            if trained == 45:
+                break
+        seen.append(trained)
+
+    assert seen[1:] == [45] * 4
+
+
+@pytest.mark.parametrize(
+    ("space", "state", "said"),
+    [
+        ({"lr": (1e-5, 1)}, "model", "Pass a Range or a Choice"),
+        ({"lr": Range(0, 1)}, "optimizer alone", "Pass the model beside the optimizer"),
+        ({"betas": Range(0, 1)}, "adam", "nobody can set the tunable 'betas'"),
+    ],
+)
+def test_what_no_branch_could_set_or_put_back_is_refused(space, state, said):
+    model = nn.Linear(4, 1)
+    kind = torch.optim.Adam if state == "adam" else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=1e-3)
+    with pytest.raises(InputError, match=said):
+        Tuner(space, state=[optimizer] if state == "optimizer alone" else [model, optimizer])

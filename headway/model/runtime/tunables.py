@@ -26,8 +26,8 @@ def setters(names: Iterable[str], objects: Iterable[Any], given: Mapping[str, Se
     optimizers = [thing for thing in things if isinstance(thing, torch.optim.Optimizer)]
     schedulers = [thing for thing in things if isinstance(thing, LRScheduler)]
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    options = {key for group in groups for key in group if key not in ("params", "initial_lr")}
-    options |= {"momentum"} if "betas" in options else set()
+    options = {key for group in groups for key, now in group.items() if key != "initial_lr" and _is_number(now)}
+    options |= {"momentum"} if any("betas" in group for group in groups) else set()
     found: dict[str, Setter] = {}
     for name in names:
         if name in given:
@@ -39,6 +39,10 @@ def setters(names: Iterable[str], objects: Iterable[Any], given: Mapping[str, Se
             near = suggestion(options, name) if options else "state=[...] holds no optimizer."
             raise InputError(f"nobody can set the tunable {name!r}. {fix} {near}")
     return found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 class _Option:

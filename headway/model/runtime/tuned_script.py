@@ -146,6 +146,8 @@ class _Script:
         if self.tuner is None:
             # Which optimizer and loss there are shows in the first step: it is the script's own.
             self._waits("no loader's batches led to `backward` of a scalar and a step of an optimizer")
+            self._losses.clear()  # those of another loader's batches: this one may only be evaluated
+            self._optimizer = None
             for batch in plain:
                 yield batch
                 if self._over or self._found():

@@ -106,9 +106,14 @@ class Tuner:
             raise InputError("there is nothing to tune. Pass a tunable, such as {'lr': Range(1e-5, 1, log=True)}.")
         if trials < 1 or plateau < 0:
             raise InputError(f"trials is {trials} and plateau {plateau}; pass at least 1 and at least 0.")
+        for name, each in space.items():
+            if not hasattr(each, "fixed"):
+                raise InputError(f"the tunable {name!r} is {each!r}. Pass a Range or a Choice, such as Range(1e-5, 1).")
         self._fixed = all(each.fixed for each in space.values())
         if not self._fixed and not state:
             raise InputError("state=[] leaves nothing to branch. Pass the model, the optimizer, and what changes too.")
+        if not self._fixed:
+            _check_held(state)
         self._space, self._searcher, self._trials, self._plateau, self._seed = space, searcher, trials, plateau, seed
         self._patience = patience
         self._own_set, self._start = dict(set or {}), start
@@ -189,6 +194,7 @@ class Tuner:
                 self._finish()
                 if again:  # with the next loop
                     self._progress.num_searches, self._progress.most_trials = self._progress.num_searches - 1, 0
+            self._progress.place = Place()  # the next loop begins a pass, also behind one that was broken off
 
     def _walk(self, loader: Any, epochs: int) -> Iterator[Any]:
         """Yield batches, and let the search decide behind each."""
@@ -221,7 +227,6 @@ class Tuner:
             yield batch
             if self._decide():
                 iterator = None
-        self._progress.place = Place()
 
     def report(self, loss: Any) -> None:
         """Report the metric of this step: a number, or a tensor of one element, which is waited for."""
@@ -474,3 +479,16 @@ class Tuner:
             self._apply(self._active.setting, only_own=True)
         self._reported = True
         self._decide()
+
+
+def _check_held(state: Sequence[Any]) -> None:
+    """Raise `InputError` where an optimizer's parameters are in nothing of `state`: no branch would put them back."""
+    held = {id(thing) for thing in state if isinstance(thing, torch.Tensor)}
+    held |= {id(p) for thing in state if isinstance(thing, torch.nn.Module) for p in thing.parameters()}
+    optimizers = [thing for thing in state if isinstance(thing, torch.optim.Optimizer)]
+    lost = sum(id(p) not in held for each in optimizers for group in each.param_groups for p in group["params"])
+    if lost:
+        raise InputError(
+            f"{lost} parameters of the optimizer are in nothing of state=[...], so a branch would not put them back. "
+            "Pass the model beside the optimizer."
+        )

@@ -33,6 +33,9 @@ CANDIDATES = 32
 LOWER = 0.3
 """Share of a tunable with a logarithmic range, such as a learning rate, that counts as a lower one."""
 
+NEVER_NEGATIVE = ("lr", "momentum", "weight_decay")
+"""Options of optimizers that torch refuses below zero where an optimizer is made, and nowhere later."""
+
 Setting = dict[str, Any]
 Trial = tuple[Setting, float]
 """A setting and its score."""
@@ -217,11 +220,15 @@ def parsed(text: str) -> tuple[str, Range | Choice]:
         if not name or not spread:
             raise ValueError
         if ":" not in spread:
-            return name, Choice([_number(word) for word in spread.split(",")])
-        low, high, *rest = spread.split(":")
-        if rest not in ([], ["log"]):
-            raise ValueError
-        return name, Range(float(low), float(high), log=bool(rest))
+            values = [_number(word) for word in spread.split(",")]
+            found: Range | Choice = Choice(values)
+            least = min(values)
+        else:
+            low, high, *rest = spread.split(":")
+            if rest not in ([], ["log"]):
+                raise ValueError
+            found = Range(float(low), float(high), log=bool(rest))
+            least = found.low
     except InputError:
         raise
     except ValueError as cause:
@@ -229,6 +236,11 @@ def parsed(text: str) -> tuple[str, Range | Choice]:
             f"--setting {text!r} is no tunable. Write NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=VALUE,VALUE, such as "
             "lr=1e-5:1:log."
         ) from cause
+    if name in NEVER_NEGATIVE and least < 0:
+        raise InputError(
+            f"--setting {text!r} begins at {least}; {name} is never below 0. Write {name}=0:1, for example."
+        )
+    return name, found
 
 
 def _number(word: str) -> int | float:

@@ -20,7 +20,7 @@ from typing import Any
 from headway.core.files.whole_file import whole_file
 from headway.runtime.recorder.rehearsals import settle
 from headway.trace.events import parquet
-from headway.trace.recording.assemble import build, json_object
+from headway.trace.recording.assemble import build, json_object, loaders
 from headway.trace.recording.devices import by_rank
 from headway.trace.rings import spool
 from headway.trace.rings.ring_folders import ring_folders
@@ -130,24 +130,6 @@ def _spawned_here(known: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any
         for rank, facts in known.items()
         if facts.get("role") in ("spawned", "child") and facts.get("host") == socket.gethostname()
     }
-
-
-def loaders(run: Path) -> dict[str, dict[str, Any]]:
-    """Return the facts of each loader, of the lowest rank that has them; what any process saw drawn counts."""
-    found: dict[str, dict[str, Any]] = {}
-    # In this order a rank's own file comes before those of its loader workers, which know of draws only.
-    # A child that trains has a file under its process id: it speaks where no rank does.
-    own = sorted((run / "loaders").glob("r*.json"), reverse=True)
-    for path in own or sorted((run / "loaders").glob("p*.json"), reverse=True):
-        for group, told in json_object(path).items():
-            known = found.get(group, {})
-            drawn = {
-                key: sorted({*(known.get(key) or ()), *(told.get(key) or ())})
-                for key in ("draws", "collate_draws")
-                if known.get(key) is not None or told.get(key) is not None
-            }
-            found[group] = {**known, **told, **drawn}
-    return found
 
 
 def applied(run: Path) -> list[Any]:

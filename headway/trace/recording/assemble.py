@@ -218,3 +218,21 @@ def json_object(path: Path) -> dict[str, Any]:
     except (OSError, InputError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def loaders(run: Path) -> dict[str, dict[str, Any]]:
+    """Return the facts of each loader, of the lowest rank that has them; what any process saw drawn counts."""
+    found: dict[str, dict[str, Any]] = {}
+    # In this order a rank's own file comes before those of its loader workers, which know of draws only.
+    # A child that trains has a file under its process id: it speaks where no rank does.
+    own = sorted((run / "loaders").glob("r*.json"), reverse=True)
+    for path in own or sorted((run / "loaders").glob("p*.json"), reverse=True):
+        for group, told in json_object(path).items():
+            known = found.get(group, {})
+            drawn = {
+                key: sorted({*(known.get(key) or ()), *(told.get(key) or ())})
+                for key in ("draws", "collate_draws")
+                if known.get(key) is not None or told.get(key) is not None
+            }
+            found[group] = {**known, **told, **drawn}
+    return found

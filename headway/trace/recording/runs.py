@@ -24,7 +24,7 @@ from headway.core.files.bounded_json import read_json
 from headway.core.machine.host_load import HostLoad
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
-from headway.trace.recording.assemble import json_object, trace_of_rings
+from headway.trace.recording.assemble import json_object, loaders, trace_of_rings
 from headway.trace.recording.deliveries import counts_of
 from headway.trace.rings import spool
 from headway.trace.rings.ring import UNRECORDED, UNRECORDED_SUFFIX
@@ -77,7 +77,8 @@ class Run:
         if len(hosts) == 1:
             # A launcher that was killed has not noted which attempt is the last.
             last = max(numbers[-1], int(hosts[0].get("attempt") or 0))
-            facts = {**hosts[0], "attempt": last, **_counted(parts), "incidents": _incidents(path)}
+            told = {"loaders": hosts[0].get("loaders") or loaders(path)}  # nor which loaders there are
+            facts = {**hosts[0], **told, "attempt": last, **_counted(parts), "incidents": _incidents(path)}
             return cls(path, facts, _with_facts(parts, hosts[0]))
         return merge([cls(path, host, _with_facts(parts.select(_own(host)), host)) for host in hosts])
 

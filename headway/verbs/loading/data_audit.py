@@ -11,7 +11,7 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.data.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.runtime.run_folder.finalise import loaders
+from headway.trace.recording.assemble import loaders
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run, run_at

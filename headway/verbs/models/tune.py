@@ -54,7 +54,7 @@ def tune(
     module
         The script is a module, as in python -m.
     out
-        Folder for the run; headway-runs/SCRIPT-tune-N by default.
+        Folder for the plan and, in its folder run, the run; headway-runs/SCRIPT-tune-N by default.
     json
         Print one JSON object instead of text.
     """
@@ -62,8 +62,9 @@ def tune(
         raise InputError("there is no script to tune. Put it behind --: headway tune -- train.py")
     if trials < 1 or seed < 0:
         raise InputError(f"--trials is {trials} and --seed {seed}; pass at least 1 and at least 0.")
-    for text in setting or ():
-        parsed(text)
+    names = [parsed(text)[0] for text in setting or ()]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"--setting names {', '.join(twice)} more than once. Give each setting one range.")
     check(LaunchOptions(module=module), script)
     folder = claim_folder(out) if out else next_folder(RUNS, f"{Path(script[0]).stem}-tune")
     plan = folder / "plan.json"
@@ -93,17 +94,25 @@ def _entry(run: Path) -> dict[str, Any]:
 
 
 def _nothing(facts: Mapping[str, Any]) -> str | None:
-    return None if facts.get("trials") else facts.get("reason", "no DataLoader was read")
+    if facts.get("setting"):
+        return None
+    if facts.get("trials"):
+        return "no trial made progress: with none of the settings did the loss fall. Try other ranges"
+    return str(facts.get("reason", "no DataLoader was read"))
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return the setting in a sentence, or why there is none."""
     if answer["reason_not_tuned"]:
-        return draw([paragraph(f"Not tuned: {answer['reason_not_tuned']}. Run: {answer['path']}")], **screen)
+        return draw(
+            [paragraph(f"Not tuned: {answer['reason_not_tuned'].rstrip('.')}. Run: {answer['path']}")], **screen
+        )
     chosen = ", ".join(f"{name} = {value:.4g}" for name, value in answer["setting"].items())
+    state = answer["label"] or ("the search had not ended" if answer["trials"] else "nothing to choose from")
+    loss = "no loss was seen" if answer["metric"] is None else f"last loss {answer['metric']:.4g}"
     words = [
-        f"{chosen} ({answer['label']}), after {plural(answer['trials'], 'trial')}; {plural(answer['steps'], 'step')} "
-        f"in all, last loss {answer['metric']:.4g}.",
+        f"{chosen} ({state}), after {plural(answer['trials'], 'trial')}; {plural(answer['steps'], 'step')} in all, "
+        f"{loss}.",
         f"Run: {answer['path']}",
     ]
     return draw([paragraph(word) for word in words], **screen)

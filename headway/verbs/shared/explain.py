@@ -281,7 +281,7 @@ def fixes_of(
                     text,
                     row.predicted_speedup,
                     row.interval,
-                    script_terms(row) if launched else "",
+                    script_terms(row),
                     row.name if by_headway else "",
                     row.allow or "" if by_headway and grant else "",
                 )
