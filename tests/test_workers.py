@@ -303,6 +303,28 @@ def test_scripts_that_draw_while_a_loader_starts_get_the_same_numbers(script):
         assert (script(), torch.rand(1).item()) == plain
 
 
+@pytest.mark.parametrize("replacement", [False, True])
+def test_two_loaders_side_by_side_keep_their_workers_and_their_orders(replacement):
+    """The iterator of the second one draws its seed between that of the first one and its first batch."""
+
+    def drawn():
+        torch.manual_seed(2)
+        first, second = Squares(40), Squares(24)
+        loaders = [
+            DataLoader(each, 4, sampler=RandomSampler(each, replacement=replacement)) for each in (first, second)
+        ]
+        pairs = [(a.tolist(), b.tolist()) for _ in range(3) for a, b in zip(*loaders, strict=False)]
+        return pairs, torch.rand(2).tolist()
+
+    plain = drawn()
+    with applied(workers, PARAMETERS) as context:
+        assert drawn() == plain
+
+    found = [each for outcome in context.outcomes for each in outcome.facts["loaders"]]
+    assert any(each.get("num_workers") == 2 for each in found)
+    assert not any("reason_not_applied" in each for each in found), found
+
+
 def test_a_loader_made_anew_is_tried_once_and_others_only_while_the_budget_lasts(monkeypatch):
     tried = []
     for name in ("FIRST_S", "SHARE"):

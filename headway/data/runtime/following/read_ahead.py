@@ -160,6 +160,17 @@ class PassDraws:
             self._set(self._after)
         return same
 
+    def may_be_repeated(self) -> bool:
+        """Whether only generators have gone on since, and the order can be drawn anew from where they are now.
+
+        A sampler of the script's own may count how often it was begun.
+        """
+        samplers = samplers_within(self.loader.sampler, self.loader.batch_sampler)
+        return (
+            all(type(each).__module__.startswith("torch.utils.data") for each in samplers)
+            and self._facts == self._read_with_the_first_batch()
+        )
+
     def restore(self) -> None:
         """Go back to where the generators were at first."""
         self._set(self._before)

@@ -189,7 +189,10 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         is_begun = self._draws is None or self._draws.now()
         draws, self._draws = self._draws, None
         if draws is not None and not is_begun:
-            self._start_over(draws, DRAWN_BETWEEN)
+            if draws.may_be_repeated():  # another loader's iterator was made in between, for example
+                self._reset(draws.loader)
+            else:
+                self._start_over(draws, DRAWN_BETWEEN)
         elif self._single is None and not self._own_workers:
             if self._pid != os.getpid():
                 self.leave(FORKED)
