@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,6 +52,23 @@ def test_a_share_is_what_scratch_still_needs_from_the_loss_that_the_small_model_
     assert len(growths(SHAPE, curves, budget)) == 3
     with pytest.raises(InputError, match="too small for each larger size; pass at least"):
         growths(SHAPE, curves, 1.0)
+    for budget in (-1.0, 0.0, float("nan")):
+        with pytest.raises(InputError, match="it is a number above 0"):
+            growths(SHAPE, curves, budget)
+
+
+def test_the_least_budget_that_a_refusal_names_is_enough():
+    curves = fits(STEPS, 2.0 + 5 * STEPS**-0.5)
+    with pytest.raises(InputError) as refused:
+        growths(SHAPE, curves, 1.0, sequences=24)
+    least = float(str(refused.value).split("at least ")[1].rstrip("."))
+
+    assert growths(SHAPE, curves, least, sequences=24)
+    assert growths(SHAPE, curves, sequences=24)[0].flops == pytest.approx(24 * growths(SHAPE, curves)[0].flops)
+
+
+def test_no_size_is_proposed_where_the_losses_do_not_tell_a_floor():
+    assert growths(SHAPE, fits(STEPS, 5 * STEPS**-0.1)) == []
 
 
 @pytest.mark.parametrize(
@@ -76,6 +95,12 @@ def verb(*arguments: object) -> int:
     with pytest.raises(SystemExit) as ended:
         main([str(each) for each in arguments])
     return ended.value.code
+
+
+def changed(folder: Path, **facts: object) -> None:
+    """Write other facts into the JSON files of a folder that hold a rank's, or the run's."""
+    for file in (*folder.glob("r[0-9]*.json"), *folder.glob("run.json")):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
 
 
 def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_path, capsys):
@@ -117,12 +142,42 @@ def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_
     assert compared["steps"] == 400
     assert compared["loss"] < answer["run_loss"]
 
-    for file in (large / "tables").glob("r*.json"):
-        file.write_text(json.dumps({**json.loads(file.read_text()), "losses": []}))
+    verb("compare", small, small, "--json")
+    assert json.loads(capsys.readouterr().out)["growth"] is None
+    verb("compare", small, large)
+    assert "if the second run is the grown model, it took 400" in " ".join(capsys.readouterr().out.split())
+    (small / "growth.json").write_text(json.dumps({**answer, "sizes": [{**best, "steps": 1, "loss": 99.0}]}))
+    verb("compare", small, large)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "was proposed with 1 step to" in text
+    assert "reached within the first 1 step)" in text
+    (small / "growth.json").write_text(json.dumps({**answer, "sizes": []}))
+    verb("compare", small, large, "--json")
+    assert json.loads(capsys.readouterr().out)["growth"] is None
+
+    no_floor = [(step, 5 * step**-0.1) for step in range(1, 400, 8) for _ in "ab"]  # twice each step, as closures do
+    changed(small / "tables", losses=[[1, 99.0], *no_floor])
+    assert verb(*asked, "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["sizes"] == []
+    assert answer["reason"].startswith("The losses of the run do not tell a floor yet")
+    assert verb(*asked) == 0
+    assert "Train for longer first" in " ".join(capsys.readouterr().out.split())
+
+    changed(large / "tables", losses=[])
+    tuned, broken = tmp_path / "tuned", tmp_path / "broken"
+    shutil.copytree(small, tuned)
+    shutil.copytree(large, broken)
+    changed(tuned, applied=[{"name": "model.tune", "applied": True, "facts": {"steps": 9}, "reason_not_applied": None}])
+    changed(broken, bad_losses={"0": [{"step": 1, "what": "nan"}]})
     for command, words in [
         (("--plan", large, "--model", asked[-1]), "has no losses"),
+        (("--plan", broken, "--model", asked[-1]), "are not finite. Mend the training first"),
+        (("--plan", tuned, "--model", asked[-1]), "are those of tuning too"),
         (("--plan", small), "Add it: --model"),
         (("--large", "{}"), "MODULE:BUILD, --small, --checkpoint, -o is missing"),
+        (("my:build", "--small", "{}", "--plan", small), "MODULE:BUILD, --small says nothing with --plan"),
+        (("my:build", "--budget", "1"), "--budget says nothing without --plan RUN"),
     ]:
         assert verb("model", "grow", *command) == 2
         assert words in " ".join(capsys.readouterr().err.split())

@@ -43,6 +43,9 @@ LEAST_LEFT = 0.9
 ROUNDING = 1e-6
 """Relative spread of losses that are all the same."""
 
+LEAST_SHARE = 0.01
+"""A smaller share of the schedule, on any curve that fits, says that the losses do not tell a floor."""
+
 MULTIPLES = (1.0, 1.5, 2.0)
 """Of layers and of width. Twice both, eight times the weights, is the most that LEMON (arXiv 2310.07999) shows."""
 
@@ -132,18 +135,23 @@ class Growth:
     """Where scratch, and the grown model, are predicted to end."""
 
     flops: float
-    """Of the grown model's steps, per sequence of a step."""
+    """Of the grown model's steps."""
 
     compute: float
     """FLOPs of the grown model and of the recorded run, as a fraction of scratch's."""
 
 
-def growths(model: Transformer, curves: Sequence[Curve], budget: float = math.inf) -> list[Growth]:
+def growths(
+    model: Transformer, curves: Sequence[Curve], budget: float = math.inf, sequences: float = 1.0
+) -> list[Growth]:
     """Return what it takes to grow `model` to each larger size with the same size of heads; what saves most is first.
 
-    `curves` are those of `fits`, `budget` the most FLOPs per sequence of a step for the grown model's steps. Raises
-    `InputError` where the budget is too small for all of them.
+    `curves` are those of `fits`, `sequences` those of one step, `budget` the most FLOPs for the grown model's steps.
+    Empty where a curve without a floor fits too: with a floor of 0 more parameters would lower nothing. Raises
+    `InputError` where the budget is no number above 0, or too small for all sizes.
     """
+    if not budget > 0:  # nan too
+        raise InputError(f"the budget is {budget:g} FLOPs; it is a number above 0. Pass one such as 1e18.")
     small = flops_per_token(model)
     found = []
     for more_layers in MULTIPLES:
@@ -159,7 +167,9 @@ def growths(model: Transformer, curves: Sequence[Curve], budget: float = math.in
             )  # fmt: skip
             times = large.layers * large.matrix_parameters / (model.layers * model.matrix_parameters)
             shares = [1 - curve.lower(times).step_of(curve.at(curve.steps)) / curve.steps for curve in curves]
-            steps, each = curves[0].steps, flops_per_token(large) * large.sequence
+            if min(shares) < LEAST_SHARE or max(shares) >= 1:
+                continue
+            steps, each = curves[0].steps, flops_per_token(large) * large.sequence * sequences
             found.append(
                 Growth(
                     large, shares[0], (min(shares), max(shares)), curves[0].lower(times).at(steps),
@@ -167,8 +177,8 @@ def growths(model: Transformer, curves: Sequence[Curve], budget: float = math.in
                 )
             )  # fmt: skip
     within = [growth for growth in found if growth.flops <= budget]
-    if not within:
-        least = min((growth.flops for growth in found), default=math.nan)
+    if found and not within:
+        least = 1.005 * min(growth.flops for growth in found)  # so that three digits of it are enough
         raise InputError(
             f"the budget of {budget:.3g} FLOPs is too small for each larger size; pass at least {least:.3g}."
         )

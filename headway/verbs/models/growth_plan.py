@@ -26,7 +26,10 @@ FILE = "growth.json"
 """A proposal, in the folder of the run that it was made for."""
 
 WINDOW = 8
-"""Points of a curve whose median counts as its loss there: those of single batches vary."""
+"""Points of a curve whose median counts as its loss there, where it has so many: those of single batches vary."""
+
+TUNE = "model.tune"
+"""The remedy whose trials train with other settings, and are taken back."""
 
 BASIS = (
     "L = floor + scale / steps^exponent fitted to the run's losses, the floor falling with the weights as "
@@ -35,6 +38,12 @@ BASIS = (
 
 
 NO_SAVING = "No larger size would save FLOPs: the loss still falls fast. Train this one for longer first."
+
+NO_FLOOR = (
+    "The losses of the run do not tell a floor yet, so nothing says what a larger model would gain. Train for longer "
+    "first."
+)
+"""What `growths` returns no size for."""
 
 
 class Size(msgspec.Struct, frozen=True):
@@ -77,7 +86,7 @@ class GrowthPlan(msgspec.Struct, frozen=True):
     """What saves most is first."""
 
     reason: str
-    """Why no size is proposed; '' = the first one is."""
+    """Why no size is proposed; '' = the first one is. `sizes` may then be empty."""
 
     basis: str = BASIS
     schema: str = "headway.model-grow-plan/1"
@@ -86,7 +95,14 @@ class GrowthPlan(msgspec.Struct, frozen=True):
 def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
     """Return larger sizes for the run at `path`, and write them there; `budget` in FLOPs. Raises `InputError`."""
     run = run_at(path)
+    if _tuned(run):
+        raise InputError(
+            f"the losses of {path} are those of tuning too: its trials had other settings, and were taken back. Record "
+            "the training with the settings that were found: headway run -- SCRIPT"
+        )
     points = losses_of(run)
+    if not points and any((run.meta.get("bad_losses") or {}).values()):
+        raise InputError(f"the losses of {path} are not finite. Mend the training first, then record it again.")
     if not points:
         raise InputError(
             f"{path} has no losses. They are recorded where backward() begins at a loss of one element on the CPU, one "
@@ -102,11 +118,11 @@ def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
     sequences = rate["tokens_per_s"] / spec.model.sequence
     curves = fits(*np.array(points).T)
     last = curves[0].steps
-    sizes = [_size(each, last, sequences) for each in growths(spec.model, curves, budget / sequences)]
-    saves = sizes[0].compute < 1
+    sizes = [_size(each, last) for each in growths(spec.model, curves, budget, sequences)]
+    saves = bool(sizes) and sizes[0].compute < 1
     plan = GrowthPlan(
         last, curves[0].at(last), rate["tokens_per_s"] * rate["flops_per_token"] * last, sizes,
-        "" if saves else NO_SAVING,
+        "" if saves else NO_SAVING if sizes else NO_FLOOR,
     )  # fmt: skip
     with whole_file(run.path / FILE) as draft:
         draft.write_bytes(msgspec.json.encode(plan))
@@ -114,17 +130,28 @@ def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
 
 
 def losses_of(run: Run) -> list[tuple[int, float]]:
-    """Return step, counted from 1, and loss of the lowest rank that has any, as far as they were recorded."""
+    """Return step, counted from 1, and loss of the lowest rank that has any, as far as they were recorded.
+
+    Of several losses in one step, as of a closure that the optimizer calls again, the last one counts.
+    """
     files = sorted((run.path / "tables").glob("r*.json"), key=lambda file: int(file.stem[1:]))
     found = (json_object(file).get("losses") for file in files)
-    return [(int(step), float(loss)) for step, loss in next((rows for rows in found if rows), [])]
+    return sorted({int(step): float(loss) for step, loss in next((rows for rows in found if rows), [])}.items())
 
 
-def _size(growth: Growth, steps: int, sequences: float) -> Size:
+def _tuned(run: Run) -> bool:
+    """Say whether losses of trials are among those of the run; a run that was killed has only its plan to tell it."""
+    rows = [row for row in run.meta.get("applied") or () if row.get("name") == TUNE]
+    if rows:
+        return any(row.get("applied") and row.get("facts", {}).get("steps", 1) for row in rows)
+    return any(row.get("name") == TUNE for row in json_object(run.path / "plan.json").get("remedies") or ())
+
+
+def _size(growth: Growth, steps: int) -> Size:
     large = growth.model
     return Size(
         large.layers, large.hidden, large.heads, large.kv_heads, large.ffn, large.num_parameters, growth.share,
-        growth.share_range, max(1, round(growth.share * steps)), growth.loss, growth.flops * sequences, growth.compute,
+        growth.share_range, max(1, round(growth.share * steps)), growth.loss, growth.flops, growth.compute,
     )  # fmt: skip
 
 
@@ -132,14 +159,7 @@ def screen_of_plan(plan: GrowthPlan, screen: ScreenOptions) -> str:
     """Return the proposal in words."""
     steps = plural(plan.run_steps, "step")
     head = f"The run ends at a loss of {plan.run_loss:.4g} after {steps}, {plan.run_flops:.3g} FLOPs."
-    best = plan.sizes[0]
-    low, high = best.share_range
-    advice = plan.reason or (
-        f"Grow to {best.layers} layers of {best.hidden} ({best.heads} heads, {best.parameters:,} parameters) and train "
-        f"for {best.share:.1%} of the schedule ({low:.0%} to {high:.0%} as the losses vary): {best.steps:,} steps, "
-        f"{best.flops:.3g} FLOPs, to a loss of {best.loss:.4g}. The run included that is {best.compute:.0%} of the "
-        "FLOPs from scratch."
-    )
+    advice = plan.reason or _advice(plan.sizes[0])
     rows = [
         paragraph(
             f"{each.layers} x {each.hidden}: {each.share:.0%} of the steps, loss {each.loss:.4g}, {each.compute:.0%}"
@@ -149,30 +169,48 @@ def screen_of_plan(plan: GrowthPlan, screen: ScreenOptions) -> str:
     return draw([paragraph(head), paragraph(advice), *rows, paragraph(f"Basis: {plan.basis}.")], **screen)
 
 
+def _advice(best: Size) -> str:
+    low, high = best.share_range
+    return (
+        f"Grow to {best.layers} layers of {best.hidden} ({plural(best.heads, 'head')}, "
+        f"{plural(best.parameters, 'parameter')}) and train for {best.share:.1%} of the schedule ({low:.0%} to "
+        f"{high:.0%} as the losses vary): {plural(best.steps, 'step')}, {best.flops:.3g} FLOPs, to a loss of "
+        f"{best.loss:.4g}. The run included that is {best.compute:.0%} of the FLOPs from scratch."
+    )
+
+
 def judged_growth(before: Run, after: Run, steps: int) -> dict[str, Any] | None:
-    """Return what was proposed for `before` beside what `after` took in its `steps`; None without either's losses."""
-    if not (before.path / FILE).exists():
+    """Return what was proposed for `before` beside what `after` took in `steps`; None where nothing is to be said.
+
+    Whether `after` trained the grown model is not recorded: only the run itself, and one that was tuned, are left out.
+    """
+    if not (before.path / FILE).exists() or before.meta.get("run_id") == after.meta.get("run_id") or _tuned(after):
         return None
     plan = read_json(before.path / FILE, GrowthPlan, fix="Delete it, or run `headway model grow --plan` again.")
     points = losses_of(after)
-    if plan.reason or len(points) < WINDOW:
+    if plan.reason or not plan.sizes or not points:
         return None
     best, losses = plan.sizes[0], [loss for _, loss in points]
-    reached = next(
-        (points[end - 1][0] for end in range(WINDOW, len(points) + 1)
-         if np.median(losses[end - WINDOW : end]) <= best.loss), None,
-    )  # fmt: skip
+    window = max(1, min(WINDOW, sum(step <= best.steps for step, _ in points)))
+    ends = range(window, len(points) + 1)
+    met = next((end for end in ends if np.median(losses[end - window : end]) <= best.loss), None)
     return {
         "layers": best.layers, "hidden": best.hidden, "proposed_steps": best.steps, "proposed_loss": best.loss,
-        "steps": steps, "loss": float(np.median(losses[-WINDOW:])), "reached_at": reached,
+        "steps": steps, "loss": float(np.median(losses[-window:])),
+        "reached_at": None if met is None else points[met - 1][0], "reached_in_first_window": met == window,
     }  # fmt: skip
 
 
 def growth_sentence(row: dict[str, Any]) -> str:
     """Say in words what `judged_growth` returned."""
-    reached = f"first reached at step {row['reached_at']:,}" if row["reached_at"] is not None else "not reached"
+    if row["reached_at"] is None:
+        reached = "not reached"
+    elif row["reached_in_first_window"]:
+        reached = f"reached within the first {plural(row['reached_at'], 'step')}"
+    else:
+        reached = f"first reached at step {row['reached_at']:,}"
     return (
-        f"growth to {row['layers']} layers of {row['hidden']} was proposed with {row['proposed_steps']:,} steps to a "
-        f"loss of {row['proposed_loss']:.4g}; the second run took {row['steps']:,}, to {row['loss']:.4g} "
-        f"({row['proposed_loss']:.4g} was {reached})"
+        f"growth to {row['layers']} layers of {row['hidden']} was proposed with "
+        f"{plural(row['proposed_steps'], 'step')} to a loss of {row['proposed_loss']:.4g}; if the second run is the "
+        f"grown model, it took {row['steps']:,}, to {row['loss']:.4g} ({row['proposed_loss']:.4g} was {reached})"
     )

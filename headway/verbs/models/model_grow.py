@@ -7,6 +7,7 @@ import json as jsons
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -22,6 +23,16 @@ from headway.verbs.shared.output import emit
 
 if TYPE_CHECKING:
     from headway.model.runtime.loaded import Grown
+
+
+GROWING = {
+    "MODULE:BUILD": "", "--small": "", "--large": "", "--checkpoint": None, "-o": None, "--family": "auto",
+    "--depth": "zero", "--split": "random", "--prefix": None, "--seed": 0,
+}  # fmt: skip
+"""What only growing takes, with the defaults."""
+
+PLANNING = {"--model": "", "--budget": math.inf}
+"""What only --plan takes."""
 
 
 def grow(
@@ -82,6 +93,7 @@ def grow(
     json
         Print one JSON object instead of text.
     """
+    _one_mode(plan, (target, small, large, checkpoint, out, family, depth, split, prefix, seed), (model, budget))
     if plan is not None:
         made = growth_plan(plan, model, budget)
         emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
@@ -118,6 +130,15 @@ def _written(grown: Grown, out: Path) -> dict[str, Any]:
         "parameters": list(grown.parameters), "path": str(out), "family": grown.family, "prefix": grown.prefix,
         "not_compared": grown.not_compared,
     }  # fmt: skip
+
+
+def _one_mode(plan: Path | None, growing: Sequence[object], planning: Sequence[object]) -> None:
+    """Raise `InputError` where something is given that the other mode takes; values are in the order of the tables."""
+    table, values = (PLANNING, planning) if plan is None else (GROWING, growing)
+    given = [name for (name, default), value in zip(table.items(), values, strict=True) if value != default]
+    if given:
+        mode = "without --plan RUN" if plan is None else "with --plan, which grows nothing"
+        raise InputError(f"{', '.join(given)} says nothing {mode}. Omit {'it' if len(given) == 1 else 'them'}.")
 
 
 def _given(target: str, small: str, large: str, checkpoint: Path | None, out: Path | None) -> tuple[Path, Path]:
