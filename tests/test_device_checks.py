@@ -69,7 +69,7 @@ def test_a_thread_counts_on_while_a_mark_waits_unless_its_event_keeps_the_lock(h
     source = (
         "from benchmarks._pretend_device import stand_in; from tests import accelerator\n"
         f"accelerator.CudaEvent.HOLDS_LOCK = {holds}; stand_in()\n"
-        "from headway.runtime import device_checks; print(device_checks.lock().ok)"
+        "from headway.runtime.in_rank import device_checks; print(device_checks.lock().ok)"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)

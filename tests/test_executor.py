@@ -22,7 +22,7 @@ LOSSY = ("sign", "topk:0.2", "randomk:0.3", "shared-randomk:0.5", "dither:4", "n
 IDENTITY = Codec(
     CodecName("identity"),
     lambda x, codec, seed: x.contiguous().view(torch.uint8),
-    lambda packet, codec, n, seed: packet.contiguous().view(torch.float32),
+    lambda packet, codec, out, seed: out.copy_(packet.contiguous().view(torch.float32)),
     biased=False,
 )
 

@@ -64,7 +64,7 @@ def run_plain(job: str, out: str) -> list[str]:
     if ranks > 1:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [*torchrun, script, *arguments]
-    for _attempt in range(3):  # gloo aborts now and then at teardown of a job that is done: not what is tested here
+    for _attempt in range(8):  # gloo aborts now and then at teardown of a job that is done: not what is tested here
         answer = subprocess.run(command, cwd=ROOT, env=environment(out), capture_output=True, text=True, timeout=100)
         if answer.returncode == 0:
             break

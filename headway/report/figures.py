@@ -71,7 +71,7 @@ BUCKET_STYLES: dict[str, BucketStyle] = {
     "checkpoint": BucketStyle("checkpoint stalls", "#772698", "#933da9", 133),
     "startup": BucketStyle("start-up", "#979797", "#7e8084", 103),
     "restart": BucketStyle("restarts", "#3b444d", "#56595d", 242),
-    "rework": BucketStyle("rework after restarts", "#4b1b2a", "#63383c", 89, hatched=True),
+    "rework": BucketStyle("work lost in failed attempts", "#4b1b2a", "#63383c", 89, hatched=True),
     "host": BucketStyle(
         "host work (GC, logging, the script's own code, launch gaps)", "#317860", "#8bbc92", 35, short="host work"
     ),

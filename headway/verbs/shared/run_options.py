@@ -28,7 +28,8 @@ def whole_number(kind: Any, tokens: Sequence[Token]) -> int:
     """Return the number that an option was given; raises `ValueError` for 1.5, which cyclopts itself would round."""
     text = tokens[0].value
     if re.fullmatch(r"[-+]?\d*\.\d*[1-9]\d*", text):
-        raise ValueError(f"{text} is not a whole number. Pass {round(float(text))}.")
+        whole = round(float(text))
+        raise ValueError(f"{text} is not a whole number. Pass {whole if whole > 0 else 'one'}.")
     return int(convert(int, tokens))
 
 
