@@ -69,27 +69,32 @@ def best_table(deep: DdpReplay, codecs: Sequence[str]) -> Table:
     plan = search(pricing(deep, gradients, deep.codecs, codecs)).options
     large = iter(plan.tolist())
     chosen = [(RAW, *codecs)[next(large)] if size >= MIN_BYTES else RAW for size in gradients.size]
-    chosen = _settled(deep, gradients, [chosen, *([codec] * len(chosen) for codec in codecs)], codecs)
+    starts = [chosen, *([codec] * len(chosen) for codec in codecs)]
+    chosen, after_ns = _settled(deep, gradients, starts, codecs)
     patterns = {
         glob.escape(names[at]): codec
         for at, codec, size in zip(deep.models[0]["order"], chosen, gradients.size, strict=True)
         if codec and size >= MIN_BYTES
     }
-    before = deep.makespans_ns(Scenario()).sum()
-    return Table(patterns, float(before / max(_replayed_ns(deep, chosen), 1)))
+    before_ns = deep.makespans_ns(Scenario()).sum()
+    return Table(patterns, float(before_ns / max(after_ns, 1)))
 
 
-def _settled(deep: DdpReplay, gradients: Gradients, starts: Sequence[list[str]], codecs: Sequence[str]) -> list[str]:
-    """Return the best of `starts` on the replayed windows, improved bucket by bucket: never worse than one of them."""
-    best = min(starts, key=lambda plan: _replayed_ns(deep, plan))
-    least = _replayed_ns(deep, best)
+def _settled(
+    deep: DdpReplay, gradients: Gradients, starts: Sequence[list[str]], codecs: Sequence[str]
+) -> tuple[list[str], int]:
+    """Return the best of `starts` on the replayed windows, improved bucket by bucket, and its time in ns.
+
+    It is never worse than one of them.
+    """
+    least, best = min(((_replayed_ns(deep, plan), plan) for plan in starts), key=lambda pair: pair[0])
     for bucket in ddp_buckets.assign(gradients.size, gradients.kind, gradients.limit)[:MOST_BUCKETS]:
         for codec in (RAW, *codecs):
             plan = [codec if at in bucket else own for at, own in enumerate(best)]
             ns = _replayed_ns(deep, plan) if plan != best else least
             if ns < least:
                 best, least = plan, ns
-    return best
+    return best, least
 
 
 def _replayed_ns(deep: DdpReplay, plan: Sequence[str]) -> int:

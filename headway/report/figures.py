@@ -421,7 +421,8 @@ def gain_words(cause: Json) -> str:
 
 def is_win(cause: Json) -> bool:
     """Whether the fix of one of `named_causes` has a gain of its own that is worth naming."""
-    return "predicted" in gain_words(cause) and (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING
+    is_own = not cause.get("with") and not str(cause.get("fix") or "").startswith(NOT_RESOLVED)
+    return is_own and (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING
 
 
 def worth_naming(cause: Json, why: Json) -> bool:

@@ -85,6 +85,11 @@ class Quantised:
         return self.codes.numel() + 4 * self.scales.numel()
 
 
+def is_finite(values: torch.Tensor) -> bool:
+    """Say whether no number is NaN or infinite: a finite sum has none, and costs a quarter of asking each number."""
+    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+
 def encode(
     values: torch.Tensor, number_format: str = "int8", *, block: int = BLOCK, seed: int | None = None
 ) -> Quantised:
@@ -102,8 +107,7 @@ def encode(
     if not values.is_floating_point():
         raise InputError(f"the tensor's dtype is {values.dtype}; only floating point can be encoded.")
     flat = values.detach().reshape(-1).to(torch.float32)
-    # A sum that is finite has no NaN or infinity in it, and costs a quarter of asking each number.
-    if not bool(torch.isfinite(flat.sum())) and not bool(torch.isfinite(flat).all()):
+    if not is_finite(flat):
         at = int(torch.isfinite(flat).logical_not().nonzero()[0])
         raise InputError(f"element {at} is {float(flat[at])}; only finite numbers can be encoded. Skip this step.")
     # The last block is filled up with zeros:  n = 5, block = 2  ->  [a b][c d][e 0], scales [3].

@@ -30,6 +30,7 @@ from headway.comm.runtime.codecs.table import Codec
 from headway.comm.runtime.residuals import Residuals
 from headway.core.rng import derived_seed
 from headway.cost.codecs import partitions, wire_bytes
+from headway.runtime.quantize import is_finite
 
 FLAG = 1
 """Bytes in front of a rank's packets: 1 = not everything is finite."""
@@ -119,8 +120,8 @@ def _widest(units: Sequence[Unit]) -> int:
 
 
 def all_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Say whether no number is NaN or infinite: a finite sum has none, and costs one pass."""
-    return all(bool(torch.isfinite(g.sum())) or bool(torch.isfinite(g).all()) for g in gradients)
+    """Say whether no number is NaN or infinite."""
+    return all(map(is_finite, gradients))
 
 
 class PushPull:

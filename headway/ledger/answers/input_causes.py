@@ -16,7 +16,7 @@ from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s
 from headway.ledger.answers.input_counts import count_words
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.cause import Cause
+from headway.ledger.kinds.cause import Cause, in_library
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, loaders_in, unmovable_by_hand
 
 FETCH = ("input.fetch", "input.unsplit")
@@ -140,9 +140,7 @@ def _cause(name: str, loader: LoaderWaits, lost_s: float, evidence: str, state: 
     fix, facts = hint.fix(state), loader.facts
     if facts.sampler in EPOCH_SAMPLERS:  # a replay gives it no workers either
         fix = fix.partition(TRY)[0]
-    if facts.library == "transformers":  # the script of a Trainer constructs no DataLoader
-        fix = fix.replace("DataLoader(num_workers=", "TrainingArguments(dataloader_num_workers=")
-    edit = hint.edit(state)
+    fix, edit = in_library(fix, facts.library), hint.edit(state)
     return Cause(name, loader.where, lost_s, evidence, fix, script=edit, line=facts.place, library=facts.library)
 
 

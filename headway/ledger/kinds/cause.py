@@ -17,6 +17,21 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def in_library(text: str, library: str) -> str:
+    """Return advice on a DataLoader in the terms of the library that constructs it.
+
+    >>> in_library("read in worker processes: DataLoader(num_workers=4)", "transformers")
+    'read in worker processes: TrainingArguments(dataloader_num_workers=4)'
+    """
+    if library != "transformers":  # the script of a Trainer constructs no DataLoader
+        return text
+
+    def arguments(call: re.Match[str]) -> str:
+        return "TrainingArguments(" + re.sub(r"(\w+)=", r"dataloader_\1=", call[1]) + ")"
+
+    return re.sub(r"DataLoader\(([^)]*)\)", arguments, text, count=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """A ranked finding of `headway why`."""
@@ -84,11 +99,9 @@ class Cause:
         >>> Cause("input.fetch", "", 1.0, "", "", script=line, line="train.py:9", library="transformers").edit
         'TrainingArguments(..., dataloader_num_workers=4)  # and batch.to(device)'
         """
-        if self.library == "transformers" and self.script.startswith("DataLoader("):
-            call, found, rest = self.script.partition(")")
-            arguments = re.sub(r"(\w+)=", r"dataloader_\1=", call.removeprefix("DataLoader("))
-            return f"TrainingArguments({arguments}{found}{rest}"
-        return f"{self.script}  # {self.line}" if self.script and self.line else self.script
+        written = in_library(self.script, self.library)
+        is_place = written == self.script and self.script and self.line
+        return f"{self.script}  # {self.line}" if is_place else written
 
 
 def ranked(causes: Iterable[Cause]) -> list[Cause]:

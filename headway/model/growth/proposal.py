@@ -10,7 +10,7 @@ Kaplan et al. (arXiv 2001.08361, eq. 1.1), and leave the rest:
     FLOPs, with the small run's  f / f' + share, as a fraction of scratch's f' S
 
 >>> steps = np.arange(1, 2001)
->>> curve = fit(steps, 2.0 + 6.0 * steps**-0.5)
+>>> curve = fits(steps, 2.0 + 6.0 * steps**-0.5)[0]
 >>> round(curve.floor, 2), round(curve.exponent, 2)
 (2.0, 0.5)
 """
@@ -111,11 +111,6 @@ def fits(steps: ArrayLike, losses: ArrayLike) -> list[Curve]:
         )
     most = found[0][0] * (1 + 4 / max(1, len(s) - 3))
     return [curve for squares, curve in found if squares <= most]
-
-
-def fit(steps: ArrayLike, losses: ArrayLike) -> Curve:
-    """Return the best curve; see `fits`."""
-    return fits(steps, losses)[0]
 
 
 @dataclass(frozen=True, slots=True)

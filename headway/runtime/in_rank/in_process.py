@@ -31,6 +31,7 @@ from typing import Any
 
 from headway.core.files.private import private_folder
 from headway.core.machine.host import host_cores
+from headway.runtime.host.rank_env import INJECT
 from headway.runtime.host.rank_variables import number
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.in_rank.annotate import Evaluation, Timer, mark_epoch
@@ -239,8 +240,7 @@ def _end_forgotten() -> None:
 @contextlib.contextmanager
 def children_record(environment: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
     """Let processes that the block starts anew (spawn, forkserver) record into the same folder."""
-    inject = str(Path(__file__).resolve().parent.parent / "inject")
-    paths = os.pathsep.join(part for part in (inject, os.environ.get("PYTHONPATH", "")) if part)
+    paths = os.pathsep.join(part for part in (str(INJECT), os.environ.get("PYTHONPATH", "")) if part)
     added = {"HEADWAY_RUN": environment["HEADWAY_RUN"], "HEADWAY_MAIN_PID": str(os.getpid()), "PYTHONPATH": paths}
     before = {name: os.environ.get(name) for name in added}
     os.environ.update(added)

@@ -77,8 +77,7 @@ class Run:
         if len(hosts) == 1:
             # A launcher that was killed has not noted which attempt is the last.
             last = max(numbers[-1], int(hosts[0].get("attempt") or 0))
-            told = {"loaders": hosts[0].get("loaders") or loaders(path)}  # nor which loaders there are
-            facts = {**hosts[0], **told, "attempt": last, **_counted(parts), "incidents": _incidents(path)}
+            facts = {**hosts[0], "attempt": last, **_counted(parts), "incidents": _incidents(path)}
             return cls(path, facts, _with_facts(parts, hosts[0]))
         return merge([cls(path, host, _with_facts(parts.select(_own(host)), host)) for host in hosts])
 
@@ -230,7 +229,8 @@ def _facts(path: Path) -> list[dict[str, Any]]:
                 f"{path} is not a run folder: it has no run.json, events or rings. Name what run --out made."
             )
         parts = [_facts_from_events(path)]
-    return parts
+    # A launcher that was killed has not noted which loaders there are; the ranks have.
+    return [{**part, "loaders": part.get("loaders") or loaders(path)} for part in parts]
 
 
 def _incidents(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.data.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.trace.recording.assemble import loaders
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run, run_at
@@ -40,7 +39,7 @@ def audit(*runs: Path, json: bool = False) -> int:
         Print one JSON object instead of text.
     """
     opened = _opened(runs or (newest_run(),))
-    told = [run.meta.get("loaders") or loaders(run.path) for run in opened]
+    told = [run.meta.get("loaders", {}) for run in opened]
     names = {int(group): facts for found in told for group, facts in found.items()}
     sizes = {group: int(facts["dataset_size"]) for group, facts in names.items() if facts.get("dataset_size")}
     epochs = judge(legs(opened), sizes)

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from headway.runtime.calls.patches import replace_attribute
@@ -105,26 +105,28 @@ _NOTING = _Noting()
 @contextmanager
 def noting(*, ahead: bool = False) -> Iterator[list[str]]:
     """Give a list that fills with what this thread does in the block; with `ahead` nothing of it is done."""
-    outer, was_ahead = _NOTING.acts, _NOTING.ahead
-    acts: list[str] = []
-    _NOTING.acts, _NOTING.ahead = acts, ahead or was_ahead
+    outer, acts = _NOTING.acts, list[str]()
     try:
-        yield acts
+        with _noted_in(acts, ahead=ahead or _NOTING.ahead):
+            yield acts
     finally:
-        _NOTING.acts, _NOTING.ahead = outer, was_ahead
         if outer is not None:
             outer += acts
 
 
-@contextmanager
-def unheard() -> Iterator[None]:
+def unheard() -> AbstractContextManager[None]:
     """Note nothing that this thread does in the block: it is an act of headway's own, not of the script's reading."""
-    outer, was_ahead = _NOTING.acts, _NOTING.ahead
-    _NOTING.acts, _NOTING.ahead = None, False
+    return _noted_in(None, ahead=False)
+
+
+@contextmanager
+def _noted_in(acts: list[str] | None, *, ahead: bool) -> Iterator[None]:
+    before = _NOTING.acts, _NOTING.ahead
+    _NOTING.acts, _NOTING.ahead = acts, ahead
     try:
         yield
     finally:
-        _NOTING.acts, _NOTING.ahead = outer, was_ahead
+        _NOTING.acts, _NOTING.ahead = before
 
 
 def listen(patch: Callable[[str, Callable[[Any], Any]], Any]) -> None:
