@@ -55,7 +55,7 @@ def test_what_a_launcher_that_was_killed_after_a_restart_left_is_told_of_both_at
     assert note.endswith(f"headway fault incidents {tmp_path}.")
     if steps is not None:
         assert why["verdict"]["sentence"].startswith("No step of the last attempt was recorded")
-        assert "rework" in why["verdict"]["sentence"]
+        assert "work lost in failed attempts" in why["verdict"]["sentence"]
 
 
 @given(st.lists(st.none() | st.integers(0, 30), max_size=4), st.integers(0, 20), st.booleans())
