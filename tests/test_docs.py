@@ -76,6 +76,27 @@ def test_links_between_documents_lead_somewhere(document):
     assert not [target for target in targets if not ((ROOT / document).parent / target).exists()]
 
 
+@pytest.mark.parametrize(
+    "document", sorted(path.relative_to(ROOT) for path in [*DOCUMENTS, *ROOT.glob("headway/**/*.md")])
+)
+def test_files_that_documents_name_are_there(document):
+    places = ((ROOT / document).parent, ROOT / "headway", ROOT)
+    named = [
+        path
+        for text in re.findall(r"`([\w{},./-]+/[\w{},.-]*\.py)`", (ROOT / document).read_text())
+        for path in expanded(text)
+    ]
+
+    assert not [path for path in named if not any((place / path).exists() for place in places)]
+
+
+def expanded(pattern: str) -> list[str]:
+    """Return the paths that one with alternatives such as `sim/{edits,dag}.py` stands for."""
+    head, brace, rest = pattern.partition("{")
+    middle, _, tail = rest.partition("}")
+    return [path for one in middle.split(",") for path in expanded(head + one + tail)] if brace else [pattern]
+
+
 def test_the_page_of_commands_names_every_verb_and_remedy():
     text = (ROOT / "docs" / "commands.md").read_text()
 

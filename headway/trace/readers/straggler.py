@@ -140,7 +140,7 @@ def operations(
     sizes: Sizes | None = None,
     seconds: str = "float64",
 ) -> Trace:
-    """Build an operation trace from columns of `headway.trace.COLUMNS`, each [n].
+    """Build an operation trace from columns of `headway.trace.events.trace.COLUMNS`, each [n].
 
     `optypes` gives the type of each event, `coordinates` rank -> (dp, pp);
     kinds and lanes follow from the type. `seconds` is 'float32' when the
