@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+from tests.quick_start import sitecustomize as quick_start  # before anything imports torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(quick_start.__file__).parent), os.environ.get("PYTHONPATH")])
+)
 
 import sys
 
