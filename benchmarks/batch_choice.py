@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway.cluster import NoiseScale, fit_speed
 from headway.cluster.adaptive.useful import Limits, best_batch
+from headway.cluster.remedies import Batch, Noise
 from headway.cluster.runtime.batch import batch
 from headway.cluster.runtime.noise import noise
 from headway.runtime.in_rank.remedy import Context
@@ -48,7 +49,7 @@ def train(size: int, seed: int, phi: float, most_steps: int) -> dict[str, Any]:
     parameters = {
         "batch_size": size // world, "own_batch_size": INITIAL // world, "initial_batch": INITIAL, "noise_scale": phi,
     }  # fmt: skip
-    outcomes = [batch(parameters, context), noise({}, context)]
+    outcomes = [batch(Batch(**parameters), context), noise(Noise(), context)]
     torch.manual_seed(seed)
     model = nn.Linear(DIM, 1, bias=False)
     nn.init.zeros_(model.weight)

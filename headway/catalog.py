@@ -1,7 +1,8 @@
-"""What the project offers, as literal tables: adding a remedy is adding a line.
+"""What the project offers, as literal tables: a room's adviser, its remedies, and what else happens inside ranks.
 
-Nothing is imported here: an entry is "module:function", resolved where it is
-used. Advisers run in the command, remedies run inside ranks.
+An entry is "module:attribute", resolved where it is used: advisers run in the
+command, remedies inside ranks. The records of remedies are read from the
+rooms' `remedies.py`, which need no torch.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
@@ -10,6 +11,19 @@ used. Advisers run in the command, remedies run inside ranks.
 """
 
 from __future__ import annotations
+
+from types import ModuleType
+
+from headway.checkpoint import remedies as checkpoint
+from headway.cluster import remedies as cluster
+from headway.comm import remedies as comm
+from headway.core.remedies import RemedyRecord
+from headway.data import remedies as data
+from headway.fault import remedies as fault
+from headway.host import remedies as host
+from headway.model import remedies as model
+from headway.parallel import remedies as parallel
+from headway.power import remedies as power
 
 ADVISERS: dict[str, str] = {
     "data": "headway.data.advise:propose",
@@ -24,27 +38,21 @@ ADVISERS: dict[str, str] = {
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 
-REMEDIES: dict[str, str] = {
-    "data.workers": "headway.data.runtime.remedies.workers:workers",
-    "data.threads": "headway.data.runtime.remedies.switch:threads",
-    "data.cache": "headway.data.runtime.caching.cache:cache",
-    "data.server": "headway.data.runtime.remedies.sharing:server",
-    "comm.bucket": "headway.comm.runtime.ddp:bucket",
-    "comm.gradient_view": "headway.comm.runtime.ddp:gradient_view",
-    "comm.static_graph": "headway.comm.runtime.ddp:static_graph",
-    "comm.order": "headway.comm.runtime.fsdp:order",
-    "comm.compress": "headway.comm.runtime.compress:compression",
-    "parallel.schedule": "headway.parallel.runtime.schedule:schedule",
-    "checkpoint.async": "headway.checkpoint.runtime.torch_calls.switch:behind",
-    "fault.guard": "headway.fault.runtime.loss_guard:guard",
-    "host.gc": "headway.host.runtime:collect_together",
-    "host.logging": "headway.host.runtime:log_on_a_thread",
-    "power.filler": "headway.power.runtime.filler:fill_gaps",
-    "cluster.batch": "headway.cluster.runtime.batch:batch",
-    "cluster.noise": "headway.cluster.runtime.noise:noise",
-    "model.tune": "headway.model.runtime.tuned_script:tune",
-}
-"""Remedy -> the function that applies it inside a rank. What is proposed and not listed here is only predicted."""
+ROOMS = (data, comm, parallel, checkpoint, host, fault, power, cluster, model)
+"""The rooms' records."""
+
+RECORDS: dict[str, RemedyRecord] = {record.name: record for room in ROOMS for record in room.REMEDIES}
+"""Remedy -> its record: what a plan may hold, or only predict."""
+
+
+def _applied(room: ModuleType, attribute: str = "REMEDIES") -> dict[str, str]:
+    """Return the remedies of a tuple of records that can be applied -> where the tuple lies, for the ranks."""
+    records: tuple[RemedyRecord, ...] = getattr(room, attribute)
+    return {record.name: f"{room.__name__}:{attribute}" for record in records if record.apply}
+
+
+REMEDIES: dict[str, str] = {name: place for room in ROOMS for name, place in _applied(room).items()}
+"""Remedy -> the tuple that holds its record, for those that are applied inside a rank."""
 
 REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.remedies.rehearsal:rehearse"}
 """What is asked while a run is recorded -> the function that says which remedies a loader would not take."""
@@ -52,68 +60,16 @@ REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.remedies
 SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
 """What supervises the attempts of a run that may have several."""
 
-PARAMETERS: dict[str, dict[str, str]] = {
-    "data.workers": {
-        "num_workers": "count", "prefetch_factor": "size", "persistent_workers": "flag", "pin_memory": "flag",
-        "max_workers": "count",
-    },
-    "data.threads": {"num_workers": "count", "prefetch_factor": "size", "blocked_datasets": "names"},
-    "data.cache": {"bytes": "size"},
-    "data.server": {"cache_bytes": "size", "idle_s": "number"},
-    "comm.bucket": {"bucket_mb": "number", "bucket_mb_list": "numbers", "respect_explicit": "flag"},
-    "comm.gradient_view": {},
-    "comm.static_graph": {},
-    "comm.order": {"ahead": "size"},
-    "comm.compress": {"codec": "codec", "feedback": "flag", "two_way": "flag", "min_bytes": "count"},
-    "parallel.schedule": {"order": "names"},
-    "checkpoint.async": {"every_steps": "size"},
-    "fault.guard": {"action": "name"},
-    "host.gc": {"every_steps": "size", "rss_growth_bytes": "size"},
-    "host.logging": {"queue": "size"},
-    "cluster.batch": {
-        "batch_size": "size", "own_batch_size": "size", "accumulation": "count", "initial_batch": "size",
-        "noise_scale": "number", "predicted_useful": "number",
-    },
-    "cluster.noise": {"every_steps": "size"},
-    "model.tune": {"settings": "names", "trials": "size", "seed": "count"},
-    "power.filler": {"on_after_s": "number", "off_within_s": "number", "level": "number"},
-}  # fmt: skip
-"""Remedy -> its parameters and their kinds (`headway.plan.parameters.KINDS`): a plan file is checked before a run."""
+MEASUREMENTS: dict[str, str] = _applied(data, "MEASUREMENTS")
+"""Measurement -> where its record lies: phases of `headway data stalls -- SCRIPT`, in order."""
 
-MEASUREMENTS: dict[str, str] = {
-    "measure.cold": "headway.data.runtime.checks.measurements:cold",
-    "measure.warm": "headway.data.runtime.checks.measurements:warm",
-    "measure.synthetic": "headway.data.runtime.checks.measurements:synthetic",
-}
-"""Measurement -> the function that sets it up inside a rank: phases of `headway data stalls -- SCRIPT`, in order."""
+DRILL: dict[str, str] = _applied(fault, "DRILL")
+"""What a drill does inside a rank -> where its record lies; no plan of a user's names it."""
 
-DRILL: dict[str, str] = {"fault.inject": "headway.fault.runtime.injectors:inject"}
-"""What a drill does inside a rank -> the function that does it; no plan of a user's names it."""
+CHECKS: dict[str, str] = _applied(data, "CHECKS")
+"""Check -> where its record lies, for `headway data verify-resume`."""
 
-CHECKS: dict[str, str] = {"check.resume": "headway.data.runtime.checks.resume_check:resume"}
-"""Check -> the function that makes it inside a rank, for `headway data verify-resume`."""
 
-CAUSES_OF_REMEDY: dict[str, tuple[str, ...]] = {
-    "data.workers": ("input.fetch", "input.prep"),
-    "data.threads": ("input.fetch", "input.prep", "input.transfer"),
-    "data.cache": ("input.fetch", "input.prep"),
-    "data.server": ("input.fetch", "input.prep"),
-    "comm.bucket": ("comm.exposed",),
-    "comm.gradient_view": ("comm.exposed",),
-    "comm.static_graph": ("comm.exposed",),
-    "comm.order": ("comm.exposed",),
-    "comm.compress": ("comm.exposed",),
-    "comm.links": ("comm.exposed",),
-    "parallel.schedule": ("bubble.p2p",),
-    "host.gc": ("host.gc",),
-    "host.logging": ("host.logging",),
-    "checkpoint.interval": ("checkpoint.stall",),
-    "checkpoint.async": ("checkpoint.stall",),
-    "straggler.remove": ("straggler.rank",),
-    "fault.guard": (),
-    "power.filler": (),
-    "cluster.batch": (),
-    "cluster.noise": (),
-    "model.tune": (),
-}
-"""Remedy -> the causes that it acts against."""
+def causes_of(remedy: str) -> tuple[str, ...]:
+    """Return the causes that a remedy acts against; none of one that has no record."""
+    return RECORDS[remedy].causes if remedy in RECORDS else ()

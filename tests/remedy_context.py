@@ -5,9 +5,15 @@ from __future__ import annotations
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from headway.catalog import RECORDS
+from headway.data import remedies as data
 from headway.data.runtime.guard.decisions import Budget
+from headway.fault import remedies as fault
 from headway.runtime.calls.patches import replace_attribute
 from headway.runtime.in_rank.remedy import Refused
+
+BY_FUNCTION = {record.apply: record for record in [*RECORDS.values(), *data.MEASUREMENTS, *data.CHECKS, *fault.DRILL]}
+"""'module:function' -> the record of the remedy that it applies."""
 
 
 class TestContext:
@@ -41,13 +47,22 @@ class TestContext:
         self.outcomes.append(outcome)
 
 
+def apply(remedy, parameters, context):
+    """Call the function of a remedy as a rank does, with its parameters read and its grant asked for; raises freely."""
+    record = BY_FUNCTION[f"{remedy.__module__}:{remedy.__qualname__}"]
+    read = record.read(parameters)
+    if record.allow not in (None, context.allow):
+        return Refused(record.name, record.asks)
+    return remedy(read, context)
+
+
 @contextmanager
 def applied(remedy, parameters, allow="", verify=False):
     """Apply `remedy` for the length of a block; yields the context."""
     own_grant = "data.threads" if remedy.__name__ == "threads" else ""
     context = TestContext(allow or own_grant, verify)
     try:
-        remedy(parameters, context)
+        apply(remedy, parameters, context)
         yield context
     finally:
         for undo in reversed(context.undos):

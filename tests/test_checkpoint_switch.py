@@ -21,7 +21,7 @@ from headway.runtime.run_folder.exit_class import HEADER
 from headway.storage import verify
 from tests.paths import ROOT
 from tests.recorded import environment
-from tests.remedy_context import TestContext, applied
+from tests.remedy_context import TestContext, applied, apply
 
 ALLOW = "result-equivalent"
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -44,7 +44,7 @@ def test_a_save_returns_with_the_state_copied_and_a_load_waits_for_it(tmp_path):
 
 
 def test_without_leave_it_is_refused():
-    assert isinstance(behind({}, TestContext()), Refused)
+    assert isinstance(apply(behind, {}, TestContext()), Refused)
 
 
 class Full:
@@ -138,7 +138,8 @@ import torch.distributed.checkpoint as dcp
 if "HEADWAY_RUN" not in os.environ:
     from headway.checkpoint.runtime.torch_calls.switch import behind
     from tests.remedy_context import TestContext
-    behind({}, TestContext("result-equivalent"))
+    from tests.remedy_context import apply
+    apply(behind, {}, TestContext("result-equivalent"))
 for place in sys.argv[2:]:
     dcp.save({"w": torch.ones(2) if place != sys.argv[-1] else Fuller()}, checkpoint_id=place)
 print("over", flush=True)

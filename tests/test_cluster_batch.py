@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from importlib.util import find_spec
 
 import numpy as np
@@ -21,7 +22,7 @@ from headway.cluster.runtime.noise import noise
 from headway.core.errors import InputError
 from headway.runtime.in_rank.remedy import Refused
 from tests.paths import ROOT
-from tests.remedy_context import TestContext, applied
+from tests.remedy_context import TestContext, applied, apply
 from tests.spawn import on_ranks
 
 RUN = ROOT / "tests" / "golden" / "runs" / "before"
@@ -103,7 +104,7 @@ def trained(parameters, make=torch.optim.SGD, *, examples=64, **options):
     x = torch.randn(examples, 5, generator=generator)
     data = TensorDataset(x, x @ torch.arange(5.0)[:, None])
     rates = []
-    with applied(batch, parameters, "lossy") if parameters else applied(lambda *_: None, {}) as context:
+    with applied(batch, parameters, "lossy") if parameters else nullcontext(TestContext()) as context:
         model = torch.nn.Linear(5, 1)
         torch.nn.init.zeros_(model.weight)
         torch.nn.init.zeros_(model.bias)
@@ -151,9 +152,9 @@ def test_a_scheduler_or_no_grant_ends_the_remedy_with_its_reason():
 
     assert isinstance(context.outcomes[-1], Refused)
     assert "the script steps a StepLR" in context.outcomes[-1].reason
-    assert "--allow lossy" in batch(SAME, TestContext()).reason
-    with pytest.raises(InputError, match=r"batch_size is 0"):
-        batch({**SAME, "batch_size": 0}, TestContext("lossy"))
+    assert "--allow lossy" in apply(batch, SAME, TestContext()).reason
+    with pytest.raises(InputError, match=r"batch_size of cluster.batch is 0"):
+        apply(batch, {**SAME, "batch_size": 0}, TestContext("lossy"))
 
 
 def answer(capsys, *words):

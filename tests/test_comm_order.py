@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from headway.catalog import PARAMETERS, REMEDIES
-from headway.core.errors import InputError
+from headway.catalog import REMEDIES
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.plan.parameters import check_parameters
 from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.recorded import FSDP2, run_script
 from tests.remedy_context import applied
@@ -184,16 +182,6 @@ def test_recomputed_layers_are_no_other_order() -> None:
     for found in on_ranks(both, 2, recomputed):
         assert found["mine"] == found["plain"]
         assert isinstance(found["outcomes"][-1], Applied)
-
-
-@pytest.mark.parametrize("ahead", [0, True, 1.5, "2"])
-def test_what_is_no_count_is_refused(ahead: object) -> None:
-    from headway.comm.runtime.fsdp import order
-
-    with pytest.raises(InputError, match="it counts modules gathered ahead, so give 1 or more"):
-        order({"ahead": ahead}, context=None)
-    with pytest.raises(InputError, match="ahead"):
-        check_parameters(PlanFile((Remedy("comm.order", {"ahead": ahead}),)), PARAMETERS)
 
 
 @pytest.mark.slow

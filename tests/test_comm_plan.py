@@ -7,11 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.catalog import PARAMETERS, REMEDIES
+from headway.catalog import RECORDS, REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import read_plan
 from headway.plan.optimiser import KINDS
-from headway.plan.parameters import check_parameters
 from headway.report.optimised import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.verbs.models import comm
@@ -55,7 +54,7 @@ def test_a_wasteful_bucket_is_split_and_the_plan_holds_what_can_be_applied(recor
     truth = play(WASTEFUL).step_s / play(changed(WASTEFUL, limit=sizes(plan))).step_s
     assert plan.predicted_speedup == answer["confirmed_speedup"] == pytest.approx(truth, rel=0.05)
     assert plan.interval[0] <= truth <= plan.interval[1]
-    check_parameters(plan, PARAMETERS)
+    assert all(RECORDS[remedy.name].read(remedy.parameters) for remedy in plan.remedies)
 
 
 def test_the_screen_says_what_by_apply_and_how_to_apply_it(recorded, tmp_path, capsys):

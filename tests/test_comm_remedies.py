@@ -7,15 +7,11 @@ import inspect
 import pytest
 import torch
 
-from headway.catalog import PARAMETERS
 from headway.comm.runtime import ddp as runtime
 from headway.comm.runtime.ddp import bucket, gradient_view, static_graph
-from headway.core.errors import InputError
-from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.units import MIB
-from headway.plan.parameters import check_parameters
 from headway.runtime.in_rank.remedy import Applied, Refused
-from tests.remedy_context import applied
+from tests.remedy_context import applied, apply
 
 DDP = torch.nn.parallel.DistributedDataParallel
 SIZES = [0.01, 0.02]
@@ -142,7 +138,7 @@ def test_gradients_live_in_buckets_and_losses_stay_the_same(group):
 
 def test_gradients_that_a_script_may_keep_are_no_views_without_the_users_word(group):
     with applied(gradient_view, {}) as context:
-        assert "grant --allow result-equivalent" in gradient_view({}, context).reason
+        assert "grant --allow result-equivalent" in apply(gradient_view, {}, context).reason
         assert model().gradient_as_bucket_view is False
 
 
@@ -155,7 +151,7 @@ def test_what_the_script_has_already_is_counted_as_such(group):
 
 def test_a_static_graph_needs_the_users_word(group):
     with applied(static_graph, {}) as context:
-        refused = static_graph({}, context)
+        refused = apply(static_graph, {}, context)
         assert model().static_graph is False
     with applied(static_graph, {}, allow="result-equivalent"):
         ddp = model()
@@ -164,16 +160,3 @@ def test_a_static_graph_needs_the_users_word(group):
     assert isinstance(refused, Refused)
     assert "grant --allow result-equivalent" in refused.reason
     assert ddp.static_graph is True
-
-
-@pytest.mark.parametrize("sizes", [[], [1, 0], [True], "1,2", [1, "2"]])
-def test_sizes_that_are_none_are_refused(sizes):
-    with pytest.raises(InputError, match=r"give each bucket a positive number of MiB"):
-        bucket({"bucket_mb": 1, "bucket_mb_list": sizes}, context=None)
-    with pytest.raises(InputError, match=r"it must be a list of numbers above 0"):
-        check_parameters(PlanFile((Remedy("comm.bucket", {"bucket_mb": 1, "bucket_mb_list": sizes}),)), PARAMETERS)
-
-
-def test_parameters_of_a_remedy_without_any_are_refused():
-    with pytest.raises(InputError, match=r"comm.gradient_view takes no parameters, but the plan gives \['on'\]"):
-        gradient_view({"on": True}, context=None)

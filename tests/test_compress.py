@@ -19,7 +19,7 @@ from headway.comm.runtime.push_pull import PushPull, cut
 from headway.comm.runtime.residuals import Residuals
 from headway.core.errors import BackgroundError, InputError
 from headway.runtime.in_rank.remedy import Refused
-from tests.remedy_context import applied
+from tests.remedy_context import applied, apply
 from tests.spawn import on_ranks
 
 NAMES = ("half", "bfloat16", "int8", "dither:4", "natural:4", "sign", "topk:0.05", "randomk:0.2", "shared-randomk:0.2")
@@ -228,7 +228,7 @@ def test_an_unmodified_script_is_compressed_and_one_with_a_hook_keeps_it() -> No
 def test_nothing_is_compressed_without_the_grant() -> None:
     with applied(compression, {"codec": "sign"}, allow="result-equivalent"):
         pass
-    outcome = compression({"codec": "sign"}, type("Context", (), {"allow": ""})())  # type: ignore[arg-type]
+    outcome = apply(compression, {"codec": "sign"}, type("Context", (), {"allow": ""})())  # type: ignore[arg-type]
 
     assert isinstance(outcome, Refused)
     assert "grant --allow lossy" in outcome.reason

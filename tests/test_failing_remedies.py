@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.core.files.planfile import Remedy
+from headway.core.remedies import RemedyRecord
 from headway.data.runtime.remedies.workers import workers
 from headway.runtime.in_rank.guard import guarded
 from headway.runtime.in_rank.remedy import Refused, apply_one
@@ -97,11 +98,14 @@ def failing(parameters, made):
     return Applied("test.failing")
 
 
+RECORDS = (RemedyRecord("test.failing", apply=f"{__name__}:failing"),)
+
+
 def test_a_remedy_that_fails_in_use_is_undone_and_says_why_whatever_it_notes_later(context):  # noqa: F811  # as above
     import colorsys
 
     before = colorsys.rgb_to_yiq
-    context.outcomes.append(apply_one(Remedy("test.failing", {}), {"test.failing": f"{__name__}:failing"}, context))
+    context.outcomes.append(apply_one(Remedy("test.failing", {}), {"test.failing": f"{__name__}:RECORDS"}, context))
     with pytest.raises(TypeError):  # the original's own
         colorsys.rgb_to_yiq(1)
     context.note(Refused("test.failing", "something else"))

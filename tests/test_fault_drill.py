@@ -24,7 +24,7 @@ from headway.runtime.recorder.timers import LOOK_EVERY
 from headway.runtime.script.bad_loss import FEWEST, SPIKE, judge
 from headway.verbs.jobs.drill import exit_code
 from tests.launching import headway, script
-from tests.remedy_context import TestContext
+from tests.remedy_context import TestContext, apply
 
 JOB = """
 import sys, time
@@ -127,9 +127,9 @@ def test_losses_are_bad_exactly_when_one_is_broken_or_a_spike(losses, usual, dat
 
 
 def test_a_guard_without_a_grant_is_refused_and_one_with_an_unknown_action_is_an_error():
-    assert "grant it in the plan" in guard({}, TestContext()).reason
-    with pytest.raises(InputError, match=r"action of fault.guard 'skipp'.*'skip'"):
-        guard({"action": "skipp"}, TestContext("lossy"))
+    assert "grant --allow lossy" in apply(guard, {}, TestContext()).reason
+    with pytest.raises(InputError, match=r"action of fault.guard is 'skipp'; it must be rollback or skip or stop"):
+        apply(guard, {"action": "skipp"}, TestContext("lossy"))
 
 
 def rows(stacks: dict[int, str], **special) -> list[dict[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from headway.catalog import MEASUREMENTS
+from headway.core.remedies import load, record_at
 from headway.data.runtime.checks import measurements
 from headway.data.runtime.checks.measurements import Filling, Stopwatch
 from headway.runtime.calls.patches import replace_attribute
@@ -39,10 +39,10 @@ def stopwatch(**changes) -> tuple[Stopwatch, list]:
 
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_each_measurement_of_the_catalog_is_a_function_that_says_what_it_measures(name):
-    module, _, function = MEASUREMENTS[name].partition(":")
+    function = load(record_at(MEASUREMENTS[name], name).apply)
 
-    assert name == f"measure.{function}"
-    assert getattr(importlib.import_module(module), function).__doc__.startswith("Measure with")
+    assert name == f"measure.{function.__name__}"
+    assert function.__doc__.startswith("Measure with")
 
 
 @given(order=st.lists(st.integers(0, 3), max_size=60), steps=st.integers(1, 20))

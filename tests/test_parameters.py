@@ -1,60 +1,111 @@
-"""Parameters of a plan: what remedies take passes, anything else is refused with the rule."""
+"""Parameters of a plan: what the records of remedies take passes, anything else is refused with the rule."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+from typing import get_args
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.catalog import PARAMETERS, REMEDIES
+from headway.catalog import ADVISERS, RECORDS, REMEDIES
 from headway.core.errors import InputError
-from headway.core.files.planfile import PlanFile, Remedy
-from headway.plan.parameters import KINDS, check_parameters
+from headway.core.files.planfile import ALLOWANCES
+from headway.core.remedies import Count, Flag, Names, Positive, Size, Sizes, record_at
 
 GOOD = {
-    "count": [0, 3], "size": [1, 10**9], "number": [0.5, 25], "flag": [True, False], "numbers": [[25], [1, 0.5]],
-    "names": [[], ["D"]], "name": ["skip"], "codec": ["topk:0.01", {"*.weight": "sign"}],
-}  # fmt: skip
-BAD = {
-    "count": [-1, 1.5, 2.0, True, "2", None, [2]],
-    "size": [0, 2.5, False, "1", None],
-    "number": [0, -1.0, float("nan"), float("inf"), True, "25", None],
-    "flag": [0, 1, "true", None],
-    "names": ["D", [1], None],
-    "name": [1, None, ["skip"]],
-    "codec": [3, None, {}, {"*": 1}, ["sign"], "zzz", "topk:-1"],
-    "numbers": [[], [0], [1, "2"], 25, "25", None],
+    Count: [0, 3],
+    Size: [1, 10**9],
+    Positive: [0.5, 25],
+    Flag: [True, False],
+    Sizes: [[25], [1, 0.5]],
+    Names: [[], ["D"]],
 }
+BAD = {
+    Count: [-1, 1.5, 2.0, True, "2", [2]],
+    Size: [0, 2.5, False, "1"],
+    Positive: [0, -1.0, float("nan"), float("inf"), True, "25"],
+    Flag: [0, 1, "true"],
+    Names: ["D", [1]],
+    Sizes: [[], [0], [1, "2"], [True], 25, "25"],
+}
+REQUIRED = {
+    "data.cache": {"bytes": 1}, "comm.bucket": {"bucket_mb": 1}, "comm.compress": {"codec": "sign"},
+    "parallel.schedule": {"order": ["0F0", "1F0"]},
+    "cluster.batch": {"batch_size": 1, "own_batch_size": 1, "initial_batch": 1, "noise_scale": 1},
+}  # fmt: skip
+OTHERS = [
+    ("fault.guard", "action", "skipp", "rollback or skip or stop"),
+    ("fault.guard", "action", None, "rollback or skip or stop"),
+    ("power.filler", "level", 1.5, "a number above 0, 1 at most"),
+    ("parallel.schedule", "order", ["0F0"], "a row of torch's CSV for each of at least 2 ranks"),
+    ("comm.compress", "codec", 3, "a codec such as 'topk:0.01', or patterns"),
+    ("comm.compress", "codec", {"*": 1}, "a codec such as 'topk:0.01', or patterns"),
+]
 
 
-def checked(name, parameters):
-    check_parameters(PlanFile((Remedy(name, parameters),)), PARAMETERS)
+def fields(name):
+    """Return (parameter, type without None) of a remedy."""
+    for field in msgspec.structs.fields(RECORDS[name].parameters):
+        inner = [one for one in get_args(field.type) if one is not type(None)]
+        yield field.name, inner[0] if type(None) in get_args(field.type) else field.type
 
 
 @pytest.mark.parametrize("name", REMEDIES)
-def test_every_remedy_says_what_its_parameters_are(name):
-    kinds = PARAMETERS[name]
-    for parameter, kind in kinds.items():
-        for value in GOOD[kind]:
-            checked(name, {parameter: value})
-        for value in BAD[kind]:
+def test_every_remedy_takes_what_its_record_says_and_nothing_else(name):
+    record, required = RECORDS[name], REQUIRED.get(name, {})
+
+    assert record.read(required) == record.parameters(**required)
+    for parameter, kind in fields(name):
+        for value in GOOD.get(kind, []):
+            assert getattr(record.read({**required, parameter: value}), parameter) == value
+        for value in BAD.get(kind, []):
             with pytest.raises(InputError, match=f"{parameter} of {name} is .*; it must be .*Mend it"):
-                checked(name, {parameter: value})
+                record.read({**required, parameter: value})
+    for parameter in required:
+        with pytest.raises(InputError, match=f"of {name} is missing; it must be "):
+            record.read({key: value for key, value in required.items() if key != parameter})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("name", "parameter", "value", "rule"), OTHERS)
+def test_rules_of_one_remedy_are_said_in_words(name, parameter, value, rule):
+    with pytest.raises(InputError, match=f"{parameter} of {name} is .*; it must be {rule}"):
+        RECORDS[name].read({parameter: value})
+
+
+@pytest.mark.parametrize(
+    ("codec", "said"), [("zzz", "unknown codec 'zzz'"), ("topk:-1", "k is '-1'"), ({}, "at least")]
+)
+def test_a_codec_that_there_is_not_is_refused_by_its_own_rule(codec, said):
+    with pytest.raises(InputError, match=said):
+        RECORDS["comm.compress"].read({"codec": codec})
+
+
 @given(value=st.one_of(st.none(), st.text(), st.lists(st.integers()), st.floats(), st.integers(), st.booleans()))
-def test_every_json_value_is_judged_without_an_accident(kind, value):
-    fits, rule = KINDS[kind]
+def test_every_json_value_is_judged_without_an_accident(value):
+    for record in RECORDS.values():
+        for name in record.parameters.__struct_fields__:
+            with contextlib.suppress(InputError):
+                assert record.read({**REQUIRED.get(record.name, {}), name: value})
 
-    assert fits(value) in (True, False)
-    assert rule
 
-
-def test_an_unknown_parameter_gets_the_nearest_name():
+def test_unknown_parameters_get_the_nearest_name_or_hear_that_there_are_none():
     with pytest.raises(InputError, match=r"unknown parameter of data.workers 'num_worker'. Did you mean 'num_workers'"):
-        checked("data.workers", {"num_worker": 2})
+        RECORDS["data.workers"].read({"num_worker": 2})
+    with pytest.raises(InputError, match=r"comm.gradient_view takes no parameters, but the plan gives \['on'\]"):
+        RECORDS["comm.gradient_view"].read({"on": True})
 
 
-def test_no_parameters_are_needed():
-    checked("data.workers", {})
+def test_every_record_lies_in_the_room_that_advises_it_and_what_it_names_is_there():
+    assert set(REMEDIES) == {name for name, record in RECORDS.items() if record.apply}
+    for name, place in REMEDIES.items():
+        record = record_at(place, name)
+        module, _, function = record.apply.partition(":")
+        assert record is RECORDS[name]
+        assert name.split(".")[0] in ADVISERS
+        assert callable(getattr(importlib.import_module(module), function))
+        assert (record.allow is None) == (record.changes == "")
+        assert record.allow in (None, *ALLOWANCES)

@@ -30,6 +30,7 @@ from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import Recorder
 from tests.oracles import smoothed, stored
 from tests.paths import ROOT
+from tests.remedy_context import apply
 
 WIDE = GridSpec(ramp_w_per_s=1e9, range_w=1e9, window_s=10.0, band_hz=(0.05, 20.0))
 """Limits that nothing of the tests breaks."""
@@ -304,7 +305,7 @@ def until(condition, seconds=30.0):
 def rank(tmp_path):
     """A stand-in for a rank: a recorder with its ring, and what a remedy gets."""
     recorder = Recorder(str(tmp_path))
-    context = SimpleNamespace(undos=[], probes=SimpleNamespace(recorder=recorder))
+    context = SimpleNamespace(allow="", undos=[], probes=SimpleNamespace(recorder=recorder))
     yield recorder, context
     for undo in context.undos:
         undo()
@@ -312,7 +313,7 @@ def rank(tmp_path):
 
 def test_a_filler_works_while_its_rank_waits_and_only_then(rank):
     recorder, context = rank
-    made = fill_gaps({"on_after_s": 0.01, "off_within_s": 0.005, "level": 1.0}, context)
+    made = apply(fill_gaps, {"on_after_s": 0.01, "off_within_s": 0.005, "level": 1.0}, context)
     pid = made.facts["pid"]
     recorder.page.opened(SPANS["checkpoint.save"].code, time.perf_counter_ns())
     worked = until(lambda: cpu_s(pid) > 0.1)
@@ -338,9 +339,10 @@ def test_a_filler_works_while_its_rank_waits_and_only_then(rank):
 def test_a_filler_ends_with_its_rank(tmp_path):
     code = (
         "import sys; from types import SimpleNamespace as N\n"
-        "from headway.trace.rings.ring import Recorder; from headway.power.runtime.filler import fill_gaps\n"
+        "from headway.trace.rings.ring import Recorder; from headway.power.remedies import Filler\n"
+        "from headway.power.runtime.filler import fill_gaps\n"
         "context = N(undos=[], probes=N(recorder=Recorder(sys.argv[1])))\n"
-        "print(fill_gaps({}, context).facts['pid'])"
+        "print(fill_gaps(Filler(), context).facts['pid'])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
 
@@ -350,9 +352,9 @@ def test_a_filler_ends_with_its_rank(tmp_path):
 def test_a_filler_is_refused_on_an_accelerator_and_with_levels_that_make_no_sense(rank, monkeypatch):
     monkeypatch.setattr("headway.power.runtime.filler.device_type", lambda: "NVIDIA H100")
 
-    assert "fillers are for cores" in fill_gaps({}, rank[1]).reason
-    with pytest.raises(InputError, match=r"level 1\.5: pass > 0, level <= 1"):
-        fill_gaps({"level": 1.5}, rank[1])
+    assert "fillers are for cores" in apply(fill_gaps, {}, rank[1]).reason
+    with pytest.raises(InputError, match=r"level of power.filler is 1\.5; it must be a number above 0, 1 at most"):
+        apply(fill_gaps, {"level": 1.5}, rank[1])
 
 
 def verb(capsys, *words):

@@ -13,18 +13,14 @@ import weakref
 import pytest
 import torch
 
+from headway.catalog import REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.remedies import RemedyRecord
 from headway.host.runtime import LogBuffer, frozen_arguments, rss_bytes
 from headway.runtime.in_rank.remedy import Applied, Context, Refused, apply_one
 from tests.recorded import recording, rows, run_script
-
-TABLE = {
-    "cluster.noise": "headway.cluster.runtime.noise:noise",
-    "host.gc": "headway.host.runtime:collect_together",
-    "host.logging": "headway.host.runtime:log_on_a_thread",
-    "comm.bucket": "headway.comm.runtime.ddp:bucket",
-}
+from tests.remedy_context import apply
 
 
 @pytest.fixture
@@ -42,7 +38,7 @@ def context(tmp_path):
 def planned(tmp_path, *remedies):
     """Write a plan; returns the environment that applies it."""
     write_plan(PlanFile(tuple(remedies)), tmp_path / "plan.json")
-    return {"HEADWAY_PLAN": str(tmp_path / "plan.json"), "HEADWAY_REMEDIES": json.dumps(TABLE)}
+    return {"HEADWAY_PLAN": str(tmp_path / "plan.json"), "HEADWAY_REMEDIES": json.dumps(REMEDIES)}
 
 
 def outcomes(tmp_path, rank=0):
@@ -54,16 +50,16 @@ def outcomes(tmp_path, rank=0):
 @pytest.mark.parametrize(
     ("name", "parameters", "reason"),
     [
-        ("host.gc", {"every_steps": 0}, "every_steps is 0; it must be a whole number of at least 1"),
-        ("host.gc", {"every_steps": "often"}, "every_steps is 'often'"),
-        ("host.logging", {"queue": -1}, "queue is -1"),
-        ("comm.bucket", {}, "bucket_mb is None; a bucket needs a positive number"),
-        ("comm.bucket", {"bucket_mb": float("nan")}, "bucket_mb is nan"),
+        ("host.gc", {"every_steps": 0}, "every_steps of host.gc is 0; it must be a whole number from 1 upwards"),
+        ("host.gc", {"every_steps": "often"}, "every_steps of host.gc is 'often'"),
+        ("host.logging", {"queue": -1}, "queue of host.logging is -1"),
+        ("comm.bucket", {}, "bucket_mb of comm.bucket is missing; it must be a number above 0"),
+        ("comm.bucket", {"bucket_mb": float("nan")}, "bucket_mb of comm.bucket is nan"),
         ("comm.buckets", {"bucket_mb": 1}, "Did you mean 'comm.bucket'"),
     ],
 )
 def test_a_remedy_that_cannot_be_applied_is_refused_with_its_reason(name, parameters, reason, context):
-    outcome = apply_one(Remedy(name, parameters), TABLE, context)
+    outcome = apply_one(Remedy(name, parameters), REMEDIES, context)
 
     assert isinstance(outcome, Refused)
     assert reason in outcome.reason
@@ -74,7 +70,7 @@ def test_a_remedy_that_breaks_half_way_is_undone_and_refused(context):
     import tests.test_remedy as here
 
     before = torch.serialization.save
-    outcome = apply_one(Remedy("test.half", {}), {"test.half": f"{here.__name__}:half_way"}, context)
+    outcome = apply_one(Remedy("test.half", {}), {"test.half": f"{here.__name__}:RECORDS"}, context)
 
     assert outcome == Refused("test.half", "KeyError: 'missing'")
     assert torch.serialization.save is before
@@ -83,7 +79,20 @@ def test_a_remedy_that_breaks_half_way_is_undone_and_refused(context):
 def half_way(parameters, context):
     """Patch something, then fail."""
     context.patch("torch.serialization:save", lambda original: lambda *a, **k: original(*a, **k))
-    return Applied("test.half", {"x": parameters["missing"]})
+    return Applied("test.half", {"x": {}["missing"]})
+
+
+RECORDS = (
+    RemedyRecord("test.half", apply=f"{__name__}:half_way"),
+    RemedyRecord("test.odd", apply=f"{__name__}:returns_nothing"),
+    RemedyRecord("test.lossy", apply=f"{__name__}:half_way", allow="lossy", changes="it changes results"),
+)
+
+
+def test_a_remedy_without_its_grant_is_refused_with_the_line_that_grants_it(context):
+    outcome = apply_one(Remedy("test.lossy", allow="result-equivalent"), {"test.lossy": f"{__name__}:RECORDS"}, context)
+
+    assert outcome == Refused("test.lossy", "it changes results: grant --allow lossy")
 
 
 def test_gc_is_frozen_after_the_first_step_and_runs_at_agreed_steps(tmp_path):
@@ -153,7 +162,8 @@ def test_gc_that_the_script_switched_off_is_left_alone(context):
 def test_a_script_that_switches_gc_itself_has_its_way_and_children_collect(context):
     from headway.host import runtime
 
-    assert isinstance(runtime.collect_together({"every_steps": 2, "rss_growth_bytes": 1 << 40}, context), Applied)
+    outcome = apply(runtime.collect_together, {"every_steps": 2, "rss_growth_bytes": 1 << 40}, context)
+    assert isinstance(outcome, Applied)
     collector, thresholds = context.undos[1].__self__, gc.get_threshold()
     context.probes.steps[0] = 1
     collector.step(0)
@@ -393,7 +403,7 @@ def test_a_bucket_size_is_applied_on_two_ranks_with_the_same_losses(tmp_path):
 def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_path):
     from headway.comm.runtime.ddp import bucket
 
-    bucket({"bucket_mb": 3, "respect_explicit": True}, context)
+    apply(bucket, {"bucket_mb": 3, "respect_explicit": True}, context)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=7)
@@ -418,7 +428,7 @@ def test_a_plan_that_cannot_be_read_is_one_warning_and_the_job_goes_on(tmp_path)
 def test_an_unpicklable_outcome_is_refused(context):
     import tests.test_remedy as here
 
-    outcome = apply_one(Remedy("test.odd", {}), {"test.odd": f"{here.__name__}:returns_nothing"}, context)
+    outcome = apply_one(Remedy("test.odd", {}), {"test.odd": f"{here.__name__}:RECORDS"}, context)
 
     assert isinstance(outcome, Refused)
     assert InputError.__name__ in outcome.reason

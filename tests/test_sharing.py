@@ -12,7 +12,7 @@ from headway.data.runtime.remedies.sharing import followed, server
 from headway.data.serving.server import DataServer
 from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.loaders_made import ByTurns, Squares, Stream
-from tests.remedy_context import TestContext, applied
+from tests.remedy_context import TestContext, applied, apply
 
 PARAMETERS = {"idle_s": 1.0}
 
@@ -70,7 +70,7 @@ def test_a_distributed_samplers_place_and_tail_are_taken_over_and_another_number
 def test_without_the_users_leave_nothing_changes():
     context = TestContext()
 
-    assert isinstance(server({}, context), Refused)
+    assert isinstance(apply(server, {}, context), Refused)
     assert context.undos == []
 
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from headway.catalog import CAUSES_OF_REMEDY, REMEDIES
+from headway.catalog import REMEDIES, causes_of
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.causes import Fix, find_causes
@@ -260,7 +260,7 @@ def test_a_fix_for_a_run_without_a_launcher_is_in_the_scripts_own_terms():
     assert "headway run --apply" in launched.text
     assert alone.text == "DataLoader(..., num_workers=8, prefetch_factor=2, persistent_workers=True)"
     assert alone.predicted_speedup == launched.predicted_speedup
-    assert {*OF_REMEDY} >= {name for name in REMEDIES if CAUSES_OF_REMEDY.get(name)} - {"comm.order"}
+    assert {*OF_REMEDY} >= {name for name in REMEDIES if causes_of(name)} - {"comm.order"}
 
 
 def test_a_plan_of_a_run_without_a_launcher_ends_with_what_the_script_can_say():

@@ -18,10 +18,9 @@ from pathlib import Path
 from headway.comm.advise_table import Table, best_table
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
-from headway.cost.codecs import CodecTimes
+from headway.cost.codecs import MIN_BYTES, CodecTimes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.ddp.ddp_compress import MIN_BYTES
 from headway.sim.ddp.ddp_replay import CODECS_FILE, DdpReplay
 from headway.sim.recorded.program import Program
 

@@ -25,9 +25,9 @@ from numpy.typing import NDArray
 from headway.comm.strategy_search import Pricing, search
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.cost.codecs import CodecTimes, partitions
+from headway.cost.codecs import MIN_BYTES, CodecTimes, partitions
 from headway.sim.ddp import ddp_buckets
-from headway.sim.ddp.ddp_compress import FLOAT_BYTES, MIN_BYTES, Compression, message_bytes
+from headway.sim.ddp.ddp_compress import FLOAT_BYTES, Compression, message_bytes
 from headway.sim.ddp.ddp_edits import Gradients, gradients_of
 from headway.sim.ddp.ddp_link import Link
 from headway.sim.ddp.ddp_replay import DdpReplay

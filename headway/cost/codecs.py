@@ -34,6 +34,9 @@ from headway.core.tables import pick
 VALUE_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 """Types of the values that a sparse codec sends -> bytes."""
 
+MIN_BYTES = 65_536
+"""Tensors below this many bytes are fused and sent as they are, unless a plan says otherwise (BytePS: 65,536)."""
+
 SCALE_BYTES = 4
 """A float32 scale."""
 

@@ -32,23 +32,18 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from headway.core.errors import HeadwayError, InputError
+from headway.core.errors import HeadwayError
 from headway.core.processes.worker import Worker
 from headway.host.handlers import files, later
+from headway.host.remedies import Collect, Logging
 from headway.runtime.in_rank.file_looks import before_looks, related
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.runtime.recorder.probes import NEVER, now
 from headway.trace.events.vocabulary import SPANS
-
-EVERY_STEPS = 1000
-"""Optimizer steps between two collections by default."""
-
-RSS_GROWTH_BYTES = 1 << 30
-"""Growth of the process after which automatic collection comes back, by default."""
 
 YOUNG_OBJECTS = 1_000_000
 """New objects after which the youngest generation is collected all the same: a loop may wait for just that."""
@@ -57,9 +52,6 @@ USED_BY_SCRIPTS = ("set_threshold", "set_debug", "freeze", "unfreeze", "get_obje
 """Functions of gc through which a script sees the remedy or contradicts it: from then on it is undone."""
 
 gc_freeze, gc_unfreeze, gc_frozen = gc.freeze, gc.unfreeze, gc.get_freeze_count
-
-QUEUE = 1024
-"""Log records that may wait; more make the caller wait."""
 
 FLUSHED_BEFORE = (
     "logging:Logger.addHandler", "logging:Logger.removeHandler", "logging:shutdown", "logging:Handler.setLevel",
@@ -74,15 +66,9 @@ RECORDS_OWN = frozenset({"args", "exc_info"})
 LOGGING = SPANS["host.logging"].code
 
 
-def collect_together(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install 'host.gc'. Parameters: every_steps (optimizer steps), rss_growth_bytes.
-
-    Raises `InputError` when every_steps is not a positive whole number.
-    """
-    every = parameters.get("every_steps", EVERY_STEPS)
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise InputError(f"every_steps is {every!r}; it must be a whole number of at least 1. Plan another one.")
-    collector = Collector(context, every, int(parameters.get("rss_growth_bytes", RSS_GROWTH_BYTES)))
+def collect_together(parameters: Collect, context: Context) -> Applied | Refused:
+    """Install 'host.gc'."""
+    collector = Collector(context, parameters.every_steps, parameters.rss_growth_bytes)
     context.listen(collector.step)
     atexit.register(collector.undo)  # the interpreter finalises what is in cycles as it ends, but nothing frozen
     context.undos += [collector.undo, lambda: atexit.unregister(collector.undo)]
@@ -221,13 +207,10 @@ def rss_bytes() -> int:
         return 0
 
 
-def log_on_a_thread(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install 'host.logging'. Parameters: queue (records that may wait, default 1024)."""
-    capacity = parameters.get("queue", QUEUE)
-    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
-        raise InputError(f"queue is {capacity!r}; it must be a whole number of at least 1. Plan another one.")
-    facts: dict[str, Any] = {"queue": capacity}
-    buffer = LogBuffer(context.probes.emit, capacity)
+def log_on_a_thread(parameters: Logging, context: Context) -> Applied | Refused:
+    """Install 'host.logging'."""
+    facts = parameters.to_json()
+    buffer = LogBuffer(context.probes.emit, parameters.queue)
     if context.allow != "result-equivalent":
         buffer.judges = Judgements(context, facts)
     context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)

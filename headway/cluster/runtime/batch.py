@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler
 
-from headway.core.errors import InputError
+from headway.cluster.remedies import Batch
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 NAME = "cluster.batch"
@@ -32,25 +32,11 @@ NAME = "cluster.batch"
 LOADER_ITER = "torch.utils.data.dataloader:DataLoader.__iter__"
 
 
-def batch(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy.
-
-    Parameters: batch_size and own_batch_size (examples per rank and update read, new and the script's own),
-    accumulation (updates left out before each), initial_batch (examples of the recorded run, all ranks), noise_scale
-    (examples), predicted_useful (useful examples/s that the plan promised; noted only).
-
-    Raises `InputError` on sizes below 1.
-    """
-    size, own = int(parameters["batch_size"]), int(parameters["own_batch_size"])
-    accumulation, initial = int(parameters.get("accumulation", 0)), int(parameters["initial_batch"])
-    phi = float(parameters["noise_scale"])
-    if min(size, own, initial) < 1 or accumulation < 0 or not phi >= 0:
-        raise InputError(f"batch_size is {size}, own_batch_size {own}, initial_batch {initial}; each must be >= 1.")
-    if context.allow != "lossy":
-        return Refused(NAME, "another batch size changes what is learned: grant --allow lossy")
-    change = _Change(context, size, own, accumulation, initial, phi)
-    if "predicted_useful" in parameters:
-        change.facts["predicted_useful"] = float(parameters["predicted_useful"])
+def batch(parameters: Batch, context: Context) -> Applied | Refused:
+    """Install the remedy."""
+    change = _Change(context, parameters)
+    if parameters.predicted_useful is not None:
+        change.facts["predicted_useful"] = parameters.predicted_useful
     change.install()
     return Applied(NAME, change.facts)
 
@@ -58,15 +44,17 @@ def batch(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
 class _Change:
     """The remedy in one rank."""
 
-    def __init__(self, context: Context, size: int, own: int, accumulation: int, initial: int, phi: float) -> None:
-        self.context, self.size, self.own, self.accumulation = context, size, own, accumulation
-        self.initial, self.phi = initial, phi
+    def __init__(self, context: Context, parameters: Batch) -> None:
+        self.context, self.size, self.own = context, parameters.batch_size, parameters.own_batch_size
+        self.accumulation, self.initial, self.phi = (
+            parameters.accumulation, parameters.initial_batch, parameters.noise_scale
+        )  # fmt: skip
         self.facts: dict[str, Any] = {
-            "batch_size": size,
-            "accumulation": accumulation,
+            "batch_size": self.size,
+            "accumulation": self.accumulation,
             "num_loaders": 0,
             "updates": 0,
-            "initial_batch": initial,
+            "initial_batch": self.initial,
         }
         self._changed: list[tuple[Any, int]] = []
         self._rates: list[Any] = []

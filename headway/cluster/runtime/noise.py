@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from headway.cluster.remedies import Noise
 from headway.core.errors import InputError
 from headway.runtime.in_rank.remedy import Applied, Context, Refused, on_scaled_loss
 
@@ -40,9 +40,9 @@ EVERY_NOTES = 64
 """Samples after which they are written."""
 
 
-def noise(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the measurement. Parameters: every_steps (default 1). Raises `InputError` below 1."""
-    watch = Watch(context, int(parameters.get("every_steps", 1)))
+def noise(parameters: Noise, context: Context) -> Applied | Refused:
+    """Install the measurement."""
+    watch = Watch(context, parameters.every_steps)
     watch.install()
     return Applied(NAME, watch.facts)
 
@@ -51,8 +51,6 @@ class Watch:
     """Takes samples of one optimizer's gradients."""
 
     def __init__(self, context: Context, every_steps: int) -> None:
-        if every_steps < 1:
-            raise InputError(f"every_steps is {every_steps}; it must be at least 1. Plan another number.")
         self.context, self.every = context, every_steps
         self.facts: dict[str, Any] = {"samples": [], "preconditioned": False, "world_size": 1}
         self._optimizer: torch.optim.Optimizer | None = None

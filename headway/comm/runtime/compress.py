@@ -11,7 +11,7 @@ The remedy registers it at a model's first forward, only where the script has no
 later gets the buckets from then on. A step in which any gradient of any rank is NaN or infinite is skipped on all:
 gradients become NaN, as with a plain sum, residuals stay, and the optimizer finds no gradients.
 
->>> compression({"codec": "topk:2.5"}, context=None)
+>>> Compress("topk:2.5")
 Traceback (most recent call last):
 headway.core.errors.InputError: topk:2.5: k is '2.5'; write a fraction in (0, 1], or a count of numbers above 1, for \
 example 0.01.
@@ -33,19 +33,18 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from headway.comm.remedies import Compress
 from headway.comm.runtime.codecs.table import Codec, codec_of
 from headway.comm.runtime.ddp import DDP, HOOKS
 from headway.comm.runtime.push_pull import Layout, PushPull, cut
 from headway.core.closing import Closing
 from headway.core.errors import InputError
-from headway.cost.codecs import read_codec
+from headway.cost.codecs import MIN_BYTES, read_codec
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.runtime.lane import CollectiveLane, separate_group
-from headway.sim.ddp.ddp_compress import MIN_BYTES
 from headway.trace.rings.ring import warn
 
 NAME = "comm.compress"
-GRANT = "lossy"
 
 Plan = str | Mapping[str, str]
 """Codec of all parameters, or pattern over names -> codec; the first pattern that matches decides."""
@@ -219,16 +218,9 @@ def check_plan(plan: object, min_bytes: object = MIN_BYTES) -> None:
         raise InputError(f"min_bytes is {min_bytes!r}; give a whole number of bytes, 0 or more.")
 
 
-def compression(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: codec (name, or pattern -> name), feedback, two_way (bool), min_bytes.
-
-    Raises `InputError` where one of them is invalid.
-    """
-    plan, min_bytes = parameters.get("codec"), parameters.get("min_bytes", MIN_BYTES)
-    check_plan(plan, min_bytes)
-    if context.allow != GRANT:
-        return Refused(NAME, "compressed gradients change results: grant --allow lossy")
-    watch = _Models(plan, parameters, context)  # type: ignore[arg-type]  # check_plan has looked at it
+def compression(parameters: Compress, context: Context) -> Applied | Refused:
+    """Install the remedy."""
+    watch = _Models(parameters, context)
     context.patch(f"{DDP}.forward", watch.forward)
     for name in HOOKS:
         context.patch(f"{DDP}.{name}", watch.registering)
@@ -239,14 +231,10 @@ def compression(parameters: Mapping[str, Any], context: Context) -> Applied | Re
 class _Models:
     """The models of a script: each is compressed from its first forward on."""
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, Any], context: Context) -> None:
-        self.plan, self.context = plan, context
-        self.options = {
-            "feedback": bool(parameters.get("feedback", True)),
-            "two_way": bool(parameters.get("two_way", True)),
-            "min_bytes": parameters.get("min_bytes", MIN_BYTES),
-        }
-        self.facts: dict[str, Any] = {"codec": plan, "models": 0, **self.options}
+    def __init__(self, parameters: Compress, context: Context) -> None:
+        self.options = parameters.to_json()
+        self.plan, self.context = self.options.pop("codec"), context
+        self.facts: dict[str, Any] = {"codec": self.plan, "models": 0, **self.options}
         self._known: WeakKeyDictionary[Any, GradientCompression | None] = WeakKeyDictionary()
         self._own = False
 

@@ -9,10 +9,6 @@ may work bucket by bucket (quantise each by its largest entry): a model that get
 'comm.gradient_view' lets gradients live inside the buckets: no copies, and one
 copy of the gradients less in memory. 'comm.static_graph' tells DDP that every
 step uses the same parameters, which saves it the search for unused ones.
-
->>> bucket({"bucket_mb": 0}, context=None)
-Traceback (most recent call last):
-headway.core.errors.InputError: bucket_mb is 0; a bucket needs a positive number of MiB. Plan another size.
 """
 
 from __future__ import annotations
@@ -27,7 +23,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm import EXACT_RANKS
-from headway.core.errors import InputError
+from headway.comm.remedies import Bucket
+from headway.core.remedies import NoParameters
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 NAME = "comm.bucket"
@@ -45,25 +42,16 @@ LIST = "bucket_cap_mb_list"
 """DDP's argument for a size per bucket, where torch has it (2.13 does, 2.6 does not)."""
 
 
-def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy.
-
-    Parameters: bucket_mb (MiB, torch's `bucket_cap_mb`), bucket_mb_list (MiB of each bucket in order of readiness; used
-    instead where torch takes one, and then `per_bucket` in the facts is true), respect_explicit (bool, default False:
-    a size that the script names itself is replaced too). Raises `InputError` when a size is not a positive number.
+def bucket(parameters: Bucket, context: Context) -> Applied | Refused:
+    """Install the remedy; `per_bucket` in the facts is true where torch takes the list of sizes.
 
     The order in which more than two ranks are added depends on where a gradient lies in its bucket. So models of more
     ranks keep their buckets, unless the plan was allowed 'result-equivalent' remedies.
     """
-    size, sizes = parameters.get("bucket_mb"), parameters.get("bucket_mb_list")
-    if not _is_size(size):
-        raise InputError(f"bucket_mb is {size!r}; a bucket needs a positive number of MiB. Plan another size.")
-    if sizes is not None and not (isinstance(sizes, list) and sizes and all(map(_is_size, sizes))):
-        raise InputError(f"bucket_mb_list is {sizes!r}; give each bucket a positive number of MiB, or drop the list.")
+    size, sizes, respect = parameters.bucket_mb, parameters.bucket_mb_list, parameters.respect_explicit
     missing = [name for name in REBUILDS if not hasattr(DistributedDataParallel, name)]
     if missing:
         return Refused(NAME, f"this torch has no {missing[0]}: a model with a hook would keep these buckets")
-    respect = bool(parameters.get("respect_explicit", False))
     facts: dict[str, Any] = {"bucket_mb": size, "models": 0, "kept_explicit": 0}
     if sizes is not None:
         facts |= {"bucket_mb_list": sizes, "per_bucket": False}
@@ -118,35 +106,26 @@ def bucket(parameters: Mapping[str, Any], context: Context) -> Applied | Refused
     return Applied(NAME, facts)
 
 
-def gradient_view(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install 'comm.gradient_view': `gradient_as_bucket_view=True`. It takes no parameters.
+def gradient_view(_: NoParameters, context: Context) -> Applied | Refused:
+    """Install 'comm.gradient_view': `gradient_as_bucket_view=True`.
 
     The values of gradients stay the same bit for bit, as long as the script reads them before the next backward: one
     that keeps the gradients of an earlier step finds those of the last one, and one that calls `detach_()` on them
-    fails. Neither can be seen from here, so it is refused unless the plan was allowed 'result-equivalent' remedies.
+    fails. Neither can be seen from here, so it needs a grant.
     """
-    if context is not None and context.allow != "result-equivalent":
-        reason = "whether the script keeps gradients over steps cannot be checked: grant --allow result-equivalent"
-        return Refused("comm.gradient_view", reason)
-    return _switch("comm.gradient_view", "gradient_as_bucket_view", parameters, context)
+    return _switch("comm.gradient_view", "gradient_as_bucket_view", context)
 
 
-def static_graph(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install 'comm.static_graph': `static_graph=True`. It takes no parameters.
+def static_graph(_: NoParameters, context: Context) -> Applied | Refused:
+    """Install 'comm.static_graph': `static_graph=True`.
 
-    Nobody but the script knows that every step uses the same parameters: refused unless the plan was allowed
-    'result-equivalent' remedies.
+    Nobody but the script knows that every step uses the same parameters, so it needs a grant.
     """
-    if context.allow != "result-equivalent":
-        reason = "whether every step uses the same parameters cannot be checked: grant --allow result-equivalent"
-        return Refused("comm.static_graph", reason)
-    return _switch("comm.static_graph", "static_graph", parameters, context)
+    return _switch("comm.static_graph", "static_graph", context)
 
 
-def _switch(name: str, argument: str, parameters: Mapping[str, Any], context: Context) -> Applied:
+def _switch(name: str, argument: str, context: Context) -> Applied:
     """Construct every model with a flag of DDP set."""
-    if parameters:
-        raise InputError(f"{name} takes no parameters, but the plan gives {sorted(parameters)}. Remove them.")
     facts: dict[str, Any] = {"models": 0, "had_it": 0}
 
     def change(bound: inspect.BoundArguments) -> None:
@@ -203,11 +182,6 @@ def _rebuild(model: Any, size: float | None, sizes: list[float] | None) -> None:
     parameters, sparse = model._build_params_for_reducer()
     names = model._build_debug_param_to_name_mapping(parameters)
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)
-
-
-def _is_size(value: object) -> bool:
-    """Say whether a JSON value is a size."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _outcome(facts: dict[str, Any]) -> Applied | Refused:

@@ -12,10 +12,6 @@ other order is refused. So is a script that changes parameters of a module withi
 forward, before that module runs. A later forward that leaves the order gives
 back what was gathered in vain, before anybody could use it, and ends the
 prefetching.
-
->>> order({"ahead": 0}, context=None)
-Traceback (most recent call last):
-headway.core.errors.InputError: ahead is 0; it counts modules gathered ahead, so give 1 or more. Plan another number.
 """
 
 from __future__ import annotations
@@ -26,13 +22,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headway.core.errors import InputError
+from headway.comm.remedies import Order
 from headway.runtime.calls.patches import replace_attribute
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 NAME = "comm.order"
-AHEAD = 1
-"""Modules gathered ahead when the plan does not say: each one more needs its whole parameters in memory."""
 
 _FSDP = "torch.distributed.fsdp"
 _HOME = f"{_FSDP}._fully_shard._fully_shard"
@@ -41,17 +35,9 @@ SETTERS = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"
 """Methods of an FSDPModule by which a script can say its own order."""
 
 
-def order(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: ahead (modules gathered ahead, default `AHEAD`).
-
-    Raises `InputError` when it is not a count of at least 1, or this torch has no FSDP2.
-    """
-    ahead = parameters.get("ahead", AHEAD)
-    if not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 1:
-        raise InputError(
-            f"ahead is {ahead!r}; it counts modules gathered ahead, so give 1 or more. Plan another number."
-        )
-    watch = _Watch(ahead, context.note, context.guarded)
+def order(parameters: Order, context: Context) -> Applied | Refused:
+    """Install the remedy."""
+    watch = _Watch(parameters.ahead, context.note, context.guarded)
     context.undos.append(replace_attribute(f"{_HOME}:fully_shard", context.guarded(watch.shards), copies=_COPIES))
     registers = context.guarded(watch.registers)
     context.undos.append(replace_attribute(f"{_HOME}:register_fsdp_forward_method", registers, copies=_COPIES))

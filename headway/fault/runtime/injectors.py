@@ -18,12 +18,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.core.tables import pick
+from headway.fault.remedies import Inject
 from headway.runtime.calls.patches import replace_attribute
 from headway.runtime.in_rank.remedy import Applied, Context
 
@@ -255,9 +256,9 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def inject(parameters: Mapping[str, Any], context: Context) -> Applied:
-    """Install the remedy of a drill. Parameters: due, a list of [fault, rank, step]. Raises `InputError` on a name."""
-    due = [Due(str(name), int(rank), int(step)) for name, rank, step in parameters["due"]]
+def inject(parameters: Inject, context: Context) -> Applied:
+    """Install the remedy of a drill. Raises `InputError` on the name of a fault that there is not."""
+    due = [Due(*one) for one in parameters.due]
     for one in due:
         pick(FAULTS, one.name, "fault")
     from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -22,11 +22,11 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from headway.core.errors import HeadwayError
-from headway.core.tables import pick
+from headway.fault import remedies
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.runtime.script.bad_loss import USUAL, Bad, judge
 
@@ -122,16 +122,12 @@ def _device(torch: Any) -> Any:
     return torch.device("cuda") if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
 
 
-def guard(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameter: action, one of `ACTIONS`. Raises `InputError` on another one."""
-    action = str(parameters.get("action", "rollback"))
-    pick(ACTIONS, action, "action of fault.guard")
-    if context.allow != "lossy":
-        return Refused(NAME, "it changes the results of a job whose loss breaks; grant it in the plan: allow = lossy")
+def guard(parameters: remedies.Guard, context: Context) -> Applied | Refused:
+    """Install the remedy."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    facts: dict[str, Any] = {"action": action, "bad": []}
-    guarding = Guard(action, context.rank, facts, context.write)
+    facts: dict[str, Any] = {"action": parameters.action, "bad": []}
+    guarding = Guard(parameters.action, context.rank, facts, context.write)
 
     def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headway.core.errors import InputError
+from headway.model.remedies import Tune
 from headway.model.runtime.tuner import Tuner
 from headway.model.tuning.search import FIRST_STEPS
 from headway.model.tuning.space import parsed
@@ -40,12 +41,9 @@ MOST_BYTES = 1 << 30
 """Most memory for the batches of a pass."""
 
 
-def tune(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: settings (NAME=LOW:HIGH[:log] or NAME=VALUE,VALUE), trials, seed."""
-    space = dict(parsed(text) for text in parameters.get("settings") or DEFAULT)
-    if context.allow != "lossy":
-        return Refused(NAME, "other settings change what is learned: grant --allow lossy")
-    script = _Script(context, space, int(parameters.get("trials", 16)), int(parameters.get("seed", 0)))
+def tune(parameters: Tune, context: Context) -> Applied | Refused:
+    """Install the remedy."""
+    script = _Script(context, dict(map(parsed, parameters.settings)), parameters.trials, parameters.seed)
     script.install()
     return Applied(NAME, script.facts)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import inspect
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.core.errors import InputError
 from headway.parallel.advise import NAME, in_order
+from headway.parallel.remedies import Schedule
 from headway.parallel.runtime import trial
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.runtime.recorder.probes import now
@@ -50,15 +50,9 @@ FLAGS = {
 """Flag of torch's runtime -> the same of a schedule with one stage per rank: whether the stage knows its shapes."""
 
 
-def schedule(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy.
-
-    Parameters: order (a row of torch's compute-only CSV per rank of the pipeline, such as '0F0,0F1,0I0,0W0,...').
-    Raises `InputError` where the order is incomplete or would wait for itself.
-    """
-    rows = parameters.get("order")
-    if not isinstance(rows, list) or len(rows) < 2:
-        raise InputError(f"order is {rows!r}; give a row of torch's CSV for each of at least 2 ranks. Plan it anew.")
+def schedule(parameters: Schedule, context: Context) -> Applied | Refused:
+    """Install the remedy. Raises `InputError` where the order is incomplete or would wait for itself."""
+    rows = parameters.order
     program = PipelineProgram.from_torch_csv("\n".join(rows))
     orders = program.orders()
     check(lower(orders))

@@ -17,11 +17,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from headway.core.errors import InputError
+from headway.power.remedies import Filler
 from headway.runtime.host.device import device_type
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.trace.events.vocabulary import KIND, MOVING, SPANS
@@ -39,15 +37,9 @@ START_S = 10.0
 """Seconds after which a filler that has not come up is given up."""
 
 
-def fill_gaps(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: on_after_s, off_within_s (seconds), level (fraction of a core, 0..1).
-
-    Raises `InputError` on values outside of their ranges.
-    """
-    on_after_s, off_within_s = float(parameters.get("on_after_s", 0.02)), float(parameters.get("off_within_s", 0.005))
-    level = float(parameters.get("level", 0.9))
-    if not (on_after_s > 0 and off_within_s > 0 and 0 < level <= 1):
-        raise InputError(f"on after {on_after_s} s, off within {off_within_s} s, level {level}: pass > 0, level <= 1.")
+def fill_gaps(parameters: Filler, context: Context) -> Applied | Refused:
+    """Install the remedy."""
+    on_after_s, off_within_s, level = parameters.on_after_s, parameters.off_within_s, parameters.level
     device = device_type()
     if device != "cpu":
         return Refused(NAME, f"the rank computes on {device}; fillers are for cores. Set a floor: headway power export")

@@ -1,10 +1,11 @@
 """Apply the remedies of a plan inside a rank, or say why not.
 
 A remedy is a function `apply(parameters, context) -> Applied | Refused` in a
-room's `runtime.py`. The plan names remedies, the launcher says which function
-each name means; nothing here knows a room. A remedy that raises is refused
-with its message, and one that fails later, in a function that it has replaced,
-is undone (`guard`): a plan can leave a job slower than promised, never broken.
+room's `runtime`. The plan names remedies, the launcher says where the record
+of each name lies (`headway.core.remedies`); nothing here knows a room. A
+remedy that lacks its grant is refused, one that raises is refused with its
+message, and one that fails later, in a function that it has replaced, is
+undone (`guard`): a plan can leave a job slower than promised, never broken.
 
 >>> Refused("data.cache", "the dataset draws random numbers").json()["reason_not_applied"]
 'the dataset draws random numbers'
@@ -13,7 +14,6 @@ is undone (`guard`): a plan can leave a job slower than promised, never broken.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.files.planfile import Remedy, read_plan
+from headway.core.remedies import load, record_at
 from headway.core.tables import pick
 from headway.runtime.calls.patches import Undo, replace_attribute
 from headway.runtime.in_rank.guard import Passing, Restoring, guarded
@@ -221,9 +222,11 @@ def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> App
     done = len(context.undos)
     outcome: Applied | Refused
     try:
-        module, _, function = pick(table, remedy.name, "remedy").partition(":")
+        record = record_at(pick(table, remedy.name, "remedy"), remedy.name)
         context.allow, context.remedy = remedy.allow or "", remedy.name
-        found: object = getattr(importlib.import_module(module), function)(dict(remedy.parameters), context)
+        parameters, found = record.read(remedy.parameters), Refused(remedy.name, record.asks)
+        if record.allow in (None, context.allow):
+            found = load(str(record.apply))(parameters, context)
         if not isinstance(found, (Applied, Refused)):
             raise InputError(f"{remedy.name} returned {found!r}; a remedy returns Applied or Refused. Report this.")
         outcome = found

@@ -65,7 +65,7 @@ class LaunchOptions:
     baseline: str | None = None
     """Run that the plan was made from, for the comparison."""
     remedies: Mapping[str, str] = field(default_factory=dict)
-    """Remedy name -> 'module:function', from the catalog."""
+    """Remedy name -> 'module:tuple' that holds its record, from the catalog."""
     no_launch: bool = False
     """Join a launch line that exists already (torchrun, srun, accelerate): run the script as this rank."""
     windows: float = 0.01

@@ -12,13 +12,13 @@ end of the recording, for a moment.
 from __future__ import annotations
 
 import fcntl
-import importlib
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from headway.core.remedies import load
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import Probes
 from headway.runtime.recorder.rereading import start_detached
@@ -47,9 +47,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         def work() -> bytes:
-            module, _, name = function.partition(":")
-            found = getattr(importlib.import_module(module), name)(loader)
-            return json.dumps({group: {"rehearsal": found}}).encode()
+            return json.dumps({group: {"rehearsal": load(function)(loader)}}).encode()
 
         start_detached(work, descriptor, forks=True)
     finally:

@@ -24,12 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
-from headway.cost.codecs import CodecTimes, Stretch, partitions, wire_bytes
+from headway.cost.codecs import MIN_BYTES, CodecTimes, Stretch, partitions, wire_bytes
 from headway.sim.ddp.ddp_step import Step
 from headway.sim.ddp.ddp_thread import CALL, WAIT, WORK, Thread
-
-MIN_BYTES = 65_536
-"""Smaller tensors travel raw, together (BytePS: 65,536)."""
 
 FLOAT_BYTES = 4
 

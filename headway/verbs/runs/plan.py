@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from cyclopts import Parameter
 
-from headway.catalog import CAUSES_OF_REMEDY
+from headway.catalog import causes_of
 from headway.core.errors import BarMissedError
 from headway.core.files.planfile import granted
 from headway.ledger.kinds.cause import Cause
@@ -120,7 +120,7 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, A
 
     def matters(row: Mapping[str, Any]) -> bool:
         name = row["name"]
-        return name in answer["chosen"] or name in protecting or bool(found & set(CAUSES_OF_REMEDY.get(name, ())))
+        return name in answer["chosen"] or name in protecting or bool(found & set(causes_of(name)))
 
     proposals = [row for row in answer["proposals"] if not answer["chosen"] or (row["applies"] and matters(row))]
     refused = [row for row in answer["refused"] if matters(row)]

@@ -7,11 +7,10 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from headway.catalog import PARAMETERS, REHEARSALS, REMEDIES
+from headway.catalog import RECORDS, REHEARSALS, REMEDIES
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.planfile import PlanFile, read_plan
 from headway.core.tables import pick
-from headway.plan.parameters import check_parameters
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import is_run
@@ -49,8 +48,7 @@ def run(
         raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
     for remedy in plan.remedies if plan else ():
         pick(REMEDIES, remedy.name, "remedy")
-    if plan:
-        check_parameters(plan, PARAMETERS)
+        RECORDS[remedy.name].read(remedy.parameters)
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
     report = launch(options.launch_options({**REHEARSALS, **(REMEDIES if plan else {})}, baseline), script)
     if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last

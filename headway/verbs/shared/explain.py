@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from headway.catalog import ADVISERS, CAUSES_OF_REMEDY
+from headway.catalog import ADVISERS, causes_of
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
 from headway.ledger.answers.causes import Fix, find_causes
@@ -254,16 +254,16 @@ def fixes_of(
     rest = [row for row in plan.proposals if row not in free]
     kept = {row.name for row in free if not row.applies or row.name in (*plan.chosen, *refused)}
     free = [row for row in free if row.name in kept]
-    won = {cause for row in free if row.clear for cause in CAUSES_OF_REMEDY.get(row.name, ())}
+    won = {cause for row in free if row.clear for cause in causes_of(row.name)}
     for row in plan.proposals:
         if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
             continue
         low, high = row.interval
         text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
         found = Fix(f"{text}record for longer, or on a quieter host", row.predicted_speedup, row.interval)
-        unsure |= {cause: found for cause in CAUSES_OF_REMEDY.get(row.name, ()) if cause not in won}
+        unsure |= {cause: found for cause in causes_of(row.name) if cause not in won}
     for row in [*free, *rest]:
-        for cause in CAUSES_OF_REMEDY.get(row.name, ()):
+        for cause in causes_of(row.name):
             best = fixes.get(cause)
             if row in rest and (cause in won or cause in unsure):
                 continue
@@ -302,10 +302,8 @@ GRANTED = {
 def refuted(cause: Cause, plan: Plan) -> Cause:
     """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
     about = "input.prep" if cause.cause == "input.transfer" and f"{TRY}workers=" in cause.fix else cause.cause
-    tried = [row for row in plan.proposals if about in CAUSES_OF_REMEDY.get(row.name, ())]
-    given = [
-        f"{row.name} {row.known}" for row in plan.refused if row.known and about in CAUSES_OF_REMEDY.get(row.name, ())
-    ]
+    tried = [row for row in plan.proposals if about in causes_of(row.name)]
+    given = [f"{row.name} {row.known}" for row in plan.refused if row.known and about in causes_of(row.name)]
     if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)

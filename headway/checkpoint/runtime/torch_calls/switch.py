@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from headway.checkpoint.remedies import Behind
 from headway.checkpoint.runtime.torch_calls.calls import async_save, own_group, without_stateful
 from headway.checkpoint.runtime.torch_calls.plugins import HeadwayWriter, check_target
 from headway.checkpoint.runtime.torch_calls.stager import HeadwayStager, unstorable
@@ -60,10 +61,8 @@ WAITS = (
 """What waits for a save that is under way; the interpreter waits for the thread before it ends."""
 
 
-def behind(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameter every_steps, of the prediction, changes nothing: the script saves when it does."""
-    if context.allow != "result-equivalent":
-        return Refused(NAME, "a checkpoint becomes durable after the call that saves it: grant result-equivalent")
+def behind(parameters: Behind, context: Context) -> Applied | Refused:
+    """Install the remedy."""
     switch = Switch(context, parameters)
     switch.warm()
     for target in SAVES:
@@ -128,8 +127,8 @@ class _UnderWay:
 class Switch:
     """The saves of one rank's script: at most one is under way."""
 
-    def __init__(self, context: Context, parameters: Mapping[str, Any]) -> None:
-        self.facts: dict[str, Any] = {**parameters, "num_saves": 0, "left_alone": []}
+    def __init__(self, context: Context, parameters: Behind) -> None:
+        self.facts: dict[str, Any] = {**parameters.to_json(), "num_saves": 0, "left_alone": []}
         """What the report says."""
         self._context = context
         self._stager = HeadwayStager()

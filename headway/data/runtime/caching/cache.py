@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from headway.core.machine.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, Scrutiny
+from headway.data.remedies import Cache
 from headway.data.runtime.caching.cached_examples import CachedExamples
 from headway.data.runtime.caching.shelf import Kept, Shelf
 from headway.data.runtime.examples.outcome import OfDataset, Report, reporter, speak
@@ -36,17 +37,14 @@ from headway.runtime.calls.probe_input import is_own
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 
 
-def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: bytes (budget of this rank, shared by its datasets).
+def cache(parameters: Cache, context: Context) -> Applied | Refused:
+    """Install the remedy.
 
     Whether a given dataset is cached is decided when its loader is first read, and reported then.
     """
-    budget_bytes = int(parameters["bytes"])
-    if budget_bytes < 1:
-        return Refused("data.cache", f"a budget of {budget_bytes} bytes holds nothing")
     report = reporter("data.cache", parameters, context)
     caches = ExampleCaches(
-        budget_bytes, report, verification=verification_of(context), decisions=Decisions(budget_of(context))
+        parameters.bytes, report, verification=verification_of(context), decisions=Decisions(budget_of(context))
     )
     atexit.register(caches.settle)
     context.undos += [caches.settle, lambda: atexit.unregister(caches.settle)]
@@ -54,7 +52,7 @@ def cache(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
     context.patch("torch.utils.data._utils.fetch:_BaseDatasetFetcher.__init__", caches.around_fetcher)
     listen(context.patch)
     note_looks(context.patch)
-    return Applied("data.cache", dict(parameters))
+    return Applied("data.cache", parameters.to_json())
 
 
 CONTAINER = "it is a plain container, in memory as it is"

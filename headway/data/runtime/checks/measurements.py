@@ -40,6 +40,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
+from headway.data.remedies import Phase
 from headway.data.runtime.checks.cold_files import ColdFiles
 from headway.data.runtime.checks.resident import ResidentLoaders, group_of
 from headway.data.runtime.examples.usage import usage
@@ -54,8 +55,8 @@ _LOADER = "torch.utils.data.dataloader:"
 _FETCH = "torch.utils.data._utils.fetch:"
 
 
-def cold(parameters: Mapping[str, Any], context: Context) -> Applied:
-    """Measure with a cold page cache. Parameters: steps, warmup."""
+def cold(parameters: Phase, context: Context) -> Applied:
+    """Measure with a cold page cache."""
     watch = Stopwatch.begin("cold", parameters, context)
     files = ColdFiles(context.run, context.probes.fetching, watch.paused)
     watch.facts |= {"files_dropped": files.num_dropped, "dropping_s": files.dropping_s}
@@ -65,30 +66,30 @@ def cold(parameters: Mapping[str, Any], context: Context) -> Applied:
         context.patch(f"{_FETCH}{name}.fetch", files.around_fetch)
     context.patch(_LOADER + "DataLoader.__iter__", watch.around_iter)
     context.patch(_LOADER + "_BaseDataLoaderIter.__next__", watch.around_next)
-    return Applied("measure.cold", dict(parameters))
+    return Applied("measure.cold", parameters.to_json())
 
 
-def warm(parameters: Mapping[str, Any], context: Context) -> Applied:
-    """Measure with raw data in memory. Parameters: steps, warmup, batches (group of a loader -> batches to fill)."""
+def warm(parameters: Phase, context: Context) -> Applied:
+    """Measure with raw data in memory."""
     watch = Stopwatch.begin("warm", parameters, context)
-    filling = Filling(watch, {int(group): int(count) for group, count in parameters["batches"].items()})
+    filling = Filling(watch, {int(group): count for group, count in parameters.batches.items()})
     context.patch(_LOADER + "_BaseDataLoaderIter._next_index", filling.around_next_index)
     context.patch(_LOADER + "DataLoader.__iter__", filling.around_iter)
     context.patch(_LOADER + "DataLoader.__iter__", watch.around_iter)
     context.patch(_LOADER + "_BaseDataLoaderIter.__next__", watch.around_next)
-    return Applied("measure.warm", dict(parameters))
+    return Applied("measure.warm", parameters.to_json())
 
 
-def synthetic(parameters: Mapping[str, Any], context: Context) -> Applied:
-    """Measure with batches that are there already. Parameters: steps, warmup, epoch_batches (group -> per pass)."""
+def synthetic(parameters: Phase, context: Context) -> Applied:
+    """Measure with batches that are there already."""
     watch = Stopwatch.begin("synthetic", parameters, context)
-    lengths = {int(group): int(count) for group, count in parameters["epoch_batches"].items()}
+    lengths = {int(group): count for group, count in parameters.epoch_batches.items()}
     loaders = ResidentLoaders(lengths, watch.paused, watch.handed)
     context.patch(_LOADER + "DataLoader.__iter__", loaders.around_iter)
     context.patch(_LOADER + "DataLoader.__iter__", watch.around_iter)
     context.patch("torch._tensor:Tensor.to", loaders.around_move)
     context.patch("torch._tensor:Tensor.cuda", loaders.around_move)
-    return Applied("measure.synthetic", dict(parameters))
+    return Applied("measure.synthetic", parameters.to_json())
 
 
 @dataclass(slots=True)
@@ -135,7 +136,7 @@ class Stopwatch:
     """End of the step before, less `paused_ns`."""
 
     @classmethod
-    def begin(cls, phase: str, parameters: Mapping[str, Any], context: Context) -> Stopwatch:
+    def begin(cls, phase: str, parameters: Phase, context: Context) -> Stopwatch:
         """Make the stopwatch of this process, and let it hear of optimizer steps."""
         owner, probes = os.getpid(), context.probes
 
@@ -144,7 +145,7 @@ class Stopwatch:
             if os.getpid() == owner and probes.leads:
                 write_json(f"{context.run}/{FOLDER}/r{context.rank}-{owner}.json", result)
 
-        watch = cls(phase, int(parameters["steps"]), int(parameters["warmup"]), write)
+        watch = cls(phase, parameters.steps, parameters.warmup, write)
         context.listen(watch.stepped)
         atexit.register(watch.finish)
         return watch

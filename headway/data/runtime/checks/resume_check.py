@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +19,7 @@ from weakref import WeakSet
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from headway.data.remedies import Resume
 from headway.data.runtime.examples.examples import encode
 from headway.data.runtime.examples.keyed import generators_kept
 from headway.data.runtime.examples.outcome import Report, reporter
@@ -37,9 +38,9 @@ Batch = tuple[tuple[bytes, ...], bytes]
 """(digest of each example in the order of the global batch, digest of the collated batch of rank 0)."""
 
 
-def resume(parameters: Mapping[str, Any], context: Context) -> Applied:
-    """Check each loader that the script reads. Parameters: batches."""
-    check = Check(int(parameters.get("batches", BATCHES)), reporter("check.resume", parameters, context))
+def resume(parameters: Resume, context: Context) -> Applied:
+    """Check each loader that the script reads."""
+    check = Check(parameters.batches, reporter("check.resume", parameters, context))
 
     def stepped(index: int) -> int:
         if index == FORWARD:  # an evaluation may come before the training, with loaders of its own
@@ -48,7 +49,7 @@ def resume(parameters: Mapping[str, Any], context: Context) -> Applied:
 
     context.patch("torch.utils.data.dataloader:DataLoader.__iter__", check.around_iter)
     context.listen(stepped)
-    return Applied("check.resume", {**parameters, "loaders": []})
+    return Applied("check.resume", {**parameters.to_json(), "loaders": []})
 
 
 @dataclass(slots=True)

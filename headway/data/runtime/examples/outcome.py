@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from headway.core.remedies import Parameters
 from headway.data.caches.scrutiny import Scrutiny
 from headway.data.runtime.examples.visible import unheard
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
@@ -81,7 +82,7 @@ class Report:
     The remedy counts as applied as soon as one loader takes it; it is refused while all have been left alone.
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, Any], context: Context) -> None:
+    def __init__(self, name: str, parameters: Parameters, context: Context) -> None:
         """Report on remedy `name`, as the plan gives it `parameters`."""
         self.name, self._parameters, self._context = name, parameters, context
         self._decisions: list[dict[str, Any]] = []
@@ -128,7 +129,7 @@ class Report:
         if len(reasons) == len(self._decisions):
             self._context.note(Refused(self.name, "; ".join(dict.fromkeys(reasons)), {"loaders": self._decisions}))
             return
-        facts: dict[str, Any] = {**self._parameters, "loaders": self._decisions}
+        facts: dict[str, Any] = {**self._parameters.to_json(), "loaders": self._decisions}
         if self._withdrawn:
             facts["withdrawn"] = self._withdrawn
         if self._context.verify:  # the same objects: what is counted later is written later
@@ -142,7 +143,7 @@ def _kind(decision: Mapping[str, Any]) -> tuple[object, bool]:
     return decision.get("dataset"), "reason_not_applied" in decision
 
 
-def reporter(name: str, parameters: Mapping[str, Any], context: Context) -> Report:
+def reporter(name: str, parameters: Parameters, context: Context) -> Report:
     """Return what keeps the outcome of remedy `name` up to date."""
     return Report(name, parameters, context)
 

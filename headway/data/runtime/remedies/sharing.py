@@ -9,7 +9,7 @@ has to allow it (`result-equivalent`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from headway.data.remedies import Server
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.outcome import Report, impure, reporter
 from headway.data.runtime.following.alone import AsWritten, failure
@@ -35,22 +36,18 @@ MOST_LOADERS = 64
 """A script that makes more loaders than this reads the rest by itself."""
 
 
-def server(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: cache_bytes (memory of the server for examples), idle_s (until it ends).
+def server(parameters: Server, context: Context) -> Applied | Refused:
+    """Install the remedy.
 
     Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
-    if context.allow != "result-equivalent":
-        return Refused("data.server", "it changes the order of the examples: grant --allow result-equivalent")
-    options = DataServer(
-        cache_bytes=int(parameters.get("cache_bytes", 0)), idle_s=float(parameters.get("idle_s", DataServer().idle_s))
-    )
+    options = DataServer(cache_bytes=parameters.cache_bytes, idle_s=parameters.idle_s)
     report = reporter("data.server", parameters, context)
     share = Share(options, report, verification=verification_of(context), decisions=Decisions(budget_of(context)))
     context.patch(
         "torch.utils.data.dataloader:DataLoader._get_iterator", share.around_get_iterator, restoring=pass_restorer
     )
-    return Applied("data.server", dict(parameters))
+    return Applied("data.server", parameters.to_json())
 
 
 def followed(loader: DataLoader[Any], options: DataServer, decisions: Decisions | None = None) -> OwnLoader | str:

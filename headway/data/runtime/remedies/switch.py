@@ -10,7 +10,7 @@ batch as torch does, and that they do not mostly wait for the interpreter lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from headway.data.remedies import Threads
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.examples.keyed import KeyedDataset, Keys
@@ -50,22 +51,19 @@ VISIBLE = "reading a batch prints, logs, warns, changes files, or starts or asks
 """Why a batch is made by the training thread."""
 
 
-def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: num_workers (threads), prefetch_factor (batches under way per thread).
+def threads(parameters: Threads, context: Context) -> Applied | Refused:
+    """Install the remedy.
 
-    Of `blocked_datasets`, names of classes, the loads were recorded to block: whether threads would wait for the lock
-    is not tried again. Whether a given loader takes it is decided when that loader is first read, and reported then.
+    Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
-    if context.allow != "data.threads":
-        return Refused("data.threads", "threads share the dataset's objects with the loop: grant --allow data.threads")
     report = reporter("data.threads", parameters, context)
     switch = Switch(
-        num_threads=int(parameters.get("num_workers", 2)),
-        prefetch_factor=int(parameters.get("prefetch_factor", 2)),
+        num_threads=parameters.num_workers,
+        prefetch_factor=parameters.prefetch_factor,
         report=report,
         verification=verification_of(context),
         decisions=Decisions(budget_of(context)),
-        blocked_datasets=frozenset(parameters.get("blocked_datasets", ())),
+        blocked_datasets=frozenset(parameters.blocked_datasets),
     )
     switch.watched(withdrawal_of(context, report))
     context.patch(
@@ -73,7 +71,7 @@ def threads(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     )
     listen(context.patch)
     note_looks(context.patch)
-    return Applied("data.threads", dict(parameters))
+    return Applied("data.threads", parameters.to_json())
 
 
 class ScriptThreads(InThreads):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns
@@ -22,6 +22,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
+from headway.data.remedies import Workers
 from headway.data.runtime.examples.outcome import Report, impure, reporter
 from headway.data.runtime.following.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.runtime.following.script_workers import ScriptWorkers, Settings, Waited
@@ -37,19 +38,19 @@ from headway.runtime.in_rank.remedy import Applied, Context, Refused
 WAITS = "the script waits for any of its child processes, which workers would be"
 
 
-def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refused:
-    """Install the remedy. Parameters: num_workers, prefetch_factor, persistent_workers, pin_memory, max_workers.
+def workers(parameters: Workers, context: Context) -> Applied | Refused:
+    """Install the remedy.
 
     Whether a given loader takes it is decided when that loader is first read, and reported then. One whose dataset
     draws random numbers takes it only where the user allowed results that are equivalent, but not equal.
     """
     report = reporter("data.workers", parameters, context)
     tuner = LoaderTuner(
-        num_workers=int(parameters.get("num_workers", 2)),
-        prefetch_factor=int(parameters.get("prefetch_factor", 2)),
-        persistent_workers=bool(parameters.get("persistent_workers", True)),
-        pin_memory=bool(parameters.get("pin_memory", False)),
-        max_workers=int(parameters.get("max_workers", parameters.get("num_workers", 2))),
+        num_workers=parameters.num_workers,
+        prefetch_factor=parameters.prefetch_factor,
+        persistent_workers=parameters.persistent_workers,
+        pin_memory=parameters.pin_memory,
+        max_workers=parameters.num_workers if parameters.max_workers is None else parameters.max_workers,
         may_draw=context.allow == "result-equivalent",
         report=report,
         verification=verification_of(context),
@@ -62,7 +63,7 @@ def workers(parameters: Mapping[str, Any], context: Context) -> Applied | Refuse
     for name in ("wait", "wait3", "waitpid", "wait4", "waitid"):
         context.patch(f"os:{name}", tuner.around_wait)
     context.undos.append(tuner.release)
-    return Applied("data.workers", dict(parameters))
+    return Applied("data.workers", parameters.to_json())
 
 
 def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool = False) -> str | None:

@@ -1,0 +1,39 @@
+"""The remedies of a job in a queue: another batch size, and the measurement that it is chosen by."""
+
+from __future__ import annotations
+
+from headway.core.remedies import Count, Parameters, Positive, RemedyRecord, Size
+
+
+class Batch(Parameters, frozen=True):
+    """Parameters of `cluster.batch`."""
+
+    batch_size: Size
+    """Examples per rank and update read, from now on."""
+    own_batch_size: Size
+    """The script's own."""
+    initial_batch: Size
+    """Examples of an update of the recorded run, all ranks."""
+    noise_scale: Positive
+    """Gradient noise scale, in examples."""
+    accumulation: Count = 0
+    """Updates left out before each."""
+    predicted_useful: Positive | None = None
+    """Useful examples/s that the plan promised; noted only."""
+
+
+class Noise(Parameters, frozen=True):
+    """Parameters of `cluster.noise`."""
+
+    every_steps: Size = 1
+    """Updates from one sample to the next."""
+
+
+REMEDIES = (
+    RemedyRecord(
+        "cluster.batch", Batch, "headway.cluster.runtime.batch:batch",
+        allow="lossy", changes="another batch size changes what is learned",
+    ),
+    RemedyRecord("cluster.noise", Noise, "headway.cluster.runtime.noise:noise"),
+)  # fmt: skip
+"""What a plan may hold of this room."""

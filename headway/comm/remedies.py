@@ -1,0 +1,78 @@
+"""The remedies of communication: DDP's buckets and flags, compressed gradients, all-gathers ahead."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from headway.core.errors import InputError
+from headway.core.remedies import Count, Flag, Parameters, Positive, RemedyRecord, Size, Sizes
+from headway.cost.codecs import MIN_BYTES, read_codec
+
+
+class Bucket(Parameters, frozen=True):
+    """Parameters of `comm.bucket`."""
+
+    bucket_mb: Positive
+    """MiB, torch's `bucket_cap_mb`."""
+    bucket_mb_list: Sizes | None = None
+    """MiB of each bucket in order of readiness; used instead where torch takes one."""
+    respect_explicit: Flag = False
+    """Whether a size that the script names itself stays."""
+
+
+class Order(Parameters, frozen=True):
+    """Parameters of `comm.order`."""
+
+    ahead: Size = 1
+    """Modules gathered ahead: each one more needs its whole parameters in memory."""
+
+
+Codec = Annotated[
+    str | dict[str, str],
+    Meta(description="a codec such as 'topk:0.01', or patterns over parameter names with a codec each"),
+]
+
+
+class Compress(Parameters, frozen=True):
+    """Parameters of `comm.compress`."""
+
+    codec: Codec
+    """Codec of all gradients, or pattern over parameter names -> codec; the first pattern that matches decides."""
+    feedback: Flag = True
+    """Whether what a biased codec left out is added to the next gradient (residuals)."""
+    two_way: Flag = True
+    """Whether the sums are compressed as well."""
+    min_bytes: Count = MIN_BYTES
+    """Smaller tensors are fused and sent as they are."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a codec that there is not."""
+        names = [self.codec] if isinstance(self.codec, str) else [*self.codec.values()]
+        if not names:
+            raise InputError("codec of comm.compress is {}; name a codec for at least one pattern.")
+        for name in names:
+            read_codec(name)
+
+
+EXPOSED = ("comm.exposed",)
+
+REMEDIES = (
+    RemedyRecord("comm.bucket", Bucket, "headway.comm.runtime.ddp:bucket", EXPOSED),
+    RemedyRecord(
+        "comm.gradient_view", apply="headway.comm.runtime.ddp:gradient_view", causes=EXPOSED,
+        allow="result-equivalent", changes="whether the script keeps gradients over steps cannot be checked",
+    ),
+    RemedyRecord(
+        "comm.static_graph", apply="headway.comm.runtime.ddp:static_graph", causes=EXPOSED,
+        allow="result-equivalent", changes="whether every step uses the same parameters cannot be checked",
+    ),
+    RemedyRecord("comm.order", Order, "headway.comm.runtime.fsdp:order", EXPOSED),
+    RemedyRecord(
+        "comm.compress", Compress, "headway.comm.runtime.compress:compression", EXPOSED,
+        allow="lossy", changes="compressed gradients change results",
+    ),
+    RemedyRecord("comm.links", causes=EXPOSED),
+)  # fmt: skip
+"""What a plan may hold of this room; faster links are only predicted."""

@@ -1,0 +1,97 @@
+"""The remedies of the input: workers, threads, a cache, a server; and what measures and checks loaders inside ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, field
+
+from headway.core.remedies import Count, Flag, Names, Parameters, Positive, RemedyRecord, Size
+
+
+class Workers(Parameters, frozen=True):
+    """Parameters of `data.workers`, in the words of torch's DataLoader."""
+
+    num_workers: Count = 2
+    prefetch_factor: Size = 2
+    """Batches under way per worker."""
+    persistent_workers: Flag = True
+    pin_memory: Flag = False
+    max_workers: Count | None = None
+    """Most workers that the tuner may come to; None: as `num_workers`."""
+
+
+class Threads(Parameters, frozen=True):
+    """Parameters of `data.threads`."""
+
+    num_workers: Count = 2
+    """Threads."""
+    prefetch_factor: Size = 2
+    """Batches under way per thread."""
+    blocked_datasets: Names = field(default_factory=list)
+    """Classes whose loads were recorded to block: whether threads would wait for the lock is not tried again."""
+
+
+class Cache(Parameters, frozen=True):
+    """Parameters of `data.cache`."""
+
+    bytes: Size
+    """Budget of a rank, shared by its datasets."""
+
+
+class Server(Parameters, frozen=True):
+    """Parameters of `data.server`."""
+
+    cache_bytes: Count = 0
+    """Memory of the server for examples."""
+    idle_s: Positive = 60.0
+    """Seconds without a reader until the server ends."""
+
+
+class Resume(Parameters, frozen=True):
+    """Parameters of `check.resume`."""
+
+    batches: Size = 12
+    """Global batches that are compared."""
+
+
+Batches = Annotated[dict[str, Count], Meta(description="a map from groups of loaders to batches")]
+
+
+class Phase(Parameters, frozen=True):
+    """Parameters of a phase of `headway data stalls`."""
+
+    steps: Size
+    warmup: Count
+    """First steps, which do not count."""
+    batches: Batches = field(default_factory=dict)
+    """Of `measure.warm`: group of a loader -> batches to fill."""
+    epoch_batches: Batches = field(default_factory=dict)
+    """Of `measure.synthetic`: group of a loader -> batches of a pass."""
+
+
+FETCHING = ("input.fetch", "input.prep")
+
+REMEDIES = (
+    RemedyRecord("data.workers", Workers, "headway.data.runtime.remedies.workers:workers", FETCHING),
+    RemedyRecord(
+        "data.threads", Threads, "headway.data.runtime.remedies.switch:threads", (*FETCHING, "input.transfer"),
+        allow="data.threads", changes="threads share the dataset's objects with the loop",
+    ),
+    RemedyRecord("data.cache", Cache, "headway.data.runtime.caching.cache:cache", FETCHING),
+    RemedyRecord(
+        "data.server", Server, "headway.data.runtime.remedies.sharing:server", FETCHING,
+        allow="result-equivalent", changes="it changes the order of the examples",
+    ),
+)  # fmt: skip
+"""What a plan may hold of this room."""
+
+MEASUREMENTS = (
+    RemedyRecord("measure.cold", Phase, "headway.data.runtime.checks.measurements:cold"),
+    RemedyRecord("measure.warm", Phase, "headway.data.runtime.checks.measurements:warm"),
+    RemedyRecord("measure.synthetic", Phase, "headway.data.runtime.checks.measurements:synthetic"),
+)
+"""Phases of `headway data stalls -- SCRIPT`, in order."""
+
+CHECKS = (RemedyRecord("check.resume", Resume, "headway.data.runtime.checks.resume_check:resume"),)
+"""What `headway data verify-resume` makes inside a rank."""

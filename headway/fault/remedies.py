@@ -1,0 +1,35 @@
+"""The remedy of losses that break, and what a drill does inside ranks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headway.core.remedies import Parameters, RemedyRecord
+
+
+class Guard(Parameters, frozen=True):
+    """Parameters of `fault.guard`."""
+
+    action: Literal["rollback", "skip", "stop"] = "rollback"
+    """What a loss that breaks is answered with."""
+
+
+class Inject(Parameters, frozen=True):
+    """Parameters of `fault.inject`."""
+
+    due: Annotated[list[tuple[str, int, int]], Meta(description="a list of [fault, rank, step]")]
+    """(fault, rank that it strikes, step before which it does)."""
+
+
+REMEDIES = (
+    RemedyRecord(
+        "fault.guard", Guard, "headway.fault.runtime.loss_guard:guard",
+        allow="lossy", changes="it changes the results of a job whose loss breaks",
+    ),
+)  # fmt: skip
+"""What a plan may hold of this room."""
+
+DRILL = (RemedyRecord("fault.inject", Inject, "headway.fault.runtime.injectors:inject"),)
+"""What a drill does; no plan of a user's names it."""

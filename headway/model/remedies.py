@@ -1,0 +1,27 @@
+"""The remedy of settings: an optimizer is tuned while the run trains."""
+
+from __future__ import annotations
+
+from msgspec import field
+
+from headway.core.remedies import Count, Names, Parameters, RemedyRecord, Size
+
+
+class Tune(Parameters, frozen=True):
+    """Parameters of `model.tune`."""
+
+    settings: Names = field(default_factory=lambda: ["lr=1e-5:1:log"])
+    """NAME=LOW:HIGH[:log] or NAME=VALUE,VALUE for each tunable."""
+    trials: Size = 16
+    """Most trials of the first search."""
+    seed: Count = 0
+    """Of the settings that are drawn."""
+
+
+REMEDIES = (
+    RemedyRecord(
+        "model.tune", Tune, "headway.model.runtime.tuned_script:tune",
+        allow="lossy", changes="other settings change what is learned",
+    ),
+)  # fmt: skip
+"""What a plan may hold of this room."""
