@@ -21,7 +21,7 @@ from benchmarks.worker_kills import expected, free_port, prepared
 from headway.data.fleet.reader import Reader
 from headway.data.fleet.splits import Pass
 from headway.data.fleet.supervisor import Settings, forked, start
-from headway.data.serving.packing import unpack
+from headway.data.serving.memory.packing import unpack
 
 CALLERS = 1000
 AGAIN_S = 1.0

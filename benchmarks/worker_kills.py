@@ -28,7 +28,7 @@ from headway.data.fleet.keeper import Keeper
 from headway.data.fleet.reader import Reader
 from headway.data.fleet.splits import BatchKeys, Pass
 from headway.data.fleet.supervisor import Settings, forked
-from headway.data.serving.packing import unpack
+from headway.data.serving.memory.packing import unpack
 
 LIMIT_S = 60.0
 LEASE_S = 1.5

@@ -26,7 +26,7 @@ from headway.data.fleet.reader import PrepareError, Reader
 from headway.data.fleet.splits import Pass
 from headway.data.fleet.supervisor import MAX_ENDS, Settings, start
 from headway.data.runtime.fleets.fleet import Fleet, FleetLoader, work_for
-from headway.data.serving.packing import unpack
+from headway.data.serving.memory.packing import unpack
 from tests.served_made import has_ended
 from tests.test_server import until
 

@@ -14,7 +14,7 @@ from headway.data import Pipeline, SyntheticJpeg, generator
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.loader.preparers import base_of, identity, plain, preparer_of, restored
 from headway.data.serving.flights import Work
-from headway.data.serving.packing import pack, unpack
+from headway.data.serving.memory.packing import pack, unpack
 
 
 def work(item, draw=5, start=None, payload=None, keep=()):

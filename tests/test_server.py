@@ -20,7 +20,8 @@ from headway.core.errors import InputError
 from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.serving.batches import Spent
-from headway.data.serving.collation import collated
+from headway.data.serving.memory.collation import collated
+from headway.data.serving.memory.packing import packed, unpack
 from headway.data.serving.messages import (
     FROM_SERVER,
     PROTOCOL,
@@ -37,7 +38,6 @@ from headway.data.serving.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.serving.packing import packed, unpack
 from headway.data.serving.server import Daemon, DataServer, listen
 from tests.paths import ROOT
 

@@ -7,6 +7,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -98,6 +99,12 @@ def test_no_loose_end_is_left_in_the_code(path):
 
 def test_drawers_do_not_exist():
     assert not [relative(p) for p in SOURCES if p.stem in {"utils", "util", "common", "misc", "helpers", "base"}]
+
+
+def test_whoever_opens_a_folder_sees_it_whole():
+    counts = Counter(path.parent for path in SOURCES if (ROOT / "headway") in path.parents and path.stem != "__init__")
+
+    assert not [f"{relative(folder)}: {count} modules" for folder, count in counts.items() if count > 13]
 
 
 def test_every_room_has_a_short_readme_and_a_doctest():

@@ -45,7 +45,7 @@ from headway.data.caches.partition import PartitionMap
 from headway.data.caches.peers import LOST, Absent, Found, Identity, Peer, PeerServer, listen, split_address
 from headway.data.caches.shares import AWAY, BACK, THERE, Share
 from headway.data.orders.job_order import DataShareError
-from headway.data.serving.packing import packed, unpack
+from headway.data.serving.memory.packing import packed, unpack
 from headway.data.source import Source, digest_of
 
 _log = logging.getLogger(__name__)
@@ -185,8 +185,8 @@ class Partitioned:
     def read(self, index: int) -> Any:
         """Return item `index`: from this host's memory, else from the host that holds it, else from storage.
 
-        Bytes, or what `headway.data.serving.packing` can hold; a copy each time. Raises `InputError` before the start
-        or outside the dataset, and what the source raises.
+        Bytes, or what `headway.data.serving.memory.packing` can hold; a copy each time. Raises `InputError` before the
+        start or outside the dataset, and what the source raises.
         """
         item = operator.index(index)
         if not self._started:

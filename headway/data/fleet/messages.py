@@ -1,7 +1,7 @@
 """What master, workers and readers of a fleet tell each other, and how they reach each other.
 
 An address is the path of a unix socket, or `tcp://host:port`, which needs the
-fleet's token. Batches travel as packed memory (`headway.data.serving.packing`), never
+fleet's token. Batches travel as packed memory (`headway.data.serving.memory.packing`), never
 as pickles: on one machine in a memory file that is handed over, between
 machines in the message.
 

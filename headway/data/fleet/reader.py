@@ -60,7 +60,7 @@ class Delivered(NamedTuple):
     """A batch as it came."""
 
     body: Any
-    """A buffer for `headway.data.serving.packing.unpack`."""
+    """A buffer for `headway.data.serving.memory.packing.unpack`."""
     spent: Spent
     """What making it took, in its worker."""
 

@@ -5,7 +5,7 @@ part without sockets (a thread that makes batches, a shelf that holds them),
 the same under processes and Ray; `serve` is the process around it.
 
 >>> import numpy as np
->>> from headway.data.serving.packing import unpack
+>>> from headway.data.serving.memory.packing import unpack
 >>> from headway.data.fleet.splits import Pass
 >>> done = []
 >>> preparer = Preparer(lambda keys: np.array(keys.items), on_change=lambda: done.append(1))
@@ -55,7 +55,7 @@ from headway.data.fleet.messages import (
 )
 from headway.data.fleet.splits import BatchKeys, Split
 from headway.data.runtime.examples.account import Spent, clocks
-from headway.data.serving.packing import pack
+from headway.data.serving.memory.packing import pack
 
 THRESHOLD = 8
 """Batches, ready or still to be made, below which a worker has room for another split."""
@@ -63,7 +63,7 @@ SEND_S = 2.0
 """Longest that a reader may leave a batch unread before its channel is closed."""
 
 Make = Callable[[BatchKeys], Any]
-"""Prepares one batch: a nested value that `headway.data.serving.packing` can pack."""
+"""Prepares one batch: a nested value that `headway.data.serving.memory.packing` can pack."""
 
 
 @dataclass(slots=True)

@@ -40,6 +40,7 @@ from headway.data.serving.batches import Batch, Ended, Ints, Payload, Spent
 from headway.data.serving.client import Client
 from headway.data.serving.flights import Work
 from headway.data.serving.jobs import Terms, not_come
+from headway.data.serving.memory.packing import Parcel, pack, unpack
 from headway.data.serving.messages import (
     FROM_CLIENT,
     PROTOCOL,
@@ -59,7 +60,6 @@ from headway.data.serving.messages import (
     unpacked_items,
     unpacked_or_none,
 )
-from headway.data.serving.packing import Parcel, pack, unpack
 from headway.data.serving.service import Service
 from headway.data.serving.stock import ServiceOptions
 

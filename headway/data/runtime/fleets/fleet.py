@@ -55,7 +55,7 @@ from headway.data.runtime.loader.pipeline import Pipeline
 from headway.data.runtime.loader.preparers import plain, restored
 from headway.data.runtime.positions.views import InProcess, KeysOf, View, check_process
 from headway.data.runtime.positions.walks import OrderWalk
-from headway.data.serving.packing import unpack
+from headway.data.serving.memory.packing import unpack
 from headway.data.source import digest_of
 
 CHECKED = 2

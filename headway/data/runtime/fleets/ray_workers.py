@@ -38,7 +38,7 @@ from headway.data.runtime.examples.account import Spent
 from headway.data.runtime.fleets.fleet import FleetLoader, Loaded, check_first, prepared, worker_bounds
 from headway.data.runtime.loader.loader import fingerprint
 from headway.data.runtime.loader.preparers import restored
-from headway.data.serving.packing import unpack
+from headway.data.serving.memory.packing import unpack
 
 NAMESPACE = "headway"
 LOOK_S = 0.25

@@ -5,8 +5,9 @@ example that is read. One whose examples are the same each time is cached as it
 is; an example that drew is not kept. What draws from
 `headway.data.generator()` is drawn anew each time, in many threads. What draws
 from the generators that all threads share, changes itself, or holds an open
-file is read by one thread at a time; the server's notes say so. Examples travel as `headway.data.serving.packing` has
-them; tensors are marked, and are tensors again where they arrive.
+file is read by one thread at a time; the server's notes say so. Examples travel
+as `headway.data.serving.memory.packing` has them; tensors are marked, and are
+tensors again where they arrive.
 
 >>> example = (torch.arange(3, dtype=torch.bfloat16), {"label": 7})
 >>> unpack(pack(plain(example)).to_bytes(), marked=restored)
@@ -37,9 +38,9 @@ from headway.data.runtime.guard.trial import open_handle
 from headway.data.runtime.loader.loader import own_fingerprint
 from headway.data.runtime.loader.pipeline_loader import Batches
 from headway.data.serving.batches import Ints, Payload, Spent
-from headway.data.serving.collation import TENSOR, collated
 from headway.data.serving.flights import Work
-from headway.data.serving.packing import Array, Marked, Stacked, pack, unpack
+from headway.data.serving.memory.collation import TENSOR, collated
+from headway.data.serving.memory.packing import Array, Marked, Stacked, pack, unpack
 from headway.data.serving.server import Preparer
 from headway.runtime.script.draws import drawn, fingerprints
 

@@ -36,12 +36,12 @@ from headway.data.runtime.loader.preparers import base_of, restored
 from headway.data.runtime.positions.views import Empty, InProcess, View, check_process
 from headway.data.runtime.positions.walks import State, Taken
 from headway.data.serving.batches import Ints
+from headway.data.serving.memory.packing import unpack
 from headway.data.serving.messages import (
     Filled,
     Over,
     unpacked_items,
 )
-from headway.data.serving.packing import unpack
 from headway.data.serving.progress import Progress
 from headway.runtime.in_rank.guard import OfScript
 

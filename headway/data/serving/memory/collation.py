@@ -1,7 +1,7 @@
 """What torch's default collate function makes of examples, planned without torch: rows stay rows until written.
 
 A server collates straight into a slot of shared memory. The result is a tree
-for `headway.data.serving.packing`: each tensor to be is a `Marked` stack of rows. What
+for `headway.data.serving.memory.packing`: each tensor to be is a `Marked` stack of rows. What
 torch would refuse, or nobody is sure of, is left to torch itself, which then
 runs on the examples where they arrive.
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.data.serving.packing import Marked, Stacked
+from headway.data.serving.memory.packing import Marked, Stacked
 
 TENSOR = "tensor"
 """Mark of an array that is a torch tensor; "tensor:bfloat16" where numpy has no such type and holds its bits."""
