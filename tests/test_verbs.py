@@ -25,7 +25,7 @@ from headway.ledger.kinds.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE
-from headway.report.figures import verdict
+from headway.report.figures import NOT_RESOLVED, verdict
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
 from headway.runtime.run_folder.exit_class import HEADER, RankEnd, failure_text
@@ -484,6 +484,8 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     assert verdict({**facts, "causes": [eval_, script]}).cause == "eval"
     assert verdict({**facts, "causes": [eval_, logging | {"predicted_speedup": 1.03}]}).cause == "eval"
     assert verdict({**facts, "causes": [eval_, logging | {"remedy": ""}]}).cause == "eval", "links are not headway's"
+    unsure = script | {"fix": f"{NOT_RESOLVED}: data.workers may win 1.40x", "at_most": False}
+    assert verdict({**facts, "causes": [unsure, logging]}).cause == "host.script", "what may be won leads as well"
     assert verdict({**facts, "causes": [script | {"cause": "host.recording"}]}).cause == ""
     assert verdict({**facts, "causes": [script | {"lost_device_s": 0.1, "predicted_speedup": None}]}).cause == ""
 

@@ -261,8 +261,8 @@ def share(part: object, whole: float) -> float | None:
 def verdict(why: Json) -> Verdict:
     """Say in one sentence where the time of a `headway.why/2` object went, and what to do first.
 
-    The largest loss that a remedy wins back leads where it wins 5 % or more, else the largest loss: its bucket gives
-    the share. A run without a loss above the noise is told so, and what headway's recording took is never what to
+    The largest loss that a remedy wins back, or may win back, leads where that is 5 % or more, else the largest loss:
+    its bucket gives the share. A run without a loss above the noise is told so, and what headway's recording took is never what to
     mend. How a run ended that did not end well comes before everything else. What took more of the time than the
     headline's loss (useful work, the start-up of a short run) is said behind it.
     """
@@ -279,7 +279,8 @@ def verdict(why: Json) -> Verdict:
         sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
         return Verdict(f"{sentence} {goodput} of {devices} x {wall} was useful work.", HUNG, "")
     named = [c for c in why.get("causes") or () if worth_naming(c, why)]
-    gains = [finite(c.get("predicted_speedup")) or 0.0 if c.get("remedy") else 0.0 for c in named]
+    known = [c.get("remedy") or str(c.get("fix") or "").startswith(NOT_RESOLVED) for c in named]
+    gains = [(finite(c.get("predicted_speedup")) or 0.0) * bool(by) for c, by in zip(named, known, strict=True)]
     first = next((c for c, gain in zip(named, gains, strict=True) if gain >= GAIN_THAT_LEADS), None)
     first = first or next((c for c in named if headline(c, why)), None)
     if first is None:
