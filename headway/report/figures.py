@@ -262,9 +262,9 @@ def verdict(why: Json) -> Verdict:
     """Say in one sentence where the time of a `headway.why/2` object went, and what to do first.
 
     The largest loss that a remedy wins back, or may win back, leads where that is 5 % or more, else the largest loss:
-    its bucket gives the share. A run without a loss above the noise is told so, and what headway's recording took is never what to
-    mend. How a run ended that did not end well comes before everything else. What took more of the time than the
-    headline's loss (useful work, the start-up of a short run) is said behind it.
+    its bucket gives the share. A run without a loss above the noise is told so, and what headway's recording took is
+    never what to mend. How a run ended that did not end well comes before everything else. What took more of the time
+    than the headline's loss (useful work, the start-up of a short run) is said behind it.
     """
     devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
     end = ending(why.get("exit"), why.get("steps"))
