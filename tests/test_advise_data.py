@@ -61,6 +61,14 @@ def test_persistence_is_proposed_only_where_iterators_are_made_again() -> None:
     assert row.edits == (f"workers={row.parameters['num_workers']}",)
 
 
+def test_a_loader_that_is_made_anew_for_each_epoch_keeps_no_workers() -> None:
+    row = advice(made_of(fetch_ns=10 * MS), loaders=4)["data.workers"]
+
+    assert isinstance(row, Proposal)
+    assert "persistent=true" not in row.edits
+    assert row.parameters["persistent_workers"] is False
+
+
 def test_the_cache_is_as_large_as_the_data_or_the_memory() -> None:
     made = made_of(fetch_ns=20 * MS)
     whole, half = advice(made)["data.cache"], advice(made, memory_bytes=4 * 10**6)["data.cache"]

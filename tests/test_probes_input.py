@@ -202,7 +202,7 @@ def test_a_loader_made_anew_over_the_same_dataset_is_told_from_one_over_another(
                 pass
         facts = session.probes.loaders
 
-    assert [fact["datasets"] for fact in facts.values()] == [1]
+    assert [(fact["datasets"], fact["loaders"]) for fact in facts.values()] == [(1, 3)]
 
 
 def test_loaders_over_a_buffer_that_grows_are_one_and_its_sizes_are_kept(tmp_path):

@@ -150,8 +150,9 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     """Search workers, prefetch and persistence by replay; propose the smallest setting close to the best."""
     recorded = max(int(batches.workers.max(initial=0)) for batches in program.recording.batches)
     epochs = _epochs(program, facts)
-    # Persistence is only worth an edit where iterators are created again, and then it costs nothing.
-    keep = ("persistent=true",) if epochs > 1 and not all(fact.persistent for fact in facts.values()) else ()
+    # Persistence is only worth an edit where one loader's iterators are created again, and then it costs nothing.
+    kept = all(fact.loaders == 1 for fact in facts.values())
+    keep = ("persistent=true",) if kept and epochs > 1 and not all(fact.persistent for fact in facts.values()) else ()
     count = _fewest(program, setup, facts, *keep)
     if not count:
         return Refusal("data.workers", "data", "the limits allow no worker")

@@ -406,6 +406,7 @@ class LoaderGroups:
         for group, (reference, old) in enumerate(self._loaders):
             if reference() is None and {**old, **size} == facts:
                 self._loaders[group] = (weakref.ref(loader), facts)
+                self.probes.loaders[group]["loaders"] += 1
                 self._note_size(self.probes.loaders[group], facts["dataset_size"])
                 if not self._is_dataset[group](loader.dataset):
                     self._is_dataset[group] = _recognised(loader.dataset)
@@ -464,6 +465,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "sampler": type(sampler_of(loader)).__name__,
         "dataset": type(loader.dataset).__name__,
         "datasets": 1,
+        "loaders": 1,
         "own": is_own(loader),
         "draws": None,
         "collate_draws": None,

@@ -90,6 +90,8 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the smallest one."""
     datasets: Count = 1
     """Datasets that it was made for, one after the other."""
+    loaders: Count = 1
+    """Loaders that the script made in its place, one after the other: one that is made anew keeps no workers."""
     sampler: str | None = None
     own: bool = False
     """Whether it is headway's own loader."""
