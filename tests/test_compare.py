@@ -167,6 +167,16 @@ def test_what_other_load_explains_is_inconclusive_and_closes_no_gate():
     assert compare(before, after, loads=(None, load(0.9))).exit_code == 3
 
 
+def test_runs_of_other_models_are_not_judged_by_each_other():
+    before, after = ledger(BASE), ledger(SLOWER["useful"])
+    found = compare(before, after, parameters=(1000, 2000))
+
+    assert (found.verdict, found.exit_code, found.regressions) == ("inconclusive", 0, [])
+    assert "trains 2,000 parameters, the first 1,000" in found.inconclusive
+    assert compare(before, after, parameters=(1000, 1001)).exit_code == 3
+    assert compare(before, after, parameters=(0, 2000)).exit_code == 3
+
+
 def test_too_few_steps_are_not_resolved():
     found = compare(ledger(replace(BASE, steps=3)), ledger(replace(SLOWER["useful"], steps=3)))
 

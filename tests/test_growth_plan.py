@@ -108,16 +108,16 @@ def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_
         import torch
         torch.manual_seed(0)
         x = torch.randn(256, 16) / torch.arange(1, 17)
-        net = torch.nn.Linear(16, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+        net = torch.nn.Linear(16, WIDTH)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05 * 8 ** (WIDTH - 1) * WIDTH)
         for step in range(400):
             optimizer.zero_grad()
             (1 + (net(x) - 3 * x.sum(1, keepdim=True)).square().mean()).backward()
             optimizer.step()
         """
     small, large = tmp_path / "small", tmp_path / "large"
-    for out, rate in ((small, "0.05"), (large, "0.4")):
-        headway("run", "--quiet", "--out", out, "--", script(tmp_path, job.replace("RATE", rate)))
+    for out, width in ((small, "1"), (large, "2")):
+        headway("run", "--quiet", "--out", out, "--", script(tmp_path, job.replace("WIDTH", width)))
     asked = (
         "model",
         "grow",

@@ -73,6 +73,8 @@ def test_two_optimizers_alternate_by_number(tmp_path):
             for model, optimizer in pairs:
                 train(model, optimizer, 1)
         assert session.probes.tables["optimizers"] == {"0": "SGD", "1": "Adam"}
+        sizes = {str(at): sum(p.numel() for p in model.parameters()) for at, (model, _) in enumerate(pairs)}
+        assert session.probes.tables["parameters"] == sizes
 
     assert [row["a"] for row in rows(tmp_path)["optimizer.step"]] == [0, 1] * 3
 

@@ -60,6 +60,10 @@ UNLIKE_SHARE = 0.02
 """The same as a share of the host's cores."""
 
 
+OTHER_MODEL = 0.01
+"""Difference in parameters from which two models are not the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Change:
     """One bucket in both runs, seconds per device and step (or per device and run)."""
@@ -190,11 +194,13 @@ def compare(
     *,
     whole: bool = False,
     loads: tuple[HostLoad | None, HostLoad | None] = (None, None),
+    parameters: tuple[int, int] = (0, 0),
 ) -> Comparison:
     """Compare two ledgers of the same job; `threshold` is a fraction of the first one's step time (or wall).
 
     Steps after the first are judged; with `whole`, everything that happened. `loads` are what other processes took of
-    the host beside each run: a change that an unlike load explains is inconclusive, and closes no gate.
+    the host beside each run: a change that an unlike load explains is inconclusive, and closes no gate. So is one
+    between models of other sizes: `parameters` are the numbers that each trains, 0 = not known.
     Raises `InputError` when a ledger has no complete step, or on a threshold outside (0, 1).
     """
     if not 0.0 < threshold < 1.0:
@@ -228,7 +234,17 @@ def compare(
         whole=whole,
         notes=() if whole else tuple(_note(change) for change in unjudged),
     )
-    return _beside_loads(found, loads)
+    return _of_like_models(_beside_loads(found, loads), parameters)
+
+
+def _of_like_models(found: Comparison, parameters: tuple[int, int]) -> Comparison:
+    """Take the judgement back where the steps are not the same work, because the model is another one."""
+    before, after = parameters
+    if not before or not after or abs(after / before - 1) <= OTHER_MODEL:
+        return found
+    words = f"the second run trains {after:,} parameters, the first {before:,}: a step of it is other work"
+    kept = tuple(replace(change, regressed=False) for change in found.changes)
+    return replace(found, changes=kept, slower=False, inconclusive=words)
 
 
 def _beside_loads(found: Comparison, loads: tuple[HostLoad | None, HostLoad | None]) -> Comparison:

@@ -228,6 +228,7 @@ class Probes:
         if index < 0:
             index = self.indices[id(optimizer)] = len(self.tables["optimizers"])
             self.tables["optimizers"][str(index)] = type(optimizer).__name__
+            self.tables.setdefault("parameters", {})[str(index)] = num_parameters(optimizer)
             self.tables.setdefault("loops", {})[str(index)] = loop_depth(sys._getframe(1))
             weakref.finalize(optimizer, self.indices.pop, id(optimizer), None).atexit = False
         return index
@@ -327,3 +328,11 @@ _replace = os.replace
 
 def _broken_emit(*_: object) -> None:
     raise RuntimeError("HEADWAY_BREAK=run: every record fails on purpose")
+
+
+def num_parameters(optimizer: Any) -> int | None:
+    """Return the numbers that an optimizer updates (of a DTensor those of all ranks); None where it does not say."""
+    try:
+        return sum(int(parameter.numel()) for group in optimizer.param_groups for parameter in group["params"])
+    except Exception:  # an optimizer of the script's own may hold anything: a fact less
+        return None

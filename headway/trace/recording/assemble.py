@@ -41,7 +41,7 @@ CODE = {name: index for index, name in enumerate(NAMES)}
 """Name -> its index in `NAMES`."""
 
 
-TOLD = ("optimizers", "patches", "regions", "coverage", "timers", "script")
+TOLD = ("optimizers", "parameters", "patches", "regions", "coverage", "timers", "script")
 """What a rank says of itself in RUN/tables that goes into `meta`."""
 
 AROUND = [CODE[name] for name in ("forward", "optimizer.closure", "host.script")]

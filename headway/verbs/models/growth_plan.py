@@ -179,11 +179,19 @@ def _advice(best: Size) -> str:
     )
 
 
+def trained_parameters(run: Run) -> int:
+    """Return the numbers that the optimizers of a run update; 0 where a run of an older headway does not say."""
+    counts = run.parts.meta.get("parameters") or {}
+    return 0 if None in counts.values() else sum(counts.values())
+
+
 def judged_growth(before: Run, after: Run, steps: int) -> dict[str, Any] | None:
     """Return what was proposed for `before` beside what `after` took in `steps`; None where nothing is to be said.
 
-    Whether `after` trained the grown model is not recorded: only the run itself, and one that was tuned, are left out.
+    A run of the same model is left out, and so are the run itself and one that was tuned.
     """
+    if trained_parameters(before) == trained_parameters(after) != 0:
+        return None
     if not (before.path / FILE).exists() or before.meta.get("run_id") == after.meta.get("run_id") or _tuned(after):
         return None
     plan = read_json(before.path / FILE, GrowthPlan, fix="Delete it, or run `headway model grow --plan` again.")

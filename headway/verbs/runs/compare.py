@@ -21,7 +21,7 @@ from headway.report.paper import draw, paragraph
 from headway.report.text.terminal import render_compare
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
-from headway.verbs.models.growth_plan import growth_sentence, judged_growth
+from headway.verbs.models.growth_plan import growth_sentence, judged_growth, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
@@ -80,7 +80,8 @@ def compare(
         only = {"schema": SCHEMA, "predicted": predicted, "notes": [text], "exit_code": 0}
         emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
         return 0
-    comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads)
+    sizes = (trained_parameters(runs[0]), trained_parameters(runs[1]))
+    comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads, parameters=sizes)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
     notes = (*unfinished(*runs), *taken_away(runs[1]), *comparison.notes, *([unlike] if unlike else []))
     other, ettr = learned(*runs), ettr_beside(*runs)
