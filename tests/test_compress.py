@@ -249,7 +249,7 @@ def _refusals() -> list[str]:
         except InputError as cause:
             words.append(str(cause))
     fresh = job()
-    compressed: GradientCompression = compress(fresh, "sign", min_bytes=200)
+    compressed = compress(fresh, "sign", min_bytes=200)
     for wrong in ({"0.weight": torch.zeros(5)}, {"7.weight": torch.zeros(5)}):
         try:
             compressed.load_state_dict({"steps": 1, "sent": wrong, "answered": {}})
