@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm import Lans, compress
 from headway.comm.runtime.codecs.table import codec_of
-from headway.comm.runtime.compress import GradientCompression, compression
+from headway.comm.runtime.compress import compression
 from headway.comm.runtime.push_pull import PushPull, cut
 from headway.comm.runtime.residuals import Residuals
 from headway.core.errors import BackgroundError, InputError
