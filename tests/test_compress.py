@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm import Lans, compress
 from headway.comm.runtime.codecs.table import codec_of
-from headway.comm.runtime.compress import GradientCompression, compression
+from headway.comm.runtime.compress import compression
 from headway.comm.runtime.push_pull import PushPull, cut
 from headway.comm.runtime.residuals import Residuals
 from headway.core.errors import BackgroundError, InputError
@@ -249,7 +249,7 @@ def _refusals() -> list[str]:
         except InputError as cause:
             words.append(str(cause))
     fresh = job()
-    compressed: GradientCompression = compress(fresh, "sign", min_bytes=200)
+    compressed = compress(fresh, "sign", min_bytes=200)
     for wrong in ({"0.weight": torch.zeros(5)}, {"7.weight": torch.zeros(5)}):
         try:
             compressed.load_state_dict({"steps": 1, "sent": wrong, "answered": {}})

@@ -58,6 +58,19 @@ def test_a_slower_codec_never_makes_a_shorter_step_and_a_shared_core_neither() -
     assert found[-1] - found[0] > SLOW.steps * sum(SLOW.size) / 4 * 1e-7 * 1e9
 
 
+@pytest.mark.parametrize("cores", [2, 8])
+def test_what_collectives_need_of_the_cores_is_part_of_the_step(cores: int) -> None:
+    fast = Job(bytes_per_s=5e9)
+    found = [
+        replayed(fast, replace(times(1e-9), collective_s=cost), "compress=sign", cores=cores)
+        for cost in (0.0, 0.5e-3, 2e-3)
+    ]
+
+    # Each bucket is sent and answered: of the last one nothing can hide behind backward.
+    assert found[1] - found[0] > fast.steps * 2 * 0.5 * MS
+    assert found[2] - found[0] > fast.steps * 2 * 2 * MS
+
+
 def test_fewer_bytes_are_never_slower_behind_a_slow_link() -> None:
     names = ("half", "int8", "dither:4", "sign", "topk:0.01")
     found = [replayed(SLOW, times(0.0), f"compress={name}") for name in names]

@@ -237,7 +237,8 @@ class CodecTimes:
     """Codec -> (numbers, encode s, decode s, and what `STAGES` says), sizes rising."""
 
     collective_s: float = 0.0
-    """What a rank's cores need to queue a collective, run it and wait for it, without its bytes."""
+    """What a rank's cores need per collective of a reduction beside its stages, in all threads: to queue it, to pass it
+    through the backend's threads and to wake up, without its bytes."""
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> CodecTimes:

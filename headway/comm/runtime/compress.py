@@ -1,4 +1,4 @@
-"""Gradients of DistributedDataParallel travel compressed: a hook of its own, or the remedy 'comm.compress'.
+"""Gradients of data-parallel models travel compressed: `compress`, or the remedy 'comm.compress'.
 
 `compress(model, plan)` registers a communication hook, whose buckets a thread with a process group of its own reduces
 (`headway.runtime.lane`, `push_pull`). `plan` is the name of a codec, or a mapping from patterns over parameter names to
@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from headway.comm.remedies import Compress
 from headway.comm.runtime.codecs.table import Codec, codec_of
+from headway.comm.runtime.compress_fsdp import ShardedCompression, sharded_modules
 from headway.comm.runtime.ddp import DDP, HOOKS
 from headway.comm.runtime.push_pull import Layout, PushPull, cut
 from headway.core.closing import Closing
@@ -52,8 +53,11 @@ Plan = str | Mapping[str, str]
 
 def compress(
     model: Any, plan: Plan, *, feedback: bool = True, two_way: bool = True, min_bytes: int = MIN_BYTES
-) -> GradientCompression:
-    """Compress the gradients of `model`, a DistributedDataParallel, from its next backward on; every rank calls it.
+) -> GradientCompression | ShardedCompression:
+    """Compress the gradients of `model` from its next backward on; every rank calls it.
+
+    It is a DistributedDataParallel, or has modules sharded by FSDP2 (`compress_fsdp`: codecs half, bfloat16 and int8,
+    for all parameters, without residuals and sent one way, whatever `feedback` and `two_way` say).
 
     feedback
         Keep what a biased codec leaves out and add it to the next gradient.
@@ -62,9 +66,13 @@ def compress(
     min_bytes
         Smaller gradients travel raw.
 
-    Raises `InputError` for an invalid plan, a model that is not a DistributedDataParallel or has a hook already, and
-    in backward where ranks were given different plans.
+    Raises `InputError` for an invalid plan, a model that is neither or has a hook already, and where ranks were given
+    different plans: in backward, of FSDP2 at once.
     """
+    sharded = sharded_modules(model)
+    if sharded:
+        check_plan(plan, min_bytes)
+        return ShardedCompression(sharded, plan, min_bytes=min_bytes)
     return GradientCompression(model, plan, feedback=feedback, two_way=two_way, min_bytes=min_bytes)
 
 
@@ -76,7 +84,7 @@ class GradientCompression(Closing):
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise InputError(
                 f"a {type(model).__name__} has no hook for gradients that compression could use. Wrap the model in "
-                "DistributedDataParallel; FSDP2 is not supported."
+                "DistributedDataParallel, or shard it with fully_shard."
             )
         if getattr(model, "_comm_hooks", None):
             raise InputError("the model has a communication hook already. DDP takes one; compress before, or instead.")

@@ -4,7 +4,8 @@ Every codec encodes and decodes normal numbers of four sizes; a row holds the me
 codecs take turns. Beside it stand the stages of a push-pull (`headway.cost.codecs.STAGES`) per stretch of that size, by
 the code that ranks run, with residuals, between two owners. CPU time, because the turns that other processes of the
 host have now say little of those that they will have beside a training step. A second process does the same meanwhile:
-ranks of one host encode at the same time, and share its caches and memory.
+ranks of one host encode at the same time, and share its caches and memory. What else a reduction needs is measured by
+reducing between both, beside a thread that computes, and given per collective.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -25,7 +27,7 @@ import torch.distributed as dist
 
 from headway.comm.runtime.codecs.table import codec_of
 from headway.comm.runtime.push_pull import PushPull, Unit, all_finite, cut
-from headway.cost.codecs import STAGES, wire_bytes
+from headway.cost.codecs import PARTITION_NUMBERS, STAGES, wire_bytes
 from headway.runtime.recorder.probes import write_json
 
 SCHEMA = "headway.comm-bench/1"
@@ -38,6 +40,9 @@ OWNERS = 2
 ROUNDS = 9
 BUDGET_S = 15.0
 """No round begins after this, but the first two."""
+
+FEWEST = "topk:0.001:bf16"
+"""The codec whose collectives carry next to nothing."""
 
 MEETING_S = 30.0
 """The two processes wait so long for each other."""
@@ -96,23 +101,80 @@ class _Case:
         return self.pull.encode(units, self.gradients, all_finite(self.gradients.values()))
 
 
-def collective_s(rank: int, store: str, count: int = 60) -> float:
-    """Return the CPU seconds, of all threads, of a collective of one number between two ranks of this host.
+class _Watched(PushPull):
+    """A push-pull that knows what its stages take."""
 
-    `store` is a file that does not exist yet, where the two processes meet.
+    stages_s = 0.0
+
+    def encode(self, *arguments: Any) -> torch.Tensor:
+        """Encode, and add up the CPU seconds; `answer` and `decode` alike."""
+        return self._watched(super().encode, *arguments)
+
+    def answer(self, *arguments: Any) -> torch.Tensor:
+        return self._watched(super().answer, *arguments)
+
+    def decode(self, *arguments: Any) -> None:
+        self._watched(super().decode, *arguments)
+
+    def _watched(self, stage: Callable[..., T], *arguments: Any) -> T:
+        seconds, found = _timed(lambda: stage(*arguments))
+        self.stages_s += seconds
+        return found
+
+
+def collective_s(rank: int, store: str, count: int = 24) -> float:
+    """Return the CPU seconds, of all threads, that a reduction needs for each of its collectives beside its stages.
+
+    Two processes of this host reduce a bucket as ranks do, beside a thread that computes. Collectives alone, one after
+    the other, take a fifth of that: their threads then neither sleep for long, nor find their caches filled with other
+    data, nor wait for a core. `store` is a file that does not exist yet, where the processes meet.
     """
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=OWNERS, timeout=timedelta(seconds=MEETING_S)
     )
     try:
-        one, seconds = torch.zeros(1), []
-        for _ in range(count):
-            begin = time.process_time()
-            dist.all_reduce(one, async_op=True).wait()
-            seconds.append(time.process_time() - begin)
+        sizes = {"first": PARTITION_NUMBERS, "second": PARTITION_NUMBERS, "small": 1_000}
+        codecs = dict.fromkeys(sizes, codec_of(FEWEST)) | {"small": None}
+        pull = _Watched(OWNERS, rank, feedback=True, two_way=True)
+        layout = cut([(name, n, codecs[name]) for name, n in sizes.items()], OWNERS, rank, min_bytes=0, two_way=True)
+        buffer = torch.randn(sum(sizes.values()))
+        gradients = dict(zip(sizes, torch.split(buffer, list(sizes.values())), strict=True))
+        group, seconds = dist.distributed_c10d._get_default_group(), []
+        with _Training() as training:
+            for _ in range(count):
+                finite_s, _ = _timed(lambda: all_finite([buffer]))
+                begin, pull.stages_s = time.process_time() - training.spent_s, 0.0
+                pull.reduce(layout, gradients, group, buffer)
+                pull.end_step()
+                seconds.append(time.process_time() - training.spent_s - begin - pull.stages_s - finite_s)
+            dist.barrier()
+        return median(seconds[2:]) / (2 * len(layout.partitions) + 1)  # the first ones take fresh memory
     finally:
         dist.destroy_process_group()
-    return median(seconds)
+
+
+class _Training:
+    """A thread that does what a layer does, in a `with` block."""
+
+    def __init__(self) -> None:
+        self.spent_s = 0.0
+        """CPU seconds of the thread."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> _Training:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        x, weight = torch.randn(48, 768), torch.randn(768, 768)
+        while not self._ended.is_set():
+            torch.mm(x, weight)
+            self.spent_s = time.thread_time()
 
 
 def _timed(call: Callable[[], T]) -> tuple[float, T]:
