@@ -15,13 +15,13 @@ from headway.core.units import format_fraction, format_seconds
 from headway.fault.advise import predicted_ettr
 from headway.fault.expected import expected
 from headway.fault.fleet import Scenario, simulate
-from headway.fault.incident import SCHEMA, Incident, read_incidents
 from headway.fault.plan import Preparation, prepare
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
 from headway.ledger.booking.account import SpanFacts
 from headway.ledger.runs.attempts import book_run
 from headway.report.paper import ScreenOptions, add_row, draw, grid
+from headway.trace.recording.incident import SCHEMA, Incident, read_incidents
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.hang import mesh_of
 from headway.verbs.shared.output import emit
