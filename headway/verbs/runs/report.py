@@ -13,7 +13,6 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.machine.host_load import HostSeries
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.jobs.waited_for import waited_for
@@ -102,7 +101,7 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
         ideal=ideal,
         heat_maps=[*heat_maps(ranks, own), *heat_maps_of(explanation, why)],
         facts=facts_of(meta, explanation.parts.tables),
-        host=HostSeries.from_facts(meta),
+        host=explanation.run.facts.host_series if explanation.run else None,
         created=created(meta),
     )
 
