@@ -23,15 +23,15 @@ from headway.plan.setup import Setup
 from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
 from headway.sim.recorded.ideal import replayed_trace
 from headway.sim.recorded.program import Program
+from headway.trace.events.in_force import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts
-from headway.trace.recording.assemble import json_object
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.shared.script_terms import script_terms
-from headway.verbs.shared.verified import withdrawn
+from headway.verbs.shared.verified import outcomes_of, withdrawn
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
         causes = tuple(find_causes(ledger))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
-    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
+    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
     fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
     keeps = any(row.name == "data.workers" and PERSISTENT in row.edits for row in plan.proposals)
     workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
@@ -225,13 +225,12 @@ def with_reasons(cause: Cause, program: Program) -> Cause:
     return replace(cause, evidence=f"{cause.evidence}; {said}")
 
 
-def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+def outcomes(path: Path) -> dict[str, AppliedRow]:
     """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in sorted((path / "applied").glob("r*.json")):
-        for row in json_object(file).get("remedies", []):
-            if row["name"] not in found or row.get("reason_not_applied"):
-                found[row["name"]] = row
+    found: dict[str, AppliedRow] = {}
+    for row in outcomes_of(path):
+        if row.name not in found or row.reason_not_applied:
+            found[row.name] = row
     return found
 
 
