@@ -137,7 +137,7 @@ def run(job: str, out: Path, enter: Callable[[], None] | None, plan: Path | None
 
 def remedies_of(before: Run, program: Program) -> list[Remedy]:
     """Return what can be measured alone: the proposals that headway applies, and two workers where it proposes more."""
-    plan = Plan.of(Ledger.of(before), program, Setup.from_facts(before.meta), ADVISERS)
+    plan = Plan.of(Ledger.of(before), program, Setup.from_facts(before.facts), ADVISERS)
     able = [row for row in plan.proposals if row.applies and row.allow is None and row.predicted_speedup >= 1.02]
     found = [Remedy(row.name, dict(row.parameters), row.predicted_speedup, row.interval, None) for row in able]
     for row in able:
@@ -168,7 +168,7 @@ def measure(job: str, load: str, folder: Path, enter: Callable[[], None] | None)
             job, load, f"{remedy.name} {remedy.parameters.get('num_workers', '')}".strip(),
             remedy.predicted_speedup, *remedy.interval,
             Program.from_run(before).measured_s / Program.from_run(after).measured_s,
-            *(float((each.meta.get("host_load") or {}).get("other_cores", 0.0)) for each in (before, after)),
+            *(each.facts.host_load.other_cores if each.facts.host_load else 0.0 for each in (before, after)),
             (MODEL_ERROR.floor, MODEL_ERROR.slope, MODEL_ERROR.contended),
         )  # fmt: skip
 

@@ -45,7 +45,7 @@ def measured(model: str, rate: float | None, rounds: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         run = runs.record(model, Path(folder) / "run", rate_mbit=rate, steps=60)
         program = Program.from_run(run)
-        proposal = propose_compression(program, Setup.from_facts(run.meta, allow=("lossy",)))
+        proposal = propose_compression(program, Setup.from_facts(run.facts, allow=("lossy",)))
         chosen = proposal.parameters["codec"] if isinstance(proposal, Proposal) and proposal.clear else "plain"
         if not isinstance(chosen, str):  # a codec for each parameter
             settings["table"], chosen = {"codec": chosen}, "table"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.rng import stream
-from headway.fault.incident import read_incidents
+from headway.trace.recording.incident import read_incidents
 
 JOB = """
 import os, sys, time

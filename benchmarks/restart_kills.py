@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._command import headway
 from headway.core.rng import stream
-from headway.fault.incident import read_incidents
+from headway.trace.recording.incident import read_incidents
 
 JOB = """
 import json, os, pathlib, signal, sys, time

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from headway.fault.incident import read_incidents
+from headway.trace.recording.incident import read_incidents
 
 SCRIPT = """
 {before}

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from headway.core.rng import stream
-from headway.fault.incident import read_incidents
+from headway.trace.recording.incident import read_incidents
 
 JOB = """
 import os, signal, sys, time

@@ -24,6 +24,7 @@ import numpy as np
 
 from headway.trace.events.trace import COLUMNS, Trace, concat
 from headway.trace.events.vocabulary import GC_CALLED, KIND, SPANS
+from headway.trace.recording.run_facts import RunFacts
 
 Cost = int | Callable[[int, int], int]
 """Nanoseconds, or a function of (rank, step) that returns them."""
@@ -85,6 +86,11 @@ class Made:
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.trace, self.meta, self.truth))
+
+    @property
+    def facts(self) -> RunFacts:
+        """What run.json would say, typed."""
+        return RunFacts.of(self.meta)
 
     def attempts(self) -> list[Trace]:
         """Return the traces of all attempts, oldest first."""

@@ -29,6 +29,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run
 from tests.runs_made import MS, RunMaker, joined, write_folder
 
@@ -113,7 +114,7 @@ BEHIND = RecordedSaves(
 )
 def test_writing_behind_the_steps_costs_what_it_finds_no_idle_core_for(ranks, busy, facts, crowding_s) -> None:
     """80 MB take 80 ms of one of two cores, while the save of 300 ms is written."""
-    program: Any = SimpleNamespace(cores=2, busy=np.full(ranks, busy), facts=facts)
+    program: Any = SimpleNamespace(cores=2, busy=np.full(ranks, busy), facts=RunFacts.of(facts))
     setup = Setup.from_facts({"world_size": ranks, "cores": 2, **facts})
 
     each_s, once_s = behind_s(program, BEHIND, setup)

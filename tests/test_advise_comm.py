@@ -271,7 +271,7 @@ def sharded(gather_ns: int, gathers: int = 3) -> dict[str, Proposal | Refusal]:
                     rows.add("comm.collective", start, gather_ns, corr=COLLECTIVES.index(name))
         parts.append(rows.trace(ranks={lane.rank: {}}))
     program = replace(
-        program, run=SimpleNamespace(path=Path("made"), parts=Parts.of(concat(parts)), windows=list, meta=made.meta)
+        program, run=SimpleNamespace(path=Path("made"), parts=Parts.of(concat(parts)), windows=list, facts=made.facts)
     )
     return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
 

@@ -16,6 +16,7 @@ from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
 from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.run_facts import RunFacts
 from tests.runs_made import MS, Made, RunMaker
 
 
@@ -304,7 +305,7 @@ def test_a_server_is_proposed_where_other_jobs_read_the_same_data_meanwhile(tmp_
     for name, facts in runs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(json.dumps(facts))
-    run = SimpleNamespace(path=tmp_path / "ours", meta=runs["ours"])
+    run = SimpleNamespace(path=tmp_path / "ours", facts=RunFacts.of(runs["ours"]))
     meta = {**made.meta, "loaders": {"0": loader}, "compute_cpu_fraction": 0.0}
     program = replace(Program.from_trace(made.trace, meta), run=run)
     rows = {row.name: row for row in propose(None, program, Setup.from_facts(meta, memory_bytes=10**9))}

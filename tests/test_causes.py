@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from headway.core.errors import InputError
 from headway.ledger.answers.causes import (
@@ -207,7 +208,7 @@ def test_after_a_restart_the_evidence_says_what_the_replay_of_the_last_attempt_l
     def predict(edits: Any) -> Told:
         return Told(0.015, 0.012)
 
-    again = find_causes(replace(ledger, meta={**ledger.meta, "attempt": 1}), predict=predict)[0]
+    again = find_causes(replace(ledger, facts=structs.replace(ledger.facts, attempt=1)), predict=predict)[0]
 
     assert again.evidence.partition("; 480 ms over all attempts: ")[2] == "replayed is the steady part of the last"
     assert "all attempts" not in find_causes(ledger, predict=predict)[0].evidence

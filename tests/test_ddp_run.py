@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from headway.comm.advise import propose
 from headway.core.errors import InputError
@@ -123,7 +124,9 @@ def test_windows_answer_a_link_and_without_them_the_exposed_part_does() -> None:
 
 
 def advice(program: Program) -> dict[str, Proposal | Refusal]:
-    return {row.name: row for row in propose(None, program, Setup.from_facts({**program.facts, "world_size": 2}))}
+    return {
+        row.name: row for row in propose(None, program, Setup.from_facts(structs.replace(program.facts, world_size=2)))
+    }
 
 
 def test_the_best_bucket_size_is_proposed_with_its_gain() -> None:

@@ -12,7 +12,6 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.fault.expected import expected
 from headway.fault.fleet import Failed, Scenario, Times, simulate
-from headway.fault.incident import Blamed, Incident
 from headway.fault.ladder import Limits, Seen, decide
 from headway.fault.runtime.drill import NOTHING_TO_STRIKE, schedule, score
 from headway.fault.runtime.injectors import FAULTS
@@ -22,6 +21,7 @@ from headway.ledger.answers.metrics import ettr
 from headway.runtime.launching.hang_proof import LOOKS, proven
 from headway.runtime.recorder.timers import LOOK_EVERY
 from headway.runtime.script.bad_loss import FEWEST, SPIKE, judge
+from headway.trace.recording.incident import Blamed, Incident
 from headway.verbs.jobs.drill import exit_code
 from tests.launching import headway, script
 from tests.remedy_context import TestContext, apply

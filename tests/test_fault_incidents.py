@@ -8,9 +8,9 @@ import re
 import pytest
 
 from headway.core.errors import FormatError, InputError
-from headway.fault.incident import FILE, Blamed, Incident, read_incidents, write_incidents
 from headway.ledger.answers.ledger import Ledger
 from headway.runtime.launching.options import LaunchOptions, check
+from headway.trace.recording.incident import FILE, Blamed, Incident, read_incidents, write_incidents
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import incidents
 from tests.launching import headway, run, script

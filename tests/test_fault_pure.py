@@ -22,6 +22,7 @@ from headway.fault.plan import prepare
 from headway.ledger.answers.metrics import ettr
 from headway.ledger.jobs.hang import Origin, Verdict
 from headway.plan.proposal import Proposal, Refusal
+from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.fault import plan, sim
 
 
@@ -173,7 +174,7 @@ def test_verbs_print_one_object_and_name_what_is_wrong(tmp_path, capsys):
 
 def advice(**meta):
     """Return what this room proposes to a run with these facts, by name."""
-    program = SimpleNamespace(run=SimpleNamespace(meta=meta), measured_s=0.1)
+    program = SimpleNamespace(facts=RunFacts.of(meta), measured_s=0.1)
     ledger = SimpleNamespace(wall_ns=100 * 10**9, ledger_ns={"checkpoint": 10**9}, devices=2)
     return {row.name: row for row in propose(ledger, program, None)}
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from headway.fault.incident import read_incidents
 from headway.fault.runtime.zygote import difference
 from headway.runtime.host.warm_note import changes, surroundings
+from headway.trace.recording.incident import read_incidents
 from tests.launching import run, script
 from tests.test_fault_incidents import SUPERVISOR
 from tests.warm_jobs import job

@@ -24,6 +24,7 @@ from headway.report.page.machines import machine_heat_maps, machine_lines, machi
 from headway.report.text.job_lines import job_lines, mfu_lines
 from headway.trace.events.trace import Trace
 from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.hang import mesh_of
 from headway.verbs.runs.views import heat_maps_of, why_object
 from headway.verbs.shared.explain import explain
@@ -41,7 +42,7 @@ def headway(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def entry_of(spec: str, steps_per_s: float = 1 / 8.57, ranks: int = 12288, **facts: Any) -> dict[str, Any]:
-    return mfu_entry(ModelSpec.parse(spec), steps_per_s=steps_per_s, facts=facts, ranks=ranks)
+    return mfu_entry(ModelSpec.parse(spec), steps_per_s=steps_per_s, facts=RunFacts.of(facts), ranks=ranks)
 
 
 def hung(mesh: Mesh, stops: dict[int, int]) -> dict[str, Any]:

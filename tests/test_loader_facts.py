@@ -6,17 +6,16 @@ from typing import Any
 
 import pytest
 
-from headway.trace.events.in_force import given_up, in_force
 from headway.trace.events.loader_facts import (
     LoaderFacts,
     Rehearsal,
-    loaders_in,
     unkept,
     unmovable,
     unmovable_by_hand,
     unshared,
     unthreadable,
 )
+from headway.trace.recording.run_facts import RunFacts
 
 RULES = {"processes": unmovable, "threads": unthreadable, "cache": unkept, "server": unshared}
 
@@ -65,11 +64,11 @@ def test_nothing_is_proposed_for_a_loader_whose_facts_are_damaged(row: object) -
 
 
 def test_a_row_of_an_older_run_has_defaults_and_a_newer_one_may_say_more() -> None:
-    (facts,) = loaders_in({"loaders": {"0": {"dataset": "D", "from_the_future": [1]}}}).values()
+    (facts,) = RunFacts.of({"loaders": {"0": {"dataset": "D", "from_the_future": [1]}}}).effective_loaders.values()
 
     assert facts == LoaderFacts(dataset="D")
     assert facts.rehearsal == Rehearsal()
-    assert loaders_in({}) == loaders_in({"loaders": None}) == {}
+    assert RunFacts.of({}).effective_loaders == RunFacts.of({"loaders": None}).effective_loaders == {}
 
 
 def found(about: str | None, *, later: bool = False) -> list[dict[str, Any]]:
@@ -88,7 +87,8 @@ def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(
     about: str | None, expected: set[str], later: bool
 ) -> None:
     loaders = {group: {"dataset": name, "sampler": "RandomSampler"} for group, name in (("0", "D"), ("1", "E"))}
-    ours, other = loaders_in({"loaders": loaders, "applied": found(about, later=later)}).values()
+    facts = RunFacts.of({"loaders": loaders, "applied": found(about, later=later)})
+    ours, other = facts.effective_loaders.values()
 
     assert {name for name, rule in RULES.items() if rule(ours)} == expected
     assert all(
@@ -100,7 +100,7 @@ def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(
 def test_a_remedy_that_the_last_loader_left_is_not_in_force() -> None:
     had, left = {"dataset": "D", "num_workers": 2}, {"dataset": "D", "reason_not_applied": "it forks"}
     rows = {"had": [had], "left": [had, left], "came back": [left, had], "elsewhere": [had, {**left, "dataset": "E"}]}
-    meta = {"applied": [{"name": name, "facts": {"loaders": row}} for name, row in rows.items()]}
+    facts = RunFacts.of({"applied": [{"name": name, "facts": {"loaders": row}} for name, row in rows.items()]})
 
-    assert {*in_force(meta)} == {"had", "came back", "elsewhere"}
-    assert {name: row.reason for name, row in given_up(meta).items()} == {"left": "it forks"}
+    assert {*facts.in_force} == {"had", "came back", "elsewhere"}
+    assert {name: row.reason for name, row in facts.given_up.items()} == {"left": "it forks"}

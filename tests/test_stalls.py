@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from headway.core.errors import InputError
 from headway.data.stalls import Rates, StallReport, attribute, from_phases, rates, what_if
@@ -201,10 +202,10 @@ def test_bad_rates_are_refused_by_name() -> None:
 
 def test_a_dataset_smaller_than_a_batch_is_refused() -> None:
     program = program_of()
-    small = {"0": {**program.facts["loaders"]["0"], "dataset_size": 3}}
+    small = {"0": structs.replace(program.facts.loaders["0"], dataset_size=3)}
 
     with pytest.raises(InputError, match=r"has 3 examples, fewer than one batch of 64"):
-        attribute(replace(program, facts={**program.facts, "loaders": small}))
+        attribute(replace(program, facts=structs.replace(program.facts, loaders=small)))
 
 
 @pytest.mark.parametrize("storage", [0.0, -1.0, math.nan])

@@ -31,6 +31,7 @@ from headway.report.screens import render_compare, render_plan
 from headway.runtime.run_folder.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
 from headway.sim.whatif.edits import EDITS
+from headway.trace.events.in_force import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.verbs.runs.compare import unfinished
@@ -245,8 +246,8 @@ def test_advice_names_no_edit_where_nothing_can_be_replayed():
 def test_a_plan_of_which_nothing_was_applied_has_no_measured_gain_to_compare():
     plan = PlanFile(remedies=(Remedy("data.workers", {"num_workers": 2}, 2.0),), predicted_speedup=2.0)
 
-    refused = applied_rows(plan, {"data.workers": {"reason_not_applied": "not pure"}}, 1.0)
-    applied = applied_rows(plan, {"data.workers": {}}, 1.9)
+    refused = applied_rows(plan, {"data.workers": AppliedRow(reason_not_applied="not pure")}, 1.0)
+    applied = applied_rows(plan, {"data.workers": AppliedRow()}, 1.9)
 
     assert refused[-1]["reason_not_applied"] == "none of its remedies could be"
     assert (applied[-1]["reason_not_applied"], applied[-1]["measured_speedup"]) == (None, 1.9)

@@ -130,7 +130,7 @@ def recorded_saves(program: Program) -> RecordedSaves | None:
 
 def measured_mtbf_s(ledger: object) -> float | None:
     """Return the run's wall time per failed attempt; None when none failed (or the run is not known)."""
-    failures = int(ledger.meta.get("attempt") or 0) if isinstance(ledger, Ledger) else 0
+    failures = ledger.facts.attempt if isinstance(ledger, Ledger) else 0
     return ledger.wall_ns / NS_PER_S / failures if failures and isinstance(ledger, Ledger) else None
 
 
@@ -217,7 +217,7 @@ def behind_s(program: Program, saves: RecordedSaves, setup: Setup) -> tuple[floa
     copy_s = saves.num_bytes / COPY_BYTES_PER_S + CALL_S
     threads = 1
     if not setup.accelerated:
-        told = str((program.facts.get("env") or {}).get("OMP_NUM_THREADS", "")).partition(",")[0]
+        told = program.facts.env.get("OMP_NUM_THREADS", "").partition(",")[0]
         threads = int(told) if told.isdigit() else program.cores
     idle = max(0.0, program.cores - threads * setup.ranks_per_host * float(program.busy.mean()))
     work_s = saves.written_bytes * setup.ranks_per_host / setup.world_size / WRITE_BYTES_PER_S

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -27,12 +26,12 @@ from headway.sim.whatif.edits import Workers
 from headway.trace.events.loader_facts import (
     LoaderFacts,
     facts_of,
-    loaders_in,
     unkept,
     unmovable,
     unshared,
     unthreadable,
 )
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run
 
 WORKER_BYTES = 64 * 2**20
@@ -309,24 +308,25 @@ def server(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> 
 def neighbours(run: Run, facts: Mapping[int, LoaderFacts]) -> int:
     """Count the runs beside `run`, on its host and at its time, that read a dataset of the same name and size."""
     ours = {(fact.dataset, fact.dataset_size) for fact in facts.values() if fact.dataset_size}
-    begin, end = _realtime(run.meta)
+    begin, end = _realtime(run.facts)
     count = 0
     for file in run.path.resolve().parent.glob("*/run.json"):
         try:
-            other = read_json(file)
+            other = RunFacts.of(read_json(file))
             first, last = _realtime(other)
-            theirs = {(fact.dataset, fact.dataset_size) for fact in loaders_in(other).values()}
+            theirs = {(fact.dataset, fact.dataset_size) for fact in other.effective_loaders.values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue  # not a run of ours, or one that is being written
-        same = other.get("host") == run.meta.get("host") and other.get("run_id") != run.meta.get("run_id")
+        same = other.host == run.facts.host and other.run_id != run.facts.run_id
         count += same and first < end and begin < last and bool(ours & theirs)
     return count
 
 
-def _realtime(facts: Mapping[str, Any]) -> tuple[int, int]:
-    """Return begin and end of a run on the realtime clock; one without an end goes on."""
-    begin = int(facts["realtime_ns"])
-    return begin, begin + int(facts["end_ns"]) - int(facts["start_ns"]) if facts.get("end_ns") else 1 << 62
+def _realtime(facts: RunFacts) -> tuple[int, int]:
+    """Return begin and end of a run on the realtime clock: without an end it goes on, without a clock it never was."""
+    if facts.realtime_ns is None:
+        return 0, 0
+    return facts.realtime_ns, facts.end_ns + facts.realtime_shift_ns if facts.end_ns else 1 << 62
 
 
 def _names(facts: Mapping[int, LoaderFacts]) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.sim.recorded.program import Program
 from headway.sim.whatif.prediction import Prediction
+from headway.trace.events.loader_facts import LoaderFacts
 
 WARMUP_STEPS = 5
 """Steps of each measured phase that do not count."""
@@ -268,7 +269,7 @@ def _check_loads(program: Program) -> None:
         raise InputError("the run has no recorded load of a DataLoader. Record a run that reads its data through one.")
     for batches, model in zip(program.recording.batches, program.models, strict=True):
         for group, size in zip(batches.group, model.batch_size, strict=True):
-            length = (program.facts.get("loaders") or {}).get(str(int(group)), {}).get("dataset_size")
+            length = program.facts.loaders.get(str(int(group)), LoaderFacts()).dataset_size
             if length is not None and length < size:
                 raise InputError(
                     f"the dataset of loader {group} has {length} examples, fewer than one batch of {size}. "

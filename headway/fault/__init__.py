@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from headway.fault.backup import backup_peers as backup_peers
     from headway.fault.fleet import Scenario as Scenario
     from headway.fault.fleet import simulate as simulate
-    from headway.fault.incident import Incident as Incident
     from headway.fault.ladder import ACTIONS as ACTIONS
     from headway.fault.ladder import decide as decide
     from headway.fault.outliers import Suspicion as Suspicion
@@ -21,11 +20,12 @@ if TYPE_CHECKING:
     from headway.fault.runtime.injectors import FAULTS as FAULTS
     from headway.fault.standby import dual_phase as dual_phase
     from headway.fault.standby import standby_size as standby_size
+    from headway.trace.recording.incident import Incident as Incident
 
 PUBLIC: dict[str, str] = {
     "ACTIONS": "headway.fault.ladder:ACTIONS",
     "FAULTS": "headway.fault.runtime.injectors:FAULTS",
-    "Incident": "headway.fault.incident:Incident",
+    "Incident": "headway.trace.recording.incident:Incident",
     "Scenario": "headway.fault.fleet:Scenario",
     "Suspicion": "headway.fault.outliers:Suspicion",
     "backup_peers": "headway.fault.backup:backup_peers",

@@ -7,7 +7,7 @@ was NaN, infinite or a spike; it makes no step faster, and changes results.
 Seconds; `dt` between saves follows from the steps that were lost, which are
 half of it on average.
 
->>> print(rates_of([{"first_step_ns": 4_000_000_000, "detected_ns": 0, "lost_steps": 50}], wall_s=600.0, step_s=0.1))
+>>> print(rates_of([Incident(first_step_ns=4_000_000_000, lost_steps=50)], wall_s=600.0, step_s=0.1))
 Rates(mtbf_s=600.0, restart_s=4.0, lost_s=5.0)
 """
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from headway.core.units import format_fraction, format_seconds
 from headway.ledger.answers.ledger import Ledger
@@ -24,6 +23,8 @@ from headway.ledger.answers.metrics import ettr, optimal_interval_s
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
+from headway.trace.recording.incident import Incident
+from headway.trace.recording.run_facts import BadLoss
 
 WARM_S = 0.5
 """From a failure to the first step of a warm attempt, where this run had none: without loading a large state."""
@@ -51,25 +52,24 @@ class Rates:
     """Mean time of the steps that a failure lost."""
 
 
-def rates_of(incidents: Sequence[Mapping[str, Any]], *, wall_s: float, step_s: float) -> Rates | None:
+def rates_of(incidents: Sequence[Incident], *, wall_s: float, step_s: float) -> Rates | None:
     """Return the rates, None where no attempt came back after a failure."""
-    back = [row for row in incidents if row.get("first_step_ns") is not None and row.get("lost_steps") is not None]
+    back = [
+        (row.downtime_s, row.lost_steps)
+        for row in incidents
+        if row.downtime_s is not None and row.lost_steps is not None
+    ]
     if not back or wall_s <= 0:
         return None
-    restart_s = sum(downtime_s(row) for row in back) / len(back)
-    return Rates(wall_s / len(incidents), restart_s, sum(row["lost_steps"] for row in back) * step_s / len(back))
-
-
-def downtime_s(incident: Mapping[str, Any]) -> float:
-    """Return the seconds from the detection to the first step of all ranks."""
-    return (int(incident["first_step_ns"]) - int(incident["detected_ns"])) / 1e9
+    restart_s, lost_steps = (sum(values) / len(back) for values in zip(*back, strict=True))
+    return Rates(wall_s / len(incidents), restart_s, lost_steps * step_s)
 
 
 def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
     """Yield what would have made the failures of a run cheaper."""
-    meta = program.run.meta if program.run is not None else {}
-    incidents = meta.get("incidents") or []
-    yield from _guard(meta.get("bad_losses") or {}, incidents)
+    facts = program.facts
+    incidents = facts.incidents
+    yield from _guard(facts.bad_losses, incidents)
     rates = rates_of(incidents, wall_s=ledger.wall_ns / 1e9, step_s=program.measured_s) if incidents else None
     if rates is None:
         return
@@ -80,12 +80,10 @@ def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal
     yield _interval(rates, now_s, save_s)
 
 
-def _guard(
-    bad_losses: Mapping[str, Sequence[Mapping[str, Any]]], incidents: Sequence[Mapping[str, Any]]
-) -> Iterator[Proposal]:
+def _guard(bad_losses: Mapping[int, Sequence[BadLoss]], incidents: Sequence[Incident]) -> Iterator[Proposal]:
     """Propose to look at losses before each update, where this run met a bad one."""
-    seen = [(int(row["step"]), int(rank), str(row["what"])) for rank, rows in bad_losses.items() for row in rows]
-    errors = [text for row in incidents if BROKEN.search(text := str(row.get("evidence", "")))]
+    seen = [(row.step, rank, row.what) for rank, rows in bad_losses.items() for row in rows]
+    errors = [row.evidence for row in incidents if BROKEN.search(row.evidence)]
     if seen:
         step, rank, what = min(seen)
         found = f"the loss of rank {rank} was {what} at step {step}"
@@ -106,25 +104,24 @@ def _save_s(ledger: Ledger, interval_s: float) -> float:
     return max(spent_s * interval_s / (ledger.wall_ns / 1e9), 1e-4)
 
 
-def _warm(incidents: Sequence[Mapping[str, Any]], rates: Rates, now_s: float, save_s: float) -> Proposal | Refusal:
+def _warm(incidents: Sequence[Incident], rates: Rates, now_s: float, save_s: float) -> Proposal | Refusal:
     """Propose warm attempts where some were cold."""
-    back = [row for row in incidents if row.get("first_step_ns") is not None]
-    cold = [row for row in back if not row.get("warm")]
+    cold = [row for row in incidents if row.first_step_ns is not None and not row.warm]
     if not cold:
         return Refusal("fault.warm", "fault", "all later attempts were warm", known="is in force already")
     warm_s = _warm_s(incidents, rates)
-    reason = cold[0].get("cold_reason") or "no warm process"
+    reason = cold[0].cold_reason or "no warm process"
     do = "headway run --warm auto" if reason == "--warm off" else f"undo what kept {len(cold)} attempts cold: {reason}"
     return _proposal("fault.warm", rates, now_s, save_s, (warm_s, now_s, save_s), do)
 
 
-def _warm_s(incidents: Sequence[Mapping[str, Any]], rates: Rates) -> float:
+def _warm_s(incidents: Sequence[Incident], rates: Rates) -> float:
     """Return how long a warm restart takes: as in this run, where it had one."""
-    warm = [downtime_s(row) for row in incidents if row.get("warm") and row.get("first_step_ns") is not None]
+    warm = [row.downtime_s for row in incidents if row.warm and row.downtime_s is not None]
     return min(sum(warm) / len(warm) if warm else WARM_S, rates.restart_s)
 
 
-def predicted_ettr(ledger: Ledger, incidents: Sequence[Mapping[str, Any]], *, step_s: float) -> float | None:
+def predicted_ettr(ledger: Ledger, incidents: Sequence[Incident], *, step_s: float) -> float | None:
     """Return the ETTR of a run as frequently failing that does all that is proposed; None without a failure."""
     rates = rates_of(incidents, wall_s=ledger.wall_ns / 1e9, step_s=step_s)
     if rates is None:

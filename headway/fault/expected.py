@@ -6,7 +6,7 @@ Beside it stands the closed form, for failures at random with the same means. Wh
 something else costs time. A save is part of the step in which it blocks, as the measured ETTR counts it. What comes
 before the first step and after the last one is taken from all of them alike.
 
->>> from headway.fault.incident import Blamed
+>>> from headway.trace.recording.incident import Blamed
 >>> rows = [Incident(number=0, attempt=0, cls="infra", suspects=Blamed([0]), detected_ns=20_000_000_000, located_ns=0,
 ...                  down_ns=0, decided_ns=0, action="restart", first_step_ns=22_000_000_000,
 ...                  trained_from_ns=10_000_000_000, trained_until_ns=19_500_000_000)]
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 from headway.fault.fleet import S_PER_DAY, Failed, Scenario, Times, simulate
-from headway.fault.incident import Incident
 from headway.ledger.answers.metrics import ettr
+from headway.trace.recording.incident import Incident
 
 
 @dataclass(frozen=True, slots=True)

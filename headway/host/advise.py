@@ -83,7 +83,7 @@ def straggler(program: Program) -> Proposal | Refusal:
     prediction = program.predict(["straggler=none"])
     if prediction.speedup < MIN_SPEEDUP:
         return _too_little("straggler.remove", "slow ranks", prediction)
-    if "host" in program.facts and len(program.facts.get("hosts") or [0]) == 1:
+    if program.facts.host is not None and len(program.facts.hosts) < 2:
         reason = "all ranks share one host, whose load is theirs: see what else runs there"
         return Refusal("straggler.remove", "host", reason)
     return Proposal(

@@ -51,7 +51,7 @@ class RecordedBubbles:
         """Find it; raises `InputError` where no pipeline was recorded, `BarMissedError` where the replay misses it."""
         program = program or Program.from_run(run)
         known = RecordedPipeline.of(program.recording)
-        book = book_run([run.parts], run.meta).attempts[-1]
+        book = book_run([run.parts], run.facts).attempts[-1]
         if book.num_steps < 2:
             raise InputError("the run has one step; record at least two, because a pipeline fills before the first.")
         kinds: dict[str, tuple[float, ...]] = {}

@@ -1,6 +1,6 @@
 """What a plan has to respect: the job, the host it ran on, and the limits.
 
-Use `Setup.from_facts(run.meta)`; everything in it can be overridden. Memory is
+Use `Setup.from_facts(run.facts)`; everything in it can be overridden. Memory is
 bytes per host, cores are usable cores per host, counts are per rank unless a
 name says otherwise.
 
@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 
 from headway.core.errors import InputError
-from headway.trace.events.in_force import GivenUp, given_up, in_force
-from headway.trace.events.loader_facts import LoaderFacts, loaders_in
+from headway.trace.events.in_force import GivenUp
+from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.run_facts import RunFacts
 
 MEMORY_FRACTION = 0.8
 """Share of the available memory that remedies may use together."""
@@ -95,29 +96,29 @@ class Setup:
     @classmethod
     def from_facts(
         cls,
-        facts: Mapping[str, Any],
+        facts: RunFacts | Mapping[str, Any],
         *,
         memory_bytes: int | None = None,
         max_workers: int | None = None,
         allow: tuple[str, ...] = (),
     ) -> Setup:
         """Build it from run.json; what is left out is taken from the run, memory from this host as it is now."""
-        cores = int(facts.get("cores") or 1)
-        free = memory_bytes if memory_bytes is not None else facts.get("memory_available_bytes")
-        world_size = int(facts.get("world_size") or 1)
+        facts = RunFacts.of(facts)
+        cores, world_size = facts.cores or 1, facts.world_size or 1
+        free = memory_bytes if memory_bytes is not None else facts.memory_available_bytes
         # A merged run counts the processes of all its hosts; the fullest host is what limits.
-        per_host = -(-int(facts.get("nproc") or world_size) // max(1, len(facts.get("hosts") or ())))
+        per_host = -(-(facts.nproc or world_size) // max(1, len(facts.hosts)))
         return cls(
             world_size=world_size,
             ranks_per_host=min(world_size, per_host),
             cores=cores,
-            device_type=str(facts.get("device_type") or "cpu"),
+            device_type=facts.device_type,
             limits=Limits(
-                memory_bytes=int(psutil.virtual_memory().available) if free is None else int(free),
+                memory_bytes=int(psutil.virtual_memory().available) if free is None else free,
                 max_workers=max(LEAST_WORKERS, 2 * cores) if max_workers is None else max_workers,
                 allow=allow,
             ),
-            loaders=loaders_in(facts),
-            in_force=in_force(facts),
-            given_up=given_up(facts),
+            loaders=facts.effective_loaders,
+            in_force=facts.in_force,
+            given_up=facts.given_up,
         )

@@ -2,7 +2,7 @@
 
 From run.json, whose secrets were replaced when it was written.
 
->>> created({"realtime_ns": 0}), created({"realtime_ns": 86_400_000_000_000})
+>>> created(RunFacts()), created(RunFacts(realtime_ns=86_400_000_000_000))
 ('', '1970-01-02 00:00 UTC')
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.core.units import NS_PER_S, format_bytes
 from headway.trace.events.trace import Trace
+from headway.trace.recording.run_facts import RunFacts
 
 
 def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
@@ -28,8 +29,8 @@ def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
     return facts
 
 
-def created(meta: dict[str, Any]) -> str:
+def created(facts: RunFacts) -> str:
     """Return when the run started, as text."""
-    if not meta.get("realtime_ns"):
+    if not facts.realtime_ns:
         return ""
-    return datetime.fromtimestamp(meta["realtime_ns"] / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.fromtimestamp(facts.realtime_ns / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")

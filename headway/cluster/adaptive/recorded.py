@@ -19,8 +19,7 @@ from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
-from headway.trace.events.in_force import in_force
-from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.events.in_force import applied_rows, in_force
 from headway.trace.recording.runs import Run
 
 BATCH, NOISE = "cluster.batch", "cluster.noise"
@@ -67,21 +66,21 @@ class Measured:
 def measured_of(run: Run, *, batch_size: int = 0) -> Measured:
     """Read a run; `batch_size` per rank where no loader says it. Raises `InputError` where something is missing."""
     ledger = Ledger.of(run)
-    rate, meta = steps_per_s(ledger), run.meta
+    rate, facts = steps_per_s(ledger), run.facts
     if not rate > 0:
         raise InputError(f"{run.path} has no step: its speed is unknown. Record a run that trains.")
     if not batch_size:
         calls = ledger.loader_calls
-        facts = {int(group): LoaderFacts.of(row) for group, row in dict(meta.get("loaders") or {}).items()}
-        sized = sorted((-calls.get(group, 0), fact.batch_size) for group, fact in facts.items() if fact.batch_size)
+        loaders = facts.loaders.items()
+        sized = sorted((-calls.get(int(group), 0), one.batch_size) for group, one in loaders if one.batch_size)
         if not sized:
             raise InputError(f"no loader of {run.path} says its batch size. Pass --batch-size, examples per rank.")
         batch_size = int(sized[0][1] or 0)
-    changed = in_force(meta).get(BATCH, {})
+    changed = facts.in_force.get(BATCH, {})
     waits = [BUCKETS.index(bucket) for bucket in ("comm", "straggler")]
     steps = ledger.step_ns[:, 1:] if ledger.step_ns.shape[1] > 1 else ledger.step_ns
     sync_s = float(steps[waits].sum(axis=0).mean()) / (ledger.devices * NS_PER_S) if steps.size else 0.0
-    ranks, accumulation = int(meta.get("world_size") or 1), int(changed.get("accumulation", 0))
+    ranks, accumulation = facts.world_size, int(changed.get("accumulation", 0))
     # An update of several backwards: the times of one of them.
     step_s = max(1 / rate - accumulation * (1 / rate - sync_s) / (accumulation + 1), 1e-9)
     return Measured(
@@ -101,7 +100,7 @@ def noise_of(run: Run, measured: Measured) -> NoiseScale:
     for path in sorted((run.path / "applied").glob("r*.json")):
         tree = read_json(path, fix="Record the run again.")
         applied = tree.get("remedies") if isinstance(tree, dict) else None
-        for sample in in_force({"applied": applied or []}).get(NOISE, {}).get("samples") or ():
+        for sample in in_force(applied_rows(applied)).get(NOISE, {}).get("samples") or ():
             if not (isinstance(sample, list) and len(sample) == 5):
                 raise FormatError(f"{path} has the sample {sample!r}; five numbers are a sample. Record it again.")
             by_step.setdefault(int(sample[0]), []).append(sample)
@@ -137,7 +136,7 @@ def learned(before: Run, after: Run) -> str:
 
     Both are judged by the noise scale of the second run, or the first one's where it has none.
     """
-    if BATCH not in in_force(after.meta):
+    if BATCH not in after.facts.in_force:
         return ""
     try:
         pair = [measured_of(run) for run in (before, after)]

@@ -58,12 +58,12 @@ def device_name(reported: str) -> str:
 
 def run_rate(run: Run, name: str = "") -> RunRate:
     """Return what a run measured; without a name it is that of its script. Raises `InputError` without a step."""
-    ledger, script = Ledger.of(run), [str(word) for word in run.meta.get("script") or ()]
+    ledger, script = Ledger.of(run), run.facts.script
     rate = steps_per_s(ledger)
     if not rate > 0:
         raise InputError(f"{run.path} has no step: its speed is unknown. Record a run that trains.")
     own = next((Path(word).stem for word in script if word.endswith(".py")), script[0] if script else run.path.name)
-    return RunRate(name or own, ledger.devices, device_name(str(run.meta.get("device_type") or "cpu")), rate)
+    return RunRate(name or own, ledger.devices, device_name(run.facts.device_type), rate)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

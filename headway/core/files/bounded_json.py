@@ -4,7 +4,8 @@ Use it for any JSON that did not come from this process: a deeply nested
 text, a number of a million digits or a text of a million empty objects is
 refused, never a `RecursionError` or gigabytes. `kind` is a type that msgspec
 checks while it decodes; without one the standard library decodes, which also
-takes the NaN that Python's own encoder writes.
+takes the NaN that Python's own encoder writes. `converted` makes a Struct of
+what was decoded, key by key, where a single bad value must not cost the rest.
 
 >>> decode_json(b'{"a": [1, 2.5, null]}', "a.json")
 {'a': [1, 2.5, None]}
@@ -17,11 +18,17 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.core.errors import FormatError
 from headway.core.files.bounds import check_room
 from headway.core.files.regular_file import read_regular
+
+if TYPE_CHECKING:
+    import msgspec
+
+    StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 OBJECT_BYTES, ARRAY_BYTES, ENTRY_BYTES, TEXT_BYTES = 200, 72, 40, 56
 """What a value costs in memory: an object with its table, an array, one entry of either, a text."""
@@ -69,3 +76,22 @@ def _typed(data: bytes, kind: Any) -> Any:
 def read_json(path: str | os.PathLike[str], kind: Any = None, *, fix: str = "Use another copy.") -> Any:
     """Return what a JSON file says. Raises `OSError` where it cannot be opened, else as `decode_json`."""
     return decode_json(read_regular(path), str(path), kind, fix=fix)
+
+
+def converted(row: Mapping[Any, Any], kind: type[StructT]) -> tuple[StructT, dict[str, str]]:
+    """Return a Struct made of the keys of `row` that have their type, and key -> what is wrong, for the others.
+
+    Keys that `kind` does not know (those of a newer version) are ignored; a field that may be left out has a default.
+    """
+    import msgspec
+
+    try:
+        return msgspec.convert(row, kind, str_keys=True), {}
+    except msgspec.ValidationError:
+        bad = {}
+        for key, value in row.items():
+            try:
+                msgspec.convert({key: value}, kind, str_keys=True)
+            except msgspec.ValidationError as cause:
+                bad[str(key)] = str(cause)
+        return msgspec.convert({key: row[key] for key in row if str(key) not in bad}, kind, str_keys=True), bad

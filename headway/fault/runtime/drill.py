@@ -15,8 +15,8 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.core.tables import pick
-from headway.fault.incident import Incident
 from headway.fault.runtime.injectors import FAULTS, GIVEN_UP_CODE
+from headway.trace.recording.incident import Incident
 
 FIRST_STEP = 12
 """Earliest step of an attempt that a fault follows: until then steps compile, allocate and connect."""

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway.core.errors import InputError
-from headway.fault.incident import Blamed, Incident, write_incidents
 from headway.fault.ladder import SURE, Decision, Limits, Seen, decide
 from headway.fault.outliers import Suspicion, suspects
 from headway.fault.runtime.incidents import Progress
@@ -31,6 +30,7 @@ from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.exit_class import RankEnd, is_secondary, traceback_of
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.recording.assemble import json_object
+from headway.trace.recording.incident import Blamed, Incident, write_incidents
 
 if TYPE_CHECKING:
     from headway.runtime.launching.agent import Group, RankSpec

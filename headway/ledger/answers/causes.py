@@ -182,7 +182,7 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
     won_step_s = part * max(0.0, forecast.base_step_s - forecast.step_s)
     won_s = won_step_s * ledger.steps * ledger.devices
     evidence = cause.evidence
-    if ledger.meta.get("attempt"):  # what the earlier attempts and the first, cold steps lost besides is in the buckets
+    if ledger.facts.attempt:  # what the earlier attempts and the first, cold steps lost besides is in the buckets
         evidence += (
             f"; {format_seconds(cause.lost_device_s)} over all attempts: replayed is the steady part of the last"
         )
@@ -227,7 +227,7 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
     cut = "another DDP bucket size, " if span_of(ledger, "comm.wait").count else ""
     fix = f"overlap more or send less: {cut}gradients or activations in bf16, faster links"
     messages = booked_s(ledger, "comm.p2p")
-    on_device = bool(kernels.count) or str(ledger.meta.get("device_type", "cpu")) != "cpu"
+    on_device = bool(kernels.count) or ledger.facts.device_type != "cpu"
     if on_device and 2 * messages > own:
         if not kernels.count:
             evidence = f"for {format_seconds(own)} in all devices communicated and computed nothing beside it"

@@ -17,7 +17,7 @@ from headway.ledger.answers.input_counts import count_words
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause, in_library
-from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, loaders_in, unmovable_by_hand
+from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, unmovable_by_hand
 
 FETCH = ("input.fetch", "input.unsplit")
 PREP = ("input.prep", "input.cpu_wait")
@@ -57,7 +57,7 @@ class LoaderWaits:
 
 def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
     """Return the loaders of a run with what training waited for each; a single entry where waits name no loader."""
-    known = loaders_in(ledger.meta)
+    known = ledger.facts.effective_loaders
     waits = {
         loader: {sub: ns / NS_PER_S for sub, ns in amounts.items() if sub.startswith("input.")}
         for loader, amounts in ledger.loader_ns.items()
@@ -65,7 +65,7 @@ def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
     waits = {loader: amounts for loader, amounts in waits.items() if amounts}
     if len(waits) < 2 or any(str(loader) not in known for loader in waits):
         only = next(iter(waits), 0)
-        unseen = facts_of(known, only) if only < 0 and not known and "loaders" in ledger.meta else LoaderFacts()
+        unseen = facts_of(known, only) if only < 0 and not known and ledger.facts.is_recorded else LoaderFacts()
         facts = known.get(str(only)) or next(iter(known.values()), unseen)
         sub_s = {sub: ns / NS_PER_S for sub, ns in ledger.sub_ns.items() if sub.startswith("input.")}
         where = where_of(facts) if len(waits) == 1 else "; ".join(dict.fromkeys(map(where_of, known.values())))
@@ -96,7 +96,7 @@ def _waited_s(ledger: Ledger, own_s: float, *subs: str) -> float:
 
 def _is_served(ledger: Ledger) -> bool:
     """Whether a data server made the batches: the loaders have no workers of their own then."""
-    return "server" in (ledger.meta.get("input") or {})
+    return "server" in ledger.facts.input
 
 
 def _ranks_per_host(ledger: Ledger) -> int:
@@ -115,19 +115,19 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     evidence = f"{loader.calls:,} calls of next(loader) waited {mean_of(own, loader.calls)} while their batch was read"
     if blind > own / 2:
         evidence += " (their loads were not recorded, so this may be preparation as well)"
-    evidence += "".join(f"; {line}" for line in count_words(ledger.meta.get("input") or {}))
+    evidence += "".join(f"; {line}" for line in count_words(ledger.facts.input))
     return _cause("input.fetch", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
 
 
 def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
     """Return what decides between the hints for a loader."""
-    cores = ledger.meta.get("cores")
+    facts = ledger.facts
     return LoaderState(
         workers=loader.workers,
-        cores=max(1, int(cores) // _ranks_per_host(ledger)) if cores else 0,
+        cores=max(1, facts.cores // _ranks_per_host(ledger)) if facts.cores else 0,
         refusal=loader.refusal,
         is_served=_is_served(ledger),
-        on_host=str(ledger.meta.get("device_type", "cpu")) == "cpu",
+        on_host=facts.device_type == "cpu",
         is_persistent=loader.facts.persistent,
         pins=loader.facts.pin_memory,
         starts_lead=loader.seconds("input.start") > loader.seconds("input.transfer"),

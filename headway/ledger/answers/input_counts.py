@@ -1,6 +1,6 @@
 """What caches and orders of the input counted, in words: hit rates per tier, bytes, substitutions, what was skipped.
 
-From run.json's `input`, as `Run.meta` has it: name -> number by key, ranks
+From `RunFacts.input`: name -> number by key, ranks
 summed. Names and keys are the writers' own; `hits` with `misses`, and
 `substituted` with `items`, become rates.
 
@@ -21,7 +21,7 @@ RATES: dict[str, tuple[str, tuple[str, ...], str]] = {
 """Key -> what its share is called, the keys that add up to the whole, the key that is then said already."""
 
 
-def count_words(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+def count_words(counts: Mapping[str, Mapping[str, int | float]]) -> list[str]:
     """Return a line per name, what counted nothing left out."""
     lines = []
     for name, numbers in sorted(counts.items()):
@@ -30,7 +30,7 @@ def count_words(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
     return lines
 
 
-def _word(key: str, numbers: Mapping[str, int]) -> str:
+def _word(key: str, numbers: Mapping[str, int | float]) -> str:
     """Return what one number says, '' when another one says it or it is 0."""
     if key in RATES:
         label, parts, _ = RATES[key]

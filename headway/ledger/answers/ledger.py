@@ -34,6 +34,7 @@ from headway.ledger.runs.recorded import RECORDED, RecordedRun, recorded_account
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
+from headway.trace.recording.run_facts import RunFacts
 
 SCHEMA = "headway.why/2"
 
@@ -100,7 +101,7 @@ class Ledger:
     script_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen between the steps, most time first."""
 
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    facts: RunFacts = field(default_factory=RunFacts)
     """Facts of the run: run.json, or the trace's own."""
 
     hosts: Mapping[int, str] = field(default_factory=dict)
@@ -156,7 +157,7 @@ class Ledger:
             loader_ns={loader: subs_of(amounts) for loader, amounts in sorted(account.loader_ns.items())},
             loader_calls=dict(sorted(account.loader_calls.items())),
             script_lines=account.script_lines,
-            meta=account.meta,
+            facts=account.facts,
             hosts=account.hosts,
             notes=tuple(notes),
         )

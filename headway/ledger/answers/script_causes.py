@@ -15,7 +15,6 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.pipeline_waits import KINDS
 from headway.ledger.kinds.cause import Cause
 from headway.ledger.kinds.sampled_lines import SampledLine
-from headway.trace.events.loader_facts import loaders_in
 
 LEAST_SAMPLES = 8
 """Samples below which no line is named: the next one could turn the shares over."""
@@ -40,7 +39,7 @@ def host_script(ledger: Ledger) -> list[Cause]:
     own, lines = booked_s(ledger, "host.script"), _telling(ledger)
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.script"))
     steps = max(ledger.steps * ledger.devices, 1)
-    spent = f"{format_seconds(own)} over all attempts" if ledger.meta.get("attempt") else f"{mean_of(own, steps)} step"
+    spent = f"{format_seconds(own)} over all attempts" if ledger.facts.attempt else f"{mean_of(own, steps)} step"
     evidence = f"the script ran code of its own for {spent}, between an update and the next forward"
     total_ns = sum(row.ns for row in lines)
     named = [f"{row.words} {format_fraction(row.ns / total_ns, 0)}" for row in lines[:MOST_LINES]]
@@ -77,7 +76,7 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     count = span_of(ledger, "eval").count
     split = ", ".join(f"{text} {format_seconds(took)}" for text, took in seconds.items() if took)
     evidence = f"{plural(count, 'evaluation')} took {mean_of(own, count)} ({split})"
-    known = loaders_in(ledger.meta)
+    known = ledger.facts.effective_loaders
     waits = {loader: amounts.get("eval.input", 0) for loader, amounts in ledger.loader_ns.items()}
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
     facts = known.get(str(slowest)) if slowest is not None and waits[slowest] else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from headway.ledger.booking.arrivals import Lateness
 from headway.ledger.kinds.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.kinds.sampled_lines import SampledLine
 from headway.trace.events.sweep import Ints
+from headway.trace.recording.run_facts import RunFacts
 
 
 def blank_subs() -> Ints:
@@ -121,7 +121,7 @@ class Account:
     script_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen between the steps, most time first."""
 
-    meta: Mapping[str, Any] = field(default_factory=dict)
+    facts: RunFacts = field(default_factory=RunFacts)
     """Facts of the run or trace."""
 
     hosts: Mapping[int, str] = field(default_factory=dict)

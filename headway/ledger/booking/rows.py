@@ -24,6 +24,7 @@ from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.rows import LOADER_LANE
+from headway.trace.recording.run_facts import RankRow
 from headway.trace.sync.clocks import aligned_ns
 
 NAMES: tuple[str, ...] = tuple(SPANS)
@@ -158,7 +159,7 @@ class Life:
     """Whether it ended badly, or nobody knows."""
 
 
-def life_of(rows: Rows, facts: Mapping[str, Any], *, from_ns: int, until_ns: int | None, failed: bool) -> Life:
+def life_of(rows: Rows, facts: RankRow, *, from_ns: int, until_ns: int | None, failed: bool) -> Life:
     """Find the borders of a rank's life from its rows and what run.json says of the rank.
 
     `until_ns` None means that the attempt ends with the process. `failed` says that the attempt is known to have
@@ -169,13 +170,12 @@ def life_of(rows: Rows, facts: Mapping[str, Any], *, from_ns: int, until_ns: int
     own = np.flatnonzero(~np.isin(rows.name, [NAME_ID["process"], NAME_ID["launcher"]]))
     latest = int(rows.end_ns[own].max()) if len(own) else from_ns
     earliest = int(rows.start_ns.min()) if len(rows) else from_ns
-    born = int(rows.start_ns[process[0]]) if len(process) else int(facts.get("start_ns") or earliest)
+    born = int(rows.start_ns[process[0]]) if len(process) else facts.start_ns or earliest
     end = int(rows.end_ns[process].max()) if len(process) else 0
-    died = end if end > born else int(facts.get("end_ns") or 0)
-    code = facts.get("exit_code", 0)
-    seen = died > latest or (died > 0 and facts.get("exit_code") is not None)
+    died = end if end > born else facts.end_ns or 0
+    seen = died > latest or (died > 0 and facts.exit_code is not None)
     died = max(died, latest)
-    failed = failed or code != 0 or not seen
+    failed = failed or facts.exit_code != 0 or not seen
     until = died if until_ns is None else max(until_ns, from_ns)
     born = min(max(born, from_ns), until)
     died = min(max(died, born), until)

@@ -32,6 +32,7 @@ from headway.ledger.operations.operation_table import OperationTable, arrange, c
 from headway.ledger.operations.whatif_groups import COMMUNICATION
 from headway.trace.events.sweep import Ints, sweep
 from headway.trace.events.trace import Trace
+from headway.trace.recording.run_facts import RunFacts
 
 BASIS = {"useful": "recorded", "comm": "recorded", "bubble": "recorded", "straggler": "recorded", "host": "remainder"}
 """Bucket -> how an operation trace knows it."""
@@ -75,7 +76,7 @@ def operation_account(trace: Trace, *, unknown_as_compute: bool = False) -> Acco
         basis=BASIS,
         step_ns=step_ns,
         step_wall_ns=step_wall,
-        meta=dict(trace.meta),
+        facts=RunFacts.of(trace.meta),
         notes=("the wall is the traced steps only",),
     )
 

@@ -11,12 +11,13 @@ is rework. All ranks answer for the same wall, so device time adds up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
+from headway.core.files.bounded_json import converted
 from headway.ledger.booking.account import SpanFacts, no_steps
 from headway.ledger.booking.arrivals import Booked, Lateness, settle
 from headway.ledger.booking.rows import NAME_ID, NAMES, Life, Rows, life_of, name_codes, rows_of, worker_codes
@@ -28,6 +29,8 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import GC_CALLED, IN_BACKGROUND
+from headway.trace.recording.incident import Incident
+from headway.trace.recording.run_facts import RankRow, RunFacts
 
 _BEHIND = [NAME_ID[name] for name in IN_BACKGROUND]
 
@@ -100,18 +103,18 @@ class _Outline:
 
 
 def book_run(
-    traces: Sequence[Trace | Parts], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int] | None = None
+    traces: Sequence[Trace | Parts], facts: RunFacts, clock_offset_ns: Mapping[int, int] | None = None
 ) -> RunBook:
     """Book all attempts, oldest first; of parts one rank is in memory at a time.
 
-    `meta` is what run.json says (may be empty), its times on the common clock; `clock_offset_ns` puts the events of
+    `facts` are what run.json says (may be empty), its times on the common clock; `clock_offset_ns` puts the events of
     a rank on it.
     """
     parts = [Parts.of(trace) for trace in traces]
     outlines = [_outlines(part, clock_offset_ns or {}) for part in parts]
-    listed, failures = _listed(meta), _failures(meta)
+    listed, failures = _listed(facts), _failures(facts.incidents)
     ranks = sorted({rank for outline in outlines for rank in outline} | set(listed))
-    low, high = _wall(outlines, listed, meta)
+    low, high = _wall(outlines, listed.values(), facts)
     attempts, from_ns = [], low
     for index, outline in enumerate(outlines):
         final = index == len(outlines) - 1
@@ -120,8 +123,10 @@ def book_run(
         books, spans = [], dict[str, SpanFacts]()
         for rank in outline:
             rows = _rows(parts[index], rank, clock_offset_ns)
-            facts = {**parts[index].ranks.get(rank, {}), **(listed.get(rank, {}) if final else {})}
-            life = life_of(rows, facts, from_ns=from_ns, until_ns=until, failed=not final)
+            row = listed.get(rank) if final else None
+            if row is None:
+                row, _ = converted({**parts[index].ranks.get(rank, {}), "rank": rank}, RankRow)
+            life = life_of(rows, row, from_ns=from_ns, until_ns=until, failed=not final)
             _add_spans(spans, rows, life)
             book = book_rank(rows, life, restarted=index > 0)
             if not final and index in failures:
@@ -137,24 +142,23 @@ def book_run(
     return RunBook((low, high), tuple(attempts), lambda rank: _rows(parts[-1], rank, clock_offset_ns))
 
 
-def _listed(meta: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
+def _listed(facts: RunFacts) -> dict[int, RankRow]:
     """Return rank -> its row in run.json; of a run that ended well so did the ranks that the script spawned itself."""
-    rows = {int(row["rank"]): row for row in meta.get("ranks") or []}
-    if (meta.get("exit") or {}).get("code") != 0:
+    rows = {row.rank: row for row in facts.ranks}
+    if facts.exit is None or facts.exit.code != 0:
         return rows
-    return {rank: row if row.get("exit_code") is not None else {**row, "exit_code": 0} for rank, row in rows.items()}
+    return {rank: row if row.exit_code is not None else replace(row, exit_code=0) for rank, row in rows.items()}
 
 
-def _failures(meta: Mapping[str, Any]) -> dict[int, list[tuple[int, str]]]:
+def _failures(incidents: Iterable[Incident]) -> dict[int, list[tuple[int, str]]]:
     """Return failed attempt -> (end, sub-line) of each phase that followed its failure, as the supervisor noted."""
-    phases = {
-        "detected_ns": "restart.detect", "located_ns": "restart.locate", "down_ns": "restart.down",
-        "decided_ns": "restart.decide",
-    }  # fmt: skip
     return {
-        int(row["attempt"]): [(int(row[key]), sub) for key, sub in phases.items()]
-        for row in meta.get("incidents") or []
-    }
+        row.attempt: [
+            (row.detected_ns, "restart.detect"), (row.located_ns, "restart.locate"), (row.down_ns, "restart.down"),
+            (row.decided_ns, "restart.decide"),
+        ]
+        for row in incidents
+    }  # fmt: skip
 
 
 def _pieces(start_ns: int, end_ns: int, phases: Sequence[tuple[int, str]]) -> dict[str, int]:
@@ -215,15 +219,13 @@ def _outlines(parts: Parts, clock_offset_ns: Mapping[int, int]) -> dict[int, _Ou
     return found
 
 
-def _wall(
-    outlines: Sequence[Mapping[int, _Outline]], facts: Mapping[int, Mapping[str, Any]], meta: Mapping[str, Any]
-) -> tuple[int, int]:
+def _wall(outlines: Sequence[Mapping[int, _Outline]], rows: Iterable[RankRow], facts: RunFacts) -> tuple[int, int]:
     """Return launcher start and exit, or the nearest that is known."""
     starts = [one.start_ns for outline in outlines for one in outline.values()]
     ends = [one.end_ns for outline in outlines for one in outline.values()]
-    ends += [int(row["end_ns"]) for row in facts.values() if row.get("end_ns")]
-    low = int(meta["start_ns"]) if meta.get("start_ns") else min(starts, default=0)
-    high = int(meta["end_ns"]) if meta.get("end_ns") else max(ends, default=low)
+    ends += [row.end_ns for row in rows if row.end_ns]
+    low = facts.start_ns or min(starts, default=0)
+    high = facts.end_ns or max(ends, default=low)
     return low, max(low, high)
 
 

@@ -36,6 +36,7 @@ from headway.trace.events.sweep import Ints, Pieces, sweep
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, MOVING
 from headway.trace.profiler.kineto_names import LAUNCHING
+from headway.trace.recording.run_facts import RunFacts
 
 DEVICE_LANE = re.compile(r"(?:device (?P<device>\S+) )?stream (?P<stream>.+)")
 
@@ -167,7 +168,7 @@ def profile_account(source: Trace | Parts) -> Account:
         step_wall_ns=_step_walls(marks),
         lateness=lateness,
         spans=spans,
-        meta=parts.meta,
+        facts=RunFacts.of(parts.meta),
         hosts={rank: str(row["host"]) for rank, row in parts.ranks.items() if row.get("host")},
     )
 

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from msgspec import structs
 
 from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, plural
@@ -32,6 +33,7 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.recording.basis import BASES
+from headway.trace.recording.run_facts import RankRow, RunFacts
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
 """Names that only headway's recorder writes."""
@@ -50,8 +52,8 @@ class RecordedRun(Protocol):
     """What `Ledger.of` needs of a run folder; `headway.trace.recording.runs.Run` has it."""
 
     @property
-    def meta(self) -> Mapping[str, Any]:
-        """The content of run.json."""
+    def facts(self) -> RunFacts:
+        """What run.json says."""
         ...
 
     def attempts(self) -> Sequence[Trace | Parts]:
@@ -66,7 +68,8 @@ class RecordedRun(Protocol):
 def recorded_trace_account(trace: Trace | Parts) -> Account:
     """Account for a bare trace of recorded rows; its own facts stand in for run.json."""
     parts = Parts.of(trace)
-    return _summed(book_run([parts], parts.meta, _offsets(parts.meta)), [parts], parts.meta, None)
+    facts = RunFacts.of(parts.meta)
+    return _summed(book_run([parts], facts, facts.clock_offset_ns), [parts], facts, None)
 
 
 def recorded_account(runs: Sequence[RecordedRun]) -> Account:
@@ -74,14 +77,14 @@ def recorded_account(runs: Sequence[RecordedRun]) -> Account:
     parts = [(run, [Parts.of(attempt) for attempt in run.attempts()]) for run in runs]
     count = max(len(own) for _, own in parts)
     traces = [Parts.joined([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
-    meta, offsets = _joined_meta(parts)
-    book = book_run(traces, meta, offsets)
-    if str(meta.get("device_type", "cpu")) == "cpu":
-        return _summed(book, traces, meta, None)
+    facts, offsets = _joined_facts(parts)
+    book = book_run(traces, facts, offsets)
+    if facts.device_type == "cpu":
+        return _summed(book, traces, facts, None)
     files = [path for run in runs for path in run.windows()]
-    windows = window_shares(book, _opened(files, meta, offsets))
+    windows = window_shares(book, _opened(files, facts.realtime_shift_ns, offsets))
     apply_windows(book, windows)
-    account = _summed(book, traces, meta, windows)
+    account = _summed(book, traces, facts, windows)
     numbers = [int(match["number"]) for path in files if (match := WINDOW_FILE.fullmatch(path.name))]
     said = slower_since(account.step_wall_ns, min(numbers, default=0))
     return replace(account, notes=(*account.notes, said)) if said else account
@@ -108,7 +111,7 @@ def slower_since(step_wall_ns: Ints, first: int) -> str:
 
 
 def _opened(
-    files: Sequence[Path], meta: Mapping[str, Any], clock_offset_ns: Mapping[int, int]
+    files: Sequence[Path], realtime_shift_ns: int, clock_offset_ns: Mapping[int, int]
 ) -> dict[int, list[Trace]]:
     """Read the windows `r<rank>-w<number>.json` by number, their times put on the common monotonic clock.
 
@@ -121,7 +124,7 @@ def _opened(
             continue
         rank, number = int(match["rank"]), int(match["number"])
         ahead = _window_clock(path.parent.parent / "tables" / f"r{rank}.json", number)
-        shift = _realtime(meta) if ahead is None else ahead - clock_offset_ns.get(rank, 0)
+        shift = realtime_shift_ns if ahead is None else ahead - clock_offset_ns.get(rank, 0)
         windows.setdefault(number, []).append(moved(Trace.open(path), rank, shift))
     return windows
 
@@ -135,41 +138,29 @@ def _window_clock(tables: Path, number: int) -> int | None:
         return None
 
 
-def _offsets(meta: Mapping[str, Any]) -> dict[int, int]:
-    """Return the clock offsets that a merged run's facts carry."""
-    return {int(rank): int(offset) for rank, offset in (meta.get("clock_offset_ns") or {}).items()}
-
-
-def _joined_meta(parts: Sequence[tuple[RecordedRun, list[Parts]]]) -> tuple[dict[str, Any], dict[int, int]]:
+def _joined_facts(parts: Sequence[tuple[RecordedRun, list[Parts]]]) -> tuple[RunFacts, dict[int, int]]:
     """Join the facts of several hosts on the first one's clock; returns them and each rank's clock offset."""
-    first = parts[0][0].meta
-    offsets = _offsets(first)
-    rows: list[dict[str, Any]] = []
+    first = parts[0][0].facts
+    offsets = dict(first.clock_offset_ns)
+    rows: list[RankRow] = []
     starts, ends = [], []
     for run, traces in parts:
-        shift = _realtime(run.meta) - _realtime(first) if run.meta is not first else 0
-        own = _offsets(run.meta)
+        facts = run.facts
+        shift, own = facts.realtime_shift_ns - first.realtime_shift_ns, facts.clock_offset_ns
         for rank in {rank for trace in traces for rank in trace.numbers if rank >= 0}:
             offsets[rank] = own.get(rank, 0) + shift
-        starts.append(run.meta["start_ns"] + shift if run.meta.get("start_ns") else None)
-        ends.append(run.meta["end_ns"] + shift if run.meta.get("end_ns") else None)
-        for row in run.meta.get("ranks") or []:
-            moved = own.get(int(row["rank"]), 0) + shift
-            times = {key: row[key] + moved for key in ("start_ns", "end_ns") if row.get(key)}
-            rows.append({**row, **times})
-    known_starts, known_ends = [s for s in starts if s], [e for e in ends if e]
-    joined = {
-        **first,
-        "start_ns": min(known_starts) if known_starts else None,
-        "end_ns": max(known_ends) if len(known_ends) == len(parts) else None,
-        "ranks": rows,
-    }
+        starts += [facts.start_ns + shift] if facts.start_ns else []
+        ends += [facts.end_ns + shift] if facts.end_ns else []
+        rows += [_moved(row, own.get(row.rank, 0) + shift) for row in facts.ranks]
+    end_ns = max(ends) if len(ends) == len(parts) else None
+    joined = structs.replace(first, start_ns=min(starts, default=None), end_ns=end_ns, ranks=tuple(rows))
     return joined, {rank: offset for rank, offset in offsets.items() if offset}
 
 
-def _realtime(meta: Mapping[str, Any]) -> int:
-    """Return realtime minus monotonic clock of a host, 0 when it is not known."""
-    return int(meta["realtime_ns"]) - int(meta["start_ns"]) if meta.get("realtime_ns") and meta.get("start_ns") else 0
+def _moved(row: RankRow, by_ns: int) -> RankRow:
+    """Return a rank's row with its moments on another clock."""
+    start_ns, end_ns = (at and at + by_ns for at in (row.start_ns, row.end_ns))
+    return structs.replace(row, start_ns=start_ns, end_ns=end_ns)
 
 
 def said_of_steps(traces: Sequence[Parts]) -> list[str]:
@@ -188,7 +179,7 @@ def said_of_devices(traces: Sequence[Parts]) -> list[str]:
     return [f"{which} computes on several devices and counts as one: at work while any of them is"]
 
 
-def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], windows: Windows | None) -> Account:
+def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Windows | None) -> Account:
     """Sum a booked run."""
     last = book.attempts[-1]
     basis = {bucket: "remainder" if bucket == "useful" else "recorded" for bucket in BUCKETS}
@@ -222,7 +213,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], meta: Mapping[str, Any], win
         loader_ns=_loader_ns(book),
         loader_calls=dict(sum((Counter(sheet.loader_calls) for sheet in _sheets(book)), start=Counter())),
         script_lines=joined(row.get("script", []) for trace in traces for row in trace.ranks.values()),
-        meta=meta,
+        facts=facts,
         hosts={rank: str(row["host"]) for trace in traces for rank, row in trace.ranks.items() if row.get("host")},
         notes=tuple(notes + list(windows.notes if windows is not None else ())),
     )

@@ -27,6 +27,7 @@ from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
 from headway.trace.events import parquet
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPAN_OF_CODE, SPANS
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.rings.follow import Records, RunFollower
 from headway.trace.rings.records import RECORD_DTYPE
 
@@ -55,7 +56,9 @@ class LiveFeed:
         """Follow the run in `path`, which may not exist yet."""
         self.path = path
         self.meta: dict[str, Any] = {}
-        """What run.json says; empty before it is there."""
+        """What run.json says, as a page shows it; empty before it is there."""
+        self.facts = RunFacts()
+        """The same, typed."""
         self.state = "waiting"
         """'waiting' (no run yet), 'running', 'ended' (run.json says how), 'lost' (the launcher is gone)."""
         self.ledger: LiveLedger | None = None
@@ -102,8 +105,8 @@ class LiveFeed:
     def _open(self, found: Sequence[tuple[Any, Records]]) -> LiveLedger:
         """Return the account of a run that has just been seen."""
         starts = [header.process_start_ns or header.clock_ns for header, _ in found]
-        start_ns = int(self.meta.get("start_ns") or min(starts))
-        return LiveLedger(start_ns=start_ns, world_size=int(self.meta.get("nproc") or len(found)))
+        start_ns = self.facts.start_ns or min(starts)
+        return LiveLedger(start_ns=start_ns, world_size=self.facts.nproc or len(found))
 
     def _read_meta(self) -> None:
         """Read run.json when it changed; it is replaced as a whole, so what is read is never half of one."""
@@ -113,6 +116,7 @@ class LiveFeed:
             if changed_ns != self._meta_ns:
                 found = read_json(file)
                 self.meta, self._meta_ns = found if isinstance(found, dict) else {}, changed_ns
+                self.facts = RunFacts.of(self.meta)
         except (OSError, ValueError):
             return
 
@@ -125,12 +129,12 @@ class LiveFeed:
         self._attempts = max(self._attempts, attempt + 1)
 
     def _state(self, fresh: bool, pids: list[int]) -> str:
-        if self.meta.get("end_ns"):
+        if self.facts.end_ns:
             return "ended"
         if not self.meta and not pids:
             return "ended" if _left_behind(self.path) else "waiting"
         now_ns = time.perf_counter_ns()
-        here = self.meta.get("host") in (None, socket.gethostname())
+        here = self.facts.host in (None, socket.gethostname())
         if fresh or not here or not pids or any(os.path.exists(f"/proc/{pid}") for pid in pids):
             self._alive_ns = now_ns
         return "lost" if now_ns - self._alive_ns > LEFT_ALONE_NS else "running"

@@ -92,9 +92,7 @@ class DdpReplay:
                 "(headway run --windows 0.05)."
             )
         ranks = sorted({int(rank) for window in windows for rank in np.unique(window.trace.events["rank"])})
-        made = cls.from_windows(
-            windows, models=models_of(run), cores=int(run.meta.get("cores") or 0), paces=paces_of(run, ranks)
-        )
+        made = cls.from_windows(windows, models=models_of(run), cores=run.facts.cores or 0, paces=paces_of(run, ranks))
         measured = run.path / CODECS_FILE
         if not measured.exists():
             return made

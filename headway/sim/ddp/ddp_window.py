@@ -57,7 +57,7 @@ class Window:
 
 def windows_of(run: Run) -> list[Window]:
     """Return the newest windows of `run` that every rank wrote whole; those with a damaged file are left out."""
-    ranks = sorted({int(row["rank"]) for row in run.meta.get("ranks", [])} or run.parts.numbers)
+    ranks = sorted({row.rank for row in run.facts.ranks} or run.parts.numbers)
     files: dict[int, dict[int, Path]] = {}
     for path in run.windows():
         rank, number = (int(found) for found in re.findall(r"\d+", path.name)[:2])

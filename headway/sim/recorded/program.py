@@ -35,9 +35,9 @@ from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, Record
 from headway.sim.recorded.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.sim.whatif.edits import Edit, Scenario, parse_edit, scenario_of
 from headway.sim.whatif.prediction import Prediction
-from headway.trace.events.loader_facts import loaders_in
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
+from headway.trace.recording.run_facts import RunFacts
 
 if TYPE_CHECKING:
     from headway.trace.recording.runs import Run
@@ -101,8 +101,8 @@ class Program:
     costs: Costs
     """What the run could not show."""
 
-    facts: Mapping[str, Any]
-    """run.json."""
+    facts: RunFacts
+    """What run.json says."""
 
     run: Run | None = None
     """The run folder, for its deep windows; None for a bare trace."""
@@ -119,16 +119,18 @@ class Program:
     @classmethod
     def from_run(cls, run: Run, *, costs: Costs | None = None) -> Program:
         """Build the program of the last attempt of a recorded run."""
-        return replace(cls.from_trace(run.parts, run.meta, costs=costs), run=run)
+        return replace(cls.from_trace(run.parts, run.facts, costs=costs), run=run)
 
     @classmethod
-    def from_trace(cls, trace: Trace | Parts, facts: Mapping[str, Any], *, costs: Costs | None = None) -> Program:
+    def from_trace(
+        cls, trace: Trace | Parts, facts: RunFacts | Mapping[str, Any], *, costs: Costs | None = None
+    ) -> Program:
         """Build it from finalised rows and the content of run.json; of parts one rank is in memory at a time.
 
         `costs` replaces the typical costs of what the run cannot show. Raises
         `InputError` when too few steps were recorded.
         """
-        parts = Parts.of(trace)
+        parts, facts = Parts.of(trace), RunFacts.of(facts)
         num_ranks = max(1, sum(rank >= 0 for rank in parts.numbers))
         recording = Recording.from_trace(parts, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
         warm = first_steady(recording)
@@ -137,19 +139,17 @@ class Program:
                 f"the run has {recording.num_steps} steps, of which {warm} are warm-up; a what-if needs at least "
                 f"{MIN_STEPS} steady ones. Record more steps."
             )
-        loaders = loaders_in(facts)
         # Cores that nobody counted are taken to have been enough.
-        cores = int(facts.get("cores") or busiest_host(recording))
-        load = HostLoad.from_facts(facts)
-        load = load if load is not None and load.readings else None
+        cores = facts.cores or busiest_host(recording)
+        load = facts.host_load if facts.host_load is not None and facts.host_load.readings else None
         pressure = host_pressure(recording, cores) if costs is None else 1.0
         costs = (costs or Costs()).slowed(pressure)
         models = tuple(
-            LoaderModel.of(batches, lane, loaders, costs)
+            LoaderModel.of(batches, lane, facts.effective_loaders, costs)
             for batches, lane in zip(recording.batches, recording.lanes, strict=True)
         )
-        share = facts.get("compute_cpu_fraction")
-        busy = recording.busy if share is None else np.full(len(models), float(share))
+        share = facts.compute_cpu_fraction
+        busy = recording.busy if share is None else np.full(len(models), share)
         steady = np.array([lane.step_end_ns[warm] for lane in recording.lanes])
         once = np.array([lane.once_ns(warm) for lane in recording.lanes])
         kept = np.array([lane.step_end_ns[-1] for lane in recording.lanes]) - steady - once

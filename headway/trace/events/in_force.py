@@ -1,23 +1,77 @@
-"""Which remedies were in force in a run, and which it had to do without: what `applied` of run.json says, with care.
+"""Which remedies were in force in a run, and which it had to do without: the rows of `applied` in run.json, typed.
+
+A row of an older run lacks keys; what is not of its type in a damaged one is left out.
 
 >>> row = {"name": "host.gc", "facts": {"every_steps": 100}, "reason_not_applied": None}
 >>> refused = {"name": "data.cache", "parameters": {"bytes": 9}, "reason_not_applied": "not pure"}
->>> in_force({"applied": [row, refused, "damaged"]})
+>>> rows = applied_rows([row, refused, "damaged"])
+>>> in_force(rows)
 {'host.gc': {'every_steps': 100}}
->>> given_up({"applied": [row, refused, "damaged"]})
+>>> given_up(rows)
 {'data.cache': GivenUp(parameters={'bytes': 9}, reason='not pure')}
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+
+from headway.core.files.bounded_json import converted
 
 READING, DATASET = "reading", "dataset"
 """Values of `about` beside a reason: why a dataset's batches may not be read ahead; why they may not be kept either.
 
 A reason without one is about the remedy itself, as it was given."""
+
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
+    """What a remedy decided about a loader, when it was first read or later."""
+
+    dataset: str | None = None
+    """Name of the dataset's class."""
+    num_workers: int | None = None
+    """Workers that it was given."""
+    about: str | None = None
+    """`READING` or `DATASET`."""
+    reason_not_applied: str | None = None
+    """Why the loader was left alone."""
+    reason: str | None = None
+    """Why the remedy was withdrawn from it."""
+
+
+class AppliedRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one remedy of a plan."""
+
+    name: str = ""
+    applied: bool = False
+    """Whether it was in effect at some time; only the ranks say so."""
+    parameters: dict[str, Any] | None = None
+    """What it was given; None in a row of an older run, and in that of the whole plan."""
+    facts: dict[str, Any] | None = None
+    """What it did; `loaders` and `withdrawn` among them are lists of decisions."""
+    reason_not_applied: str | None = None
+    withdrawn: str | None = None
+    """Why it was taken away while the run went on."""
+
+    def decisions(self, key: str) -> list[Decision]:
+        """Return the decisions in a list among the facts that can be read."""
+        entries = (self.facts or {}).get(key)
+        rows = entries if isinstance(entries, list) else []
+        return [converted(entry, Decision)[0] for entry in rows if isinstance(entry, Mapping)]
+
+    @property
+    def why_without(self) -> str:
+        """Why the run was without it in the end; '' where some loader had it to the last."""
+        if reason := self.reason_not_applied or self.withdrawn:
+            return reason
+        reasons = [entry.reason or "withdrawn" for entry in self.decisions("withdrawn")]
+        if not reasons:
+            last = {entry.dataset: entry.reason_not_applied for entry in self.decisions("loaders")}
+            reasons = [reason for reason in last.values() if reason] if all(last.values()) else []
+        return "; ".join(dict.fromkeys(reasons))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,53 +102,32 @@ class Unfit:
     """What was found."""
 
 
-def in_force(meta: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def applied_rows(rows: object) -> tuple[AppliedRow, ...]:
+    """Return the row of each remedy: not that of the whole plan, nor one of an older run that says nothing of it."""
+    listed = rows if isinstance(rows, list) else []
+    found = [converted(row, AppliedRow)[0] for row in listed if isinstance(row, Mapping)]
+    return tuple(row for row in found if row.name and (row.facts is not None or row.parameters is not None))
+
+
+def in_force(rows: Sequence[AppliedRow]) -> dict[str, dict[str, Any]]:
     """Return remedy -> its facts, for those that were applied and not withdrawn while the run went on."""
-    return {str(row["name"]): dict(facts) for row, facts in _rows(meta) if not _why_without(row, facts)}
+    return {row.name: row.facts or {} for row in rows if not row.why_without}
 
 
-def given_up(meta: Mapping[str, Any]) -> dict[str, GivenUp]:
+def given_up(rows: Sequence[AppliedRow]) -> dict[str, GivenUp]:
     """Return the remedies that the run refused or withdrew, with what they were given and why."""
-    found = {}
-    for row, facts in _rows(meta):
-        reason, given = _why_without(row, facts), row.get("parameters", facts)
-        if reason and isinstance(given, Mapping):
-            found[str(row["name"])] = GivenUp(dict(given), reason)
-    return found
+    return {
+        row.name: GivenUp((row.facts if row.parameters is None else row.parameters) or {}, reason)
+        for row in rows
+        if (reason := row.why_without)
+    }
 
 
-def unfit(meta: Mapping[str, Any]) -> list[Unfit]:
+def unfit(rows: Sequence[AppliedRow]) -> list[Unfit]:
     """Return what remedies found of datasets, of the reasons that hold for other remedies too."""
     return [
-        Unfit(str(row["name"]), str(entry.get("dataset")), str(entry["about"]), str(reason))
-        for row, facts in _rows(meta)
-        for entry in (*_entries(facts, "loaders"), *_entries(facts, "withdrawn"))
-        if entry.get("about") in (READING, DATASET)
-        and (reason := entry.get("reason_not_applied") or entry.get("reason"))
+        Unfit(row.name, str(entry.dataset), entry.about, reason)
+        for row in rows
+        for entry in (*row.decisions("loaders"), *row.decisions("withdrawn"))
+        if entry.about in (READING, DATASET) and (reason := entry.reason_not_applied or entry.reason)
     ]
-
-
-def _why_without(row: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    """Return why a run was without a remedy in the end; '' where some loader had it to the last."""
-    if reason := row.get("reason_not_applied") or row.get("withdrawn"):
-        return str(reason)
-    reasons = [entry.get("reason", "withdrawn") for entry in _entries(facts, "withdrawn")]
-    if not reasons:
-        last = {entry.get("dataset"): entry.get("reason_not_applied") for entry in _entries(facts, "loaders")}
-        reasons = list(last.values()) if all(last.values()) else []
-    return "; ".join(dict.fromkeys(map(str, reasons)))
-
-
-def _rows(meta: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield the row of each remedy with its facts: not that of the whole plan, nor one of an older run without any."""
-    rows = meta.get("applied")
-    for row in rows if isinstance(rows, list) else ():
-        facts = row.get("facts", {} if "parameters" in row else None) if isinstance(row, Mapping) else None
-        if isinstance(facts, Mapping) and "name" in row:
-            yield row, facts
-
-
-def _entries(facts: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    """Return the entries of a list among the facts of a remedy that can be read."""
-    entries = facts.get(key)
-    return [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []

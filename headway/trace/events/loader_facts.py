@@ -13,11 +13,11 @@ damaged file may hold, is left out and named in `damaged`: nothing is proposed f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
-from headway.trace.events.in_force import DATASET, in_force, unfit
+from headway.core.files.bounded_json import converted
 
 SAFE_SAMPLERS = (
     "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
@@ -118,13 +118,10 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, row: object) -> LoaderFacts:
         """Read a row of run.json."""
-        try:
-            return msgspec.convert(row, cls)
-        except msgspec.ValidationError:
-            if not isinstance(row, Mapping):
-                return cls(damaged=("all",))
-        bad = tuple(sorted(str(key) for key, value in row.items() if not _fits({key: value}, cls)))
-        return msgspec.convert({**{key: row[key] for key in row if str(key) not in bad}, "damaged": bad}, cls)
+        if not isinstance(row, Mapping):
+            return cls(damaged=("all",))
+        facts, bad = converted(row, cls)
+        return msgspec.structs.replace(facts, damaged=tuple(sorted(bad))) if bad else facts
 
     @property
     def place(self) -> str:
@@ -137,54 +134,9 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(sorted({*(self.draws or ()), *(self.collate_draws or ())}))
 
 
-def loaders_in(meta: Mapping[str, Any]) -> dict[str, LoaderFacts]:
-    """Return group -> facts of the loaders of a run, as they were read there; {} where run.json has none.
-
-    A remedy that gave a loader workers is in force: what it had is what they made of it, not what the script asks for.
-    What remedies found of its dataset is among the facts; datasets are told apart by their class.
-    """
-    rows = meta.get("loaders")
-    facts = {str(group): LoaderFacts.of(row) for group, row in rows.items()} if isinstance(rows, Mapping) else {}
-    given = in_force(meta).get("data.workers")
-    if given is not None:
-        facts = {group: _with_workers(fact, given) for group, fact in facts.items()}
-    for found in unfit(meta):
-        reason = f"{found.reason} ({found.remedy} found it in this run)"
-        more = {"unfit_ahead": reason, **({"unfit": reason} if found.about == DATASET else {})}
-        for group, fact in facts.items():
-            if fact.dataset and fact.dataset == found.dataset:
-                facts[group] = msgspec.structs.replace(fact, **more)
-    return facts
-
-
 def facts_of(loaders: Mapping[str, LoaderFacts], group: int) -> LoaderFacts:
     """Return the facts of a loader: none where it has no row; of batches that no loader was seen for, just that."""
     return loaders.get(str(group), LoaderFacts(reason_untunable=UNSEEN if group < 0 else None))
-
-
-def _with_workers(facts: LoaderFacts, given: Mapping[str, Any]) -> LoaderFacts:
-    """Return the facts of a loader that data.workers was applied to with `given`; of others, what they are."""
-    rows = given.get("loaders")
-    about = [row for row in rows or () if isinstance(row, Mapping) and row.get("dataset") == facts.dataset]
-    counts = [row.get("num_workers") for row in about]
-    if not counts or not all(isinstance(count, int) for count in counts):  # left alone: at once, or later
-        return facts
-    ahead = given.get("prefetch_factor")
-    return msgspec.structs.replace(
-        facts,
-        num_workers=counts[-1],
-        prefetch_factor=max(ahead if isinstance(ahead, int) else 2, facts.prefetch_factor or 2),
-        persistent=facts.persistent or given.get("persistent_workers") is True,
-        pin_memory=facts.pin_memory or given.get("pin_memory") is True,
-    )
-
-
-def _fits(row: Mapping[Any, Any], kind: type[msgspec.Struct]) -> bool:
-    try:
-        msgspec.convert(row, kind)
-    except msgspec.ValidationError:
-        return False
-    return True
 
 
 def bound(facts: LoaderFacts) -> str:

@@ -21,17 +21,16 @@ from typing import Any
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
-from headway.core.machine.host_load import HostLoad
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import json_object, loaders, trace_of_rings
 from headway.trace.recording.deliveries import counts_of
+from headway.trace.recording.run_facts import SCHEMA, RunFacts
 from headway.trace.rings import spool
 from headway.trace.rings.ring import UNRECORDED, UNRECORDED_SUFFIX
 from headway.trace.rings.ring_folders import ring_folders
 from headway.trace.sync.clocks import refined
 
-SCHEMA = "headway.run-folder/1"
 _FACTS = ("world_size", "device_type", "start_ns", "end_ns", "cores", "host")
 _EVENTS = re.compile(r"a(\d+)-r(\d+)\.parquet")
 
@@ -44,7 +43,10 @@ class Run:
     """The run folder."""
 
     meta: dict[str, Any]
-    """What run.json says; `input`: what caches and orders of the last attempt counted; `incidents`: the failures."""
+    """What run.json says, as it is shown and written again: `facts` is for all that computes with it.
+
+    `input`: what caches and orders of the last attempt counted; `incidents`: the failures.
+    """
 
     parts: Parts
     """Events of the last attempt by rank; those in Parquet are not read yet."""
@@ -54,6 +56,11 @@ class Run:
 
     hosts: tuple[Run, ...] = ()
     """After `merge`: each host's part."""
+
+    @functools.cached_property
+    def facts(self) -> RunFacts:
+        """What run.json says, typed."""
+        return RunFacts.of(self.meta)
 
     @functools.cached_property
     def trace(self) -> Trace:
@@ -79,7 +86,8 @@ class Run:
             last = max(numbers[-1], int(hosts[0].get("attempt") or 0))
             facts = {**hosts[0], "attempt": last, **_counted(parts), "incidents": _incidents(path)}
             return cls(path, facts, _with_facts(parts, hosts[0]))
-        return merge([cls(path, host, _with_facts(parts.select(_own(host)), host)) for host in hosts])
+        own = [parts.select([row["rank"] for row in host["ranks"]]) for host in hosts]
+        return merge([cls(path, host, _with_facts(part, host)) for host, part in zip(hosts, own, strict=True)])
 
     def attempts(self) -> list[Parts]:
         """Return the events of every attempt by rank, oldest first."""
@@ -137,7 +145,7 @@ def merge(runs: Sequence[Run]) -> Run:
     parts = Parts.joined([run.parts for run in runs])
     return replace(
         runs[0],
-        meta={**_merged_facts([run.meta for run in runs], shifts, offsets), **_counted(parts)},
+        meta={**_merged_facts(runs, shifts, offsets), **_counted(parts)},
         parts=parts,
         clock_offset_ns=offsets,
         hosts=tuple(runs),
@@ -148,50 +156,50 @@ def _shift(first: Run, run: Run) -> int:
     """Return what to add to the times of `run` to put them on the clock of `first`."""
     if run is first:
         return 0
-    return refined(_realtime_minus_clock(run.meta) - _realtime_minus_clock(first.meta), first.trace, run.trace)
+    return refined(run.facts.realtime_shift_ns - first.facts.realtime_shift_ns, first.trace, run.trace)
 
 
-def _merged_facts(parts: Sequence[dict[str, Any]], shifts: Sequence[int], offsets: dict[int, int]) -> dict[str, Any]:
+def _merged_facts(runs: Sequence[Run], shifts: Sequence[int], offsets: dict[int, int]) -> dict[str, Any]:
     """Return one run.json for all parts: sums, joined ranks, the worst exit first; times on the first clock."""
-    first = parts[0]
-    ends = [part["end_ns"] + shift for part, shift in zip(parts, shifts, strict=True) if part.get("end_ns")]
-    failed = [part["exit"] for part in parts if part.get("exit") and part["exit"]["code"]]
-    own = [exit_ for exit_ in failed if exit_["class"] != "infra"]
+    shifted, facts = list(zip(runs, shifts, strict=True)), [run.facts for run in runs]
+    starts = [run.facts.start_ns + shift for run, shift in shifted if run.facts.start_ns is not None]
+    ends = [run.facts.end_ns + shift for run, shift in shifted if run.facts.end_ns]
+    failed = [run for run in runs if run.facts.exit is not None and run.facts.exit.code]
+    own = [run for run in failed if run.facts.exit is not None and run.facts.exit.cls != "infra"]
+    rows = [_shifted(row, shift) for run, shift in shifted for row in run.meta.get("ranks") or ()]
     return {
-        **first,
-        **_tightest_memory(parts),
-        **_busiest_load(parts),
-        "hosts": [part.get("host") for part in parts],
-        "start_ns": min(part["start_ns"] + shift for part, shift in zip(parts, shifts, strict=True)),
-        "end_ns": max(ends) if len(ends) == len(parts) else None,
-        "nproc": sum(part.get("nproc", 0) for part in parts),
-        "ranks": sorted(
-            (_shifted(row, shift) for part, shift in zip(parts, shifts, strict=True) for row in part.get("ranks", [])),
-            key=lambda row: row["rank"],
-        ),
-        "exit": (own or failed or [first.get("exit")])[0],
-        "dropped": sum(part.get("dropped") or 0 for part in parts),
-        "bad_losses": {rank: rows for part in parts for rank, rows in (part.get("bad_losses") or {}).items()},
-        "loaders": {key: value for part in reversed(parts) for key, value in part.get("loaders", {}).items()},
+        **runs[0].meta,
+        **_tightest_memory(runs),
+        **_busiest_load(runs),
+        "hosts": [one.host for one in facts],
+        "start_ns": min(starts, default=None),
+        "end_ns": max(ends) if len(ends) == len(runs) else None,
+        "nproc": sum(one.nproc or 0 for one in facts),
+        "ranks": sorted(rows, key=lambda row: row["rank"]),
+        "exit": (own or failed or runs)[0].meta.get("exit"),
+        "dropped": sum(one.dropped for one in facts),
+        "bad_losses": {rank: rows for run in runs for rank, rows in (run.meta.get("bad_losses") or {}).items()},
+        "loaders": {key: value for run in reversed(runs) for key, value in (run.meta.get("loaders") or {}).items()},
         "clock_offset_ns": {str(rank): offset for rank, offset in offsets.items()},
     }
 
 
-def _tightest_memory(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _tightest_memory(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the memory facts of the host whose ranks left least of it free: limits are per host."""
 
-    def headroom(part: dict[str, Any]) -> int:
-        ranks = (part.get("memory") or {}).values()
-        return int(part["memory_available_bytes"]) - sum(int(row.get("peak_rss_bytes", 0)) for row in ranks if row)
+    def headroom(facts: RunFacts) -> int:
+        return (facts.memory_available_bytes or 0) - sum(
+            row.peak_rss_bytes or 0 for row in facts.memory.values() if row
+        )
 
-    told = [part for part in parts if part.get("memory_available_bytes") is not None]
-    part = min(told, key=headroom, default={})
-    return {key: part[key] for key in ("memory", "memory_available_bytes", "memory_total_bytes") if key in part}
+    told = [run for run in runs if run.facts.memory_available_bytes is not None]
+    meta = min(told, key=lambda run: headroom(run.facts)).meta if told else {}
+    return {key: meta[key] for key in ("memory", "memory_available_bytes", "memory_total_bytes") if key in meta}
 
 
-def _busiest_load(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _busiest_load(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the load of the host on which other processes left the fewest cores; nothing where no host tells."""
-    loads = [(load.left_cores, part["host_load"]) for part in parts if (load := HostLoad.from_facts(part))]
+    loads = [(load.left_cores, run.meta["host_load"]) for run in runs if (load := run.facts.host_load)]
     return {"host_load": min(loads, key=lambda pair: pair[0])[1]} if loads else {}
 
 
@@ -201,16 +209,8 @@ def _shifted(row: dict[str, Any], shift: int) -> dict[str, Any]:
     return {**row, **moments}
 
 
-def _realtime_minus_clock(meta: dict[str, Any]) -> int:
-    return int(meta["realtime_ns"]) - int(meta["start_ns"])
-
-
 def _ranks_of(run: Run) -> list[int]:
-    return sorted(set(run.parts.numbers) | set(_own(run.meta)))
-
-
-def _own(meta: dict[str, Any]) -> list[int]:
-    return [row["rank"] for row in meta.get("ranks", [])]
+    return sorted(set(run.parts.numbers) | {row.rank for row in run.facts.ranks})
 
 
 def _facts(path: Path) -> list[dict[str, Any]]:
@@ -222,6 +222,7 @@ def _facts(path: Path) -> list[dict[str, Any]]:
         if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
             found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
             raise FormatError(f"{file} has schema {found!r}; it must be {SCHEMA!r}. Record the run again.")
+        RunFacts.read(meta, str(file))  # refused here, where the file is known
         parts.append(_fold_ranks(path, meta))
     if not parts:
         if not is_run(path):
@@ -238,13 +239,14 @@ def _incidents(path: Path) -> list[dict[str, Any]]:
     file = path / "incidents.json"
     if not file.is_file():
         return []
-    rows = read_json(file, fix="Copy the run folder again.").get("incidents", [])
-    return [row for row in rows if "attempt" in row]
+    found = read_json(file, fix="Copy the run folder again.")
+    rows = found.get("incidents") if isinstance(found, dict) else None
+    return [row for row in rows or () if isinstance(row, dict) and "attempt" in row]
 
 
 def _fold_ranks(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
     """Add the rows that ranks under another launcher wrote themselves (RUN/ranks/r<rank>.json)."""
-    rows = {row["rank"]: row for row in meta.get("ranks", [])}
+    rows = {row["rank"]: row for row in meta.get("ranks") or ()}
     for file in sorted((path / "ranks").glob("r*.json")):
         row = json_object(file)
         if "rank" in row and row.get("group_rank", 0) == meta.get("group_rank", 0):
@@ -266,25 +268,16 @@ def _facts_from_events(path: Path) -> dict[str, Any]:
         "run_id": path.name,
         "attempt": numbers[-1],
         "host": next((facts.get("host") for facts in trace.ranks.values()), None),
-        "script": [],
-        "env": {},
         "start_ns": start_ns,
         "end_ns": end_ns,
         "realtime_ns": start_ns + clock[1] - clock[0],
         "nproc": len(ranks),
         "world_size": len(ranks),
         "device_type": trace.meta.get("device_type", "cpu"),
-        "cores": None,
         "ranks": [
             {"rank": rank, "local_rank": rank, "pid": None, "start_ns": start_ns, "end_ns": end_ns, "exit_code": None}
             for rank in ranks
         ],
-        "exit": None,
-        "baseline": None,
-        "plan": None,
-        "applied": [],
-        "loaders": {},
-        "bytes_per_step": None,
         "dropped": trace.meta.get("dropped", 0),
     }
 
@@ -297,10 +290,10 @@ def _attempts(path: Path) -> list[int]:
 
 def _why_nothing(path: Path, hosts: Sequence[dict[str, Any]]) -> str:
     """Return why no process of a run recorded anything."""
-    for facts in hosts:
-        if (facts.get("env") or {}).get("HEADWAY", "").lower() in ("off", "0"):
+    for facts in map(RunFacts.of, hosts):
+        if facts.env.get("HEADWAY", "").lower() in ("off", "0"):
             return "HEADWAY=off switched the recording off"
-        command = [str(word) for word in facts.get("script") or ()]
+        command = facts.script
         script = next((place for place, word in enumerate(command[1:], 1) if word[:1] != "-"), len(command))
         flags = {"-E", "-I", "-S"} & set(command[1:script])
         if flags and "python" in Path(command[0]).name:

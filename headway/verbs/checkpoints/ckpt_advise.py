@@ -73,7 +73,7 @@ def advise(
 def _recorded(path: Path) -> tuple[list[Any], Job]:
     """Return what the room proposes for a run, and the job as the run shows it."""
     run = run_at(path)
-    ledger, program, setup = Ledger.of(run), Program.from_run(run), Setup.from_facts(run.meta)
+    ledger, program, setup = Ledger.of(run), Program.from_run(run), Setup.from_facts(run.facts)
     saves = recorded_saves(program)
     if saves is None:
         raise InputError(

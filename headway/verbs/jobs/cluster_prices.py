@@ -123,7 +123,7 @@ def _job(recorded: Run | None, records: Records, model: str, device_type: str) -
         pick(table, device_type or "v100", f"device type of {model}")
         return device_type or "v100", 1, table
     ledger = Ledger.of(recorded)
-    reference, rate = device_type or _device_type(recorded.meta), steps_per_s(ledger)
+    reference, rate = device_type or _device_type(recorded.facts.device_type), steps_per_s(ledger)
     if not rate > 0:
         raise InputError(f"{recorded.path} has no step: its speed is unknown. Record a run that trains.")
     ratios = {} if table.get(reference) else _peak_ratios(reference, records)
@@ -137,7 +137,7 @@ def _write_task(
     if recorded is None:
         raise InputError("--sky writes the command of a run. Name RUN, a run folder.")
     best = next(row["index"] for row in offers if market.offers[row["index"]].cloud != ON_DEMAND)
-    script = [str(word) for word in recorded.meta.get("script") or ()]
+    script = list(recorded.facts.script)
     with whole_file(path) as draft:
         draft.write_text(sky_task(market, best, num_devices=num_devices, script=script, max_restarts=max_restarts))
     return str(path)
@@ -162,9 +162,8 @@ def _date(text: str) -> date:
         raise InputError(f"--from is {text!r}; write a day such as 2020-03-01.") from None
 
 
-def _device_type(meta: Mapping[str, Any]) -> str:
+def _device_type(name: str) -> str:
     """Return the device type of a run as prices name it: 'NVIDIA A100-SXM4-80GB' is an a100."""
-    name = str(meta.get("device_type") or "cpu")
     if name == "cpu":
         raise InputError("the run used no accelerator, and offers have some. Pass --device-type, such as v100.")
     return device_name(name)

@@ -15,13 +15,13 @@ from headway.catalog import DRILL, REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import format_fraction, format_seconds
-from headway.fault.incident import read_incidents
 from headway.fault.runtime.drill import schedule, score
 from headway.fault.runtime.injectors import FAULTS, FOLDER, NAME, marks
 from headway.report.paper import ScreenOptions, draw
 from headway.runtime.host.rank_env import num_processes
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
+from headway.trace.recording.incident import read_incidents
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_of
 from headway.verbs.shared.output import emit

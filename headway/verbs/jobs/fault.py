@@ -15,13 +15,13 @@ from headway.core.units import format_fraction, format_seconds
 from headway.fault.advise import predicted_ettr
 from headway.fault.expected import expected
 from headway.fault.fleet import Scenario, simulate
-from headway.fault.incident import SCHEMA, Incident, read_incidents
 from headway.fault.plan import Preparation, prepare
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
 from headway.ledger.booking.account import SpanFacts
 from headway.ledger.runs.attempts import book_run
 from headway.report.paper import ScreenOptions, add_row, draw, grid
+from headway.trace.recording.incident import SCHEMA, Incident, read_incidents
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.hang import mesh_of
 from headway.verbs.shared.output import emit
@@ -75,7 +75,7 @@ def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
     """
     none: dict[str, float | None] = dict.fromkeys(ETTRS)
     try:
-        booked = book_run(run.attempts(), run.meta)
+        booked = book_run(run.attempts(), run.facts)
         steps_s = [one.step_wall_ns / 1e9 for one in booked.attempts]
         kept_s = sum(float(walls[: one.kept_steps].sum()) for walls, one in zip(steps_s, booked.attempts, strict=True))
         wall_s, stepped_s = (booked.wall[1] - booked.wall[0]) / 1e9, sum(float(walls.sum()) for walls in steps_s)
@@ -97,10 +97,10 @@ def ettr_beside(before: Run, after: Run) -> dict[str, float | None] | None:
     if not rows:
         return None
     ledger = Ledger.of(before)
-    steps_s = [wall for one in book_run(before.attempts(), before.meta).attempts for wall in one.step_wall_ns / 1e9]
+    steps_s = [wall for one in book_run(before.attempts(), before.facts).attempts for wall in one.step_wall_ns / 1e9]
     step_s = float(sum(steps_s) / len(steps_s)) if steps_s else 0.0
     answer = {"before": ettr_of(before, rows)["ettr"], "after": ettr_of(after, read_incidents(after.path))["ettr"]}
-    found = predicted_ettr(ledger, [row_of(row) for row in rows], step_s=step_s) if step_s else None
+    found = predicted_ettr(ledger, rows, step_s=step_s) if step_s else None
     return {**answer, "predicted": found}
 
 

@@ -176,7 +176,7 @@ def _waveform(
     if source is not None and not is_run(source):
         return of_file(source), device, devices
     recorded = run_at(source)
-    name = device or str(recorded.meta.get("device_type") or "cpu")
+    name = device or recorded.facts.device_type
     try:
         model = PowerModel.of(name, idle_w=idle_w)
     except UnknownNameError as fault:

@@ -87,7 +87,7 @@ def stalls(
         raise InputError(f"{', '.join(wrong)} needs a script to run. Put it behind --, or drop the option.")
     recorded = run_at(run)
     program = Program.from_run(recorded)
-    answer: dict[str, Any] = {**attribute(program).to_json(), "counts": recorded.meta.get("input") or {}}
+    answer: dict[str, Any] = {**attribute(program).to_json(), "counts": recorded.facts.input}
     if options.asked:
         prediction = what_if(program, **options.asked)
         after = attribute(program, prediction.edits, fixes=False)

@@ -11,6 +11,7 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.data.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run, run_at
@@ -39,9 +40,8 @@ def audit(*runs: Path, json: bool = False) -> int:
         Print one JSON object instead of text.
     """
     opened = _opened(runs or (newest_run(),))
-    told = [run.meta.get("loaders", {}) for run in opened]
-    names = {int(group): facts for found in told for group, facts in found.items()}
-    sizes = {group: int(facts["dataset_size"]) for group, facts in names.items() if facts.get("dataset_size")}
+    loaders = {int(group): facts for run in opened for group, facts in run.facts.loaders.items()}
+    sizes = {group: facts.dataset_size for group, facts in loaders.items() if facts.dataset_size}
     epochs = judge(legs(opened), sizes)
     if not epochs:
         raise InputError(
@@ -51,7 +51,7 @@ def audit(*runs: Path, json: bool = False) -> int:
     answer = {
         "schema": "headway.data.audit/1",
         "runs": [str(run.path) for run in opened],
-        "epochs": [_row(epoch, names.get(epoch.loader, {})) for epoch in epochs],
+        "epochs": [_row(epoch, loaders.get(epoch.loader, LoaderFacts())) for epoch in epochs],
         "exact": all(epoch.verdict == "exact" for epoch in epochs),
         "wrong": sum(epoch.verdict in WRONG for epoch in epochs),
     }
@@ -65,7 +65,7 @@ def _opened(paths: Iterable[Path]) -> list[Run]:
     for path in dict.fromkeys(Path(path).resolve() for path in paths):
         run = run_at(path)
         told = any(path.glob("run*.json"))  # a folder cut short has no name of its run
-        found.setdefault(str(run.meta["run_id"] if told else path), []).append(run)
+        found.setdefault(str(run.facts.run_id if told else path), []).append(run)
     return [merge(parts) for parts in found.values()]
 
 
@@ -73,7 +73,7 @@ def legs(runs: Iterable[Run]) -> list[Leg]:
     """Return the legs of all attempts of some runs, on the realtime clock."""
     found = []
     for run in runs:
-        shift_ns = int(run.meta["realtime_ns"]) - int(run.meta["start_ns"])
+        shift_ns = run.facts.realtime_shift_ns
         for number, attempt in enumerate(run.attempts()):
             ranks = zip(attempt.numbers, attempt, strict=True)
             passes = {rank: passes_of(part, rank, shift_ns=shift_ns) for rank, part in ranks}
@@ -81,8 +81,8 @@ def legs(runs: Iterable[Run]) -> list[Leg]:
     return found
 
 
-def _row(epoch: Epoch, facts: Mapping[str, Any]) -> dict[str, Any]:
-    return {"dataset": facts.get("dataset"), **epoch.to_json()}
+def _row(epoch: Epoch, facts: LoaderFacts) -> dict[str, Any]:
+    return {"dataset": facts.dataset or None, **epoch.to_json()}
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

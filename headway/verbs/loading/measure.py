@@ -28,6 +28,8 @@ from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.launching.run_of_ranks import RUNS, ExitReport
 from headway.runtime.run_folder.recording import claim_folder, next_folder
 from headway.sim.recorded.program import Program
+from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run
 
 STEPS = 60
@@ -180,8 +182,8 @@ def checked(name: str, phase: Phase | None, report: ExitReport) -> Phase:
             "the script read nothing through a torch DataLoader, and the phases change what its loaders do. "
             "Run a script that reads its data through one."
         )
-    facts = loader_facts(report.run, phase.main)
-    size, batch_size = facts.get("dataset_size"), facts.get("batch_size")
+    facts = facts_of_run(report.run).loaders.get(phase.main, LoaderFacts())
+    size, batch_size = facts.dataset_size, facts.batch_size
     if size is not None and batch_size and size < batch_size:
         raise InputError(f"the dataset has {size} examples, fewer than one batch of {batch_size}. Use a smaller batch.")
     if len(phase.step_s) <= WARMUP_STEPS:
@@ -192,10 +194,9 @@ def checked(name: str, phase: Phase | None, report: ExitReport) -> Phase:
     return phase
 
 
-def loader_facts(run: Path, group: str) -> dict[str, Any]:
-    """Return what run.json says of a loader."""
-    loaders = read_json(run / "run.json").get("loaders") or {}
-    return dict(loaders.get(group) or {})
+def facts_of_run(run: Path) -> RunFacts:
+    """Return what run.json says of a run that has just ended."""
+    return RunFacts.of(read_json(run / "run.json"))
 
 
 def answer(script: Sequence[str], folder: Path, phases: Mapping[str, Phase]) -> dict[str, Any]:
@@ -203,10 +204,10 @@ def answer(script: Sequence[str], folder: Path, phases: Mapping[str, Phase]) -> 
     count = min(len(phase.step_s) for phase in phases.values())
     phases = {name: replace(phase, step_s=phase.step_s[:count]) for name, phase in phases.items()}
     cold = phases["cold"]
-    facts = loader_facts(folder / "cold", cold.main)
-    meta = read_json(folder / "cold" / "run.json")
+    facts = facts_of_run(folder / "cold")
+    batch_size = facts.loaders.get(cold.main, LoaderFacts()).batch_size
     per_step = cold.batches[cold.main] / count
-    examples = per_step * facts["batch_size"] * meta["world_size"] if facts.get("batch_size") else None
+    examples = per_step * batch_size * facts.world_size if batch_size else None
     report = from_phases(phases["synthetic"].step_s, phases["warm"].step_s, cold.step_s)
     replayed, problem = replay(folder / "cold", cold.mean_s)
     report = replace(

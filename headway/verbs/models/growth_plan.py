@@ -101,7 +101,7 @@ def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
             "the training with the settings that were found: headway run -- SCRIPT"
         )
     points = losses_of(run)
-    if not points and any((run.meta.get("bad_losses") or {}).values()):
+    if not points and any(run.facts.bad_losses.values()):
         raise InputError(f"the losses of {path} are not finite. Mend the training first, then record it again.")
     if not points:
         raise InputError(
@@ -114,7 +114,7 @@ def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
             "layers=12,hidden=768,heads=12,sequence=1024,vocabulary=50257"
         )
     spec = ModelSpec.parse(model)
-    rate = mfu_entry(spec, steps_per_s=1.0, facts=run.meta, ranks=int(run.meta.get("world_size") or 1))
+    rate = mfu_entry(spec, steps_per_s=1.0, facts=run.facts, ranks=run.facts.world_size)
     sequences = rate["tokens_per_s"] / spec.model.sequence
     curves = fits(*np.array(points).T)
     last = curves[0].steps
@@ -141,9 +141,9 @@ def losses_of(run: Run) -> list[tuple[int, float]]:
 
 def _tuned(run: Run) -> bool:
     """Say whether losses of trials are among those of the run; a run that was killed has only its plan to tell it."""
-    rows = [row for row in run.meta.get("applied") or () if row.get("name") == TUNE]
+    rows = [row for row in run.facts.applied if row.name == TUNE]
     if rows:
-        return any(row.get("applied") and row.get("facts", {}).get("steps", 1) for row in rows)
+        return any(row.applied and (row.facts or {}).get("steps", 1) for row in rows)
     return any(row.get("name") == TUNE for row in json_object(run.path / "plan.json").get("remedies") or ())
 
 
@@ -192,7 +192,7 @@ def judged_growth(before: Run, after: Run, steps: int) -> dict[str, Any] | None:
     """
     if trained_parameters(before) == trained_parameters(after) != 0:
         return None
-    if not (before.path / FILE).exists() or before.meta.get("run_id") == after.meta.get("run_id") or _tuned(after):
+    if not (before.path / FILE).exists() or before.facts.run_id == after.facts.run_id or _tuned(after):
         return None
     plan = read_json(before.path / FILE, GrowthPlan, fix="Delete it, or run `headway model grow --plan` again.")
     points = losses_of(after)

@@ -12,7 +12,6 @@ from cyclopts import Parameter, Token
 
 from headway.cluster.adaptive.recorded import learned
 from headway.core.errors import InputError
-from headway.core.machine.host_load import HostLoad
 from headway.ledger.answers.compare import SCHEMA, unlike_loads
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
@@ -72,7 +71,7 @@ def compare(
         Print one JSON object instead of text.
     """
     runs = run_at(before), run_at(after)
-    loads = HostLoad.from_facts(runs[0].meta), HostLoad.from_facts(runs[1].meta)
+    loads = runs[0].facts.host_load, runs[1].facts.host_load
     ledgers = Ledger.of(runs[0]), Ledger.of(runs[1])
     predicted = judged(*runs, ledgers[1])
     if predicted is not None and not ledgers[0].steps:  # the prediction is all there is to compare with

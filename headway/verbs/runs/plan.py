@@ -19,7 +19,7 @@ from headway.plan.pace import step_seconds
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup
 from headway.report.text.terminal import render_hints, render_plan
-from headway.verbs.shared.explain import explain_run, is_launched
+from headway.verbs.shared.explain import explain_run
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.script_terms import chosen_terms
@@ -88,12 +88,12 @@ def plan(
         made.proposals,
         made.refused,
         made.chosen,
-        Setup.from_facts(recorded.meta, allow=grants).loaders,
+        Setup.from_facts(recorded.facts, allow=grants).loaders,
         evaluation=evaluation_loaders(ledger),
     )
-    path = out or recorded.path / ("next-plan.json" if recorded.meta.get("plan") else "plan.json")
+    path = out or recorded.path / ("next-plan.json" if recorded.facts.plan else "plan.json")
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
-    by_hand = None if is_launched(recorded.meta) else chosen_terms(made.proposals, made.chosen)
+    by_hand = None if recorded.facts.launched else chosen_terms(made.proposals, made.chosen)
     answer = {**made.to_json(), "verdict": why["verdict"], "loaders": loaders, "path": str(path), "in_script": by_hand}
     if model is not None:  # a recording knows better than a table
         answer["note"] = " ".join(

@@ -13,7 +13,6 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.machine.host_load import HostSeries
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.jobs.waited_for import waited_for
@@ -25,6 +24,7 @@ from headway.report.page.timeline import Timeline, rank_groups, timeline
 from headway.sim.recorded.ideal import replayed_trace
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.runs.views import heat_maps_of, why_object
 from headway.verbs.shared.explain import Explanation, explain, ideal_of
@@ -83,7 +83,7 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
     ledger = explanation.ledger
     ranks, durations, own = step_durations(explanation.parts)
     window, ideal = timelines(explanation, steps)
-    meta = explanation.run.meta if explanation.run else {}
+    meta, facts = (explanation.run.meta, explanation.run.facts) if explanation.run else ({}, RunFacts())
     why = why_object(explanation, model)
     return ReportData(
         title=explanation.source,
@@ -102,8 +102,8 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
         ideal=ideal,
         heat_maps=[*heat_maps(ranks, own), *heat_maps_of(explanation, why)],
         facts=facts_of(meta, explanation.parts.tables),
-        host=HostSeries.from_facts(meta),
-        created=created(meta),
+        host=facts.host_series,
+        created=created(facts),
     )
 
 

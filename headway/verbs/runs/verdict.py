@@ -16,6 +16,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.run_folder.recording import write_json
+from headway.trace.events.in_force import AppliedRow
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.explain import Explanation, explain_run, outcomes
 from headway.verbs.shared.verified import verified, withdrawn
@@ -48,7 +49,7 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
 
 def applied_rows(
     plan: PlanFile,
-    found: dict[str, dict[str, Any]],
+    found: Mapping[str, AppliedRow],
     measured_speedup: float | None,
     taken_away: Mapping[str, str] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
@@ -59,11 +60,11 @@ def applied_rows(
     rows: list[dict[str, Any]] = []
     for remedy in plan.remedies:
         outcome = found.get(remedy.name)
-        reason = "no rank reported on it" if outcome is None else outcome.get("reason_not_applied")
+        reason = "no rank reported on it" if outcome is None else outcome.reason_not_applied
         rows.append({
             "name": remedy.name,
             "parameters": dict(remedy.parameters),
-            "facts": (outcome or {}).get("facts", {}),
+            "facts": outcome.facts or {} if outcome is not None else {},
             "predicted_speedup": remedy.predicted_speedup,
             "interval": list(remedy.interval) if remedy.interval else None,
             "measured_speedup": measured_speedup

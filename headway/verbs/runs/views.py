@@ -14,6 +14,7 @@ from headway.ledger.jobs.group_creation import creation
 from headway.ledger.jobs.machines import machine_times
 from headway.report.page.charts import HeatMap, worker_heat_map
 from headway.report.page.machines import machine_heat_maps
+from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.hang import verdict_of, watch_reports
 from headway.verbs.shared.explain import Explanation
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
@@ -35,7 +36,7 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
 
 def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, Any]:
     """Return the `mfu` entry at the rate of the run's steady steps."""
-    facts = explanation.run.meta if explanation.run else explanation.parts.meta
+    facts = explanation.run.facts if explanation.run else RunFacts.of(explanation.parts.meta)
     rate = steps_per_s(explanation.ledger)
     return mfu_entry(model, steps_per_s=rate, facts=facts, ranks=explanation.ledger.devices)
 
@@ -46,7 +47,7 @@ def hang_of(explanation: Explanation) -> dict[str, Any] | None:
     if run is None or not watch_reports(run.path):
         return None
     found = verdict_of([run.path]).to_json()
-    return {**found, "ended_the_run": (run.meta.get("exit") or {}).get("class") == "hang"}
+    return {**found, "ended_the_run": run.facts.exit is not None and run.facts.exit.cls == "hang"}
 
 
 def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:

@@ -141,6 +141,6 @@ class WatchedRun:
             figures=figures,
             doing=feed.doing(),
             facts=facts_of(feed.meta, None),
-            created=created(feed.meta),
+            created=created(feed.facts),
             reason=self._reason,
         )

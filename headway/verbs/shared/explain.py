@@ -23,14 +23,15 @@ from headway.plan.setup import Setup
 from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
 from headway.sim.recorded.ideal import replayed_trace
 from headway.sim.recorded.program import Program
-from headway.trace.events.loader_facts import loaders_in
+from headway.trace.events.in_force import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts
-from headway.trace.recording.assemble import json_object
+from headway.trace.recording.incident import Incident
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.shared.script_terms import script_terms
-from headway.verbs.shared.verified import withdrawn
+from headway.verbs.shared.verified import outcomes_of, withdrawn
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Explanation:
         fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
-        memory = memory_headroom(self.run.meta) if self.run else {}
+        memory = memory_headroom(self.run.facts) if self.run else {}
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
-        attempts = attempt_notes(self.run.meta, self.source) if self.run else []
+        attempts = attempt_notes(self.run.facts, self.source) if self.run else []
         answer["notes"] = [*answer["notes"], *attempts, *self.notes, *memory_notes(memory)]
         found = verdict(answer)
         answer["verdict"] = {**found.to_json(), "command": self.next_command(found)}
@@ -109,21 +110,21 @@ def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program |
     return replayed_trace(program) if program is not None else None
 
 
-def memory_headroom(meta: Mapping[str, Any]) -> dict[str, int]:
+def memory_headroom(facts: RunFacts) -> dict[str, int]:
     """Return peak and headroom of host memory, and of the fullest device; empty where the run recorded none. Bytes."""
-    memory = meta.get("memory")
-    rows = [row for row in memory.values() if isinstance(row, dict)] if isinstance(memory, dict) else []
-    ranks = [row for row in rows if isinstance(row.get("peak_rss_bytes"), int)]
-    free = meta.get("memory_available_bytes")
-    if not ranks or not isinstance(free, int):
+    ranks = [row for row in facts.memory.values() if row is not None and row.peak_rss_bytes is not None]
+    peak, free = sum(row.peak_rss_bytes or 0 for row in ranks), facts.memory_available_bytes
+    if not ranks or free is None:
         return {}
-    peak = sum(row["peak_rss_bytes"] for row in ranks)
-    memory = {"host_peak_bytes": peak, "host_free_bytes": int(free), "host_headroom_bytes": int(free) - peak}
-    devices = [row for row in ranks if {"device_peak_bytes", "device_total_bytes"} <= row.keys()]
+    memory = {"host_peak_bytes": peak, "host_free_bytes": free, "host_headroom_bytes": free - peak}
+    devices = [
+        (row.device_total_bytes - row.device_peak_bytes, row.device_peak_bytes)
+        for row in ranks
+        if row.device_total_bytes is not None and row.device_peak_bytes is not None
+    ]
     if devices:
-        fullest = min(devices, key=lambda row: row["device_total_bytes"] - row["device_peak_bytes"])
-        memory["device_peak_bytes"] = fullest["device_peak_bytes"]
-        memory["device_headroom_bytes"] = fullest["device_total_bytes"] - fullest["device_peak_bytes"]
+        headroom, peak = min(devices, key=lambda pair: pair[0])
+        memory |= {"device_peak_bytes": peak, "device_headroom_bytes": headroom}
     return memory
 
 
@@ -139,23 +140,23 @@ def memory_notes(memory: Mapping[str, int]) -> list[str]:
     return notes
 
 
-def attempt_notes(meta: Mapping[str, Any], source: str) -> list[str]:
+def attempt_notes(facts: RunFacts, source: str) -> list[str]:
     """Say how the attempt before the last one ended, and what is said of which, in a run that was restarted.
 
-    >>> row = {"attempt": 0, "step": 201, "evidence": "rank 0: exit code 1", "action": "restart"}
-    >>> attempt_notes({"attempt": 0, "incidents": [row], "exit": None}, "runs/a")[0].partition(": headway")[0]
+    >>> row = Incident(step=201, evidence="rank 0: exit code 1", action="restart")
+    >>> attempt_notes(RunFacts(incidents=(row,)), "runs/a")[0].partition(": headway")[0]
     'Attempt 0 ended at step 201 (rank 0: exit code 1); the one after it left no events. Its failures'
-    >>> attempt_notes({"attempt": 0, "incidents": [{**row, "action": "stop"}], "exit": None}, "runs/a")
+    >>> attempt_notes(RunFacts(incidents=(Incident(action="stop"),)), "runs/a")
     []
     """
-    last, rows = meta.get("attempt") or 0, meta.get("incidents") or []
-    row = max(rows, key=lambda row: int(row["attempt"]), default={"attempt": last - 1})
-    number, more = int(row["attempt"]), f"Its failures: headway fault incidents {shlex.quote(source)}."
-    step = f" at step {row['step']}" if row.get("step") else ""
-    ended = f"Attempt {number} ended{step}" + (f" ({row['evidence']})" if row.get("evidence") else "")
+    last, rows = facts.attempt, facts.incidents
+    row = max(rows, key=lambda row: row.attempt, default=Incident(attempt=last - 1))
+    number, more = row.attempt, f"Its failures: headway fault incidents {shlex.quote(source)}."
+    step = f" at step {row.step}" if row.step else ""
+    ended = f"Attempt {number} ended{step}" + (f" ({row.evidence})" if row.evidence else "")
     if 0 <= number < last:
         return [f"{ended}. The ledger holds all {last + 1} attempts, steps and predictions are the last one's. {more}"]
-    if rows and meta.get("exit") is None and row.get("action") != "stop":
+    if rows and facts.exit is None and row.action != "stop":
         return [f"{ended}; the one after it left no events. {more}"]
     return []
 
@@ -179,19 +180,20 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
     ledger = Ledger.of(run)
     try:
         program = Program.from_run(run)
-        plan = Plan.of(ledger, program, Setup.from_facts(run.meta, allow=allow), ADVISERS)
+        plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow), ADVISERS)
     except (
         InputError,
         BarMissedError,
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
         causes = tuple(find_causes(ledger))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
-    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.get("reason_not_applied"))}
-    fixes = fixes_of(plan, refused, launched=is_launched(run.meta), allow=allow)
+    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
+    fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
     keeps = any(row.name == "data.workers" and PERSISTENT in row.edits for row in plan.proposals)
     workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
     starts = ledger.sub_ns.get("input.start", 0) > ledger.sub_ns.get("input.transfer", 0)
-    collates = not any(facts.num_workers for facts in loaders_in(run.meta).values())  # workers would do that too
+    loaders = run.facts.effective_loaders.values()
+    collates = not any(loader.num_workers for loader in loaders)  # workers would do that too
     if workers is not None and ((keeps and starts) or collates):
         fixes["input.transfer"] = workers
     found = find_causes(ledger, predict=program.predict, fixes=fixes)
@@ -223,19 +225,13 @@ def with_reasons(cause: Cause, program: Program) -> Cause:
     return replace(cause, evidence=f"{cause.evidence}; {said}")
 
 
-def outcomes(path: Path) -> dict[str, dict[str, Any]]:
+def outcomes(path: Path) -> dict[str, AppliedRow]:
     """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
-    found: dict[str, dict[str, Any]] = {}
-    for file in sorted((path / "applied").glob("r*.json")):
-        for row in json_object(file).get("remedies", []):
-            if row["name"] not in found or row.get("reason_not_applied"):
-                found[row["name"]] = row
+    found: dict[str, AppliedRow] = {}
+    for row in outcomes_of(path):
+        if row.name not in found or row.reason_not_applied:
+            found[row.name] = row
     return found
-
-
-def is_launched(meta: Mapping[str, Any]) -> bool:
-    """Whether a launcher began the recording: else there may be no script that `headway run --apply` could run."""
-    return bool(meta.get("launched", True))
 
 
 def fixes_of(

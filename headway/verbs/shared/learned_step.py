@@ -14,7 +14,6 @@ import numpy as np
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.whole_file import whole_file
-from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_seconds
 from headway.cost.learned.cost_table import ObservedStep, add_line, check_host, read_table, step_costs
 from headway.ledger.answers.compare import is_full
@@ -22,7 +21,6 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
 from headway.sim.graph.dag import Dag
 from headway.sim.graph.replay import replay
-from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.named import imported
 
@@ -175,23 +173,22 @@ def judged(before: Run, after: Run, ledger: Ledger) -> dict[str, Any] | None:
 
 def _widened(found: LearnedStep, after: Run, measured_s: float) -> str:
     """Add the run to the table; say what came of it."""
-    path, run_id = Path(found.costs), str(after.meta.get("run_id", after.path.name))
+    path, run_id = Path(found.costs), after.facts.run_id or after.path.name
     try:
         table = read_table(path)
     except (OSError, HeadwayError) as error:
         return f"its table was not widened: {error}"
-    ran_on = f"{after.meta.get('host')}, {after.meta.get('device_type', 'cpu')}"
+    ran_on = f"{after.facts.host}, {after.facts.device_type}"
     if ran_on != (measured_on := f"{table.host.host}, {table.host.device}"):
         return f"its table was not widened: it was measured on {measured_on}, the run on {ran_on}"
-    threads = str(dict(after.meta.get("env") or {}).get("OMP_NUM_THREADS", table.host.threads))
+    threads = after.facts.env.get("OMP_NUM_THREADS", str(table.host.threads))
     if threads != str(table.host.threads):
         return f"its table was not widened: it was measured with {table.host.threads} thread(s), the run had {threads}"
-    loaders = [LoaderFacts.of(row) for row in dict(after.meta.get("loaders") or {}).values()]
-    sizes = {loader.batch_size for loader in loaders if loader.batch_size}
+    sizes = {loader.batch_size for loader in after.facts.loaders.values() if loader.batch_size}
     if sizes and found.batch not in sizes:
         said = ", ".join(map(str, sorted(sizes)))
         return f"its table was not widened: it was predicted for batch {found.batch}, the run's loaders have {said}"
-    load = HostLoad.from_facts(after.meta)
+    load = after.facts.host_load
     if load is not None and is_full(load):
         return (
             f"its table was not widened: other processes wanted {load.demand:.2f} cores of {load.cores} beside the run"

@@ -11,7 +11,6 @@ model, and the sequences of one step, come from the caller.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from headway.core.tables import pick
 from headway.cost.flops import RECOMPUTE, flops_per_token, hardware_flops_per_token, mfu
 from headway.cost.specs import shipped
 from headway.cost.transformer import Transformer
+from headway.trace.recording.run_facts import RunFacts
 
 FORMULA = "6 L M + 12 L s h + 6 V h per token, forward and backward, nothing computed twice"
 """L layers of M matrix weights, sequence s, hidden size h, vocabulary V; a GPT's 72 L h^2 (1 + s/6h + V/12Lh)."""
@@ -104,7 +104,7 @@ def _number(key: str, text: str) -> float:
     return value
 
 
-def mfu_entry(spec: ModelSpec, *, steps_per_s: float, facts: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+def mfu_entry(spec: ModelSpec, *, steps_per_s: float, facts: RunFacts, ranks: int) -> dict[str, Any]:
     """Return the `mfu` entry of `headway.why/2`: MFU, HFU, the formula, and what they rest on.
 
     `facts` are those of the run (run.json, or the meta of a trace), `ranks` its
@@ -134,9 +134,9 @@ def mfu_entry(spec: ModelSpec, *, steps_per_s: float, facts: Mapping[str, Any], 
     }
 
 
-def _batch_of(facts: Mapping[str, Any], ranks: int) -> float:
+def _batch_of(facts: RunFacts, ranks: int) -> float:
     """Return the sequences of one step where the run has one loader: its batch size on every rank."""
-    sizes = {row.get("batch_size") for row in (facts.get("loaders") or {}).values() if row.get("batch_size")}
+    sizes = {row.batch_size for row in facts.loaders.values() if row.batch_size}
     if len(sizes) != 1:
         raise InputError(
             "the sequences of one optimizer step are not known: the run has no loader, or several. "
@@ -145,9 +145,9 @@ def _batch_of(facts: Mapping[str, Any], ranks: int) -> float:
     return float(sizes.pop()) * ranks
 
 
-def _peak(spec: ModelSpec, facts: Mapping[str, Any]) -> tuple[float | None, str, str]:
+def _peak(spec: ModelSpec, facts: RunFacts) -> tuple[float | None, str, str]:
     """Return the peak of one device, its name, and why there is none."""
-    name = spec.device or str(facts.get("device_type") or "cpu")
+    name = spec.device or facts.device_type
     if spec.peak_flops_per_s is not None:
         return spec.peak_flops_per_s, name, ""
     if not spec.dtype:

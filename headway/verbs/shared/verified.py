@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from headway.trace.events.in_force import AppliedRow, applied_rows
 from headway.trace.recording.assemble import json_object
 
 COUNTS = ("batches", "compared", "equal", "unequal")
@@ -16,7 +17,7 @@ def verified(path: Path) -> dict[str, Any] | None:
     `not_compared` says why some that were due were not. None where the run was not verified, or no remedy was applied.
     """
     found: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "not_compared": {}}
-    facts = [row["facts"] for row in _rows(path) if "verification" in row.get("facts", {})]
+    facts = [row.facts for row in outcomes_of(path) if row.facts is not None and "verification" in row.facts]
     for fact in facts:
         for name in COUNTS:
             found[name] += int(fact["verification"][name])
@@ -28,20 +29,20 @@ def verified(path: Path) -> dict[str, Any] | None:
 def withdrawn(path: Path) -> dict[str, str]:
     """Return remedy -> why it was taken away from a loader, or gave one back, while the run at `path` went on."""
     found: dict[str, dict[str, None]] = {}
-    for row in _rows(path):
-        facts = row.get("facts", {})
-        for entry in facts.get("withdrawn", ()):
-            found.setdefault(row["name"], {})[f"{entry['dataset']}: {entry['reason']}"] = None
+    for row in outcomes_of(path):
+        reasons = [(entry.dataset, entry.reason) for entry in row.decisions("withdrawn")]
         taken = set()
-        for entry in facts.get("loaders", ()):  # in the order of the decisions
-            if "reason_not_applied" not in entry:
-                taken.add(entry.get("dataset"))
-            elif row.get("applied") and entry.get("dataset") in taken:
-                found.setdefault(row["name"], {})[f"{entry['dataset']}: {entry['reason_not_applied']}"] = None
+        for entry in row.decisions("loaders"):  # in the order of the decisions
+            if entry.reason_not_applied is None:
+                taken.add(entry.dataset)
+            elif row.applied and entry.dataset in taken:
+                reasons.append((entry.dataset, entry.reason_not_applied))
+        for dataset, reason in reasons:
+            found.setdefault(row.name, {})[f"{dataset}: {reason}"] = None
     return {name: "; ".join(reasons) for name, reasons in found.items()}
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
+def outcomes_of(path: Path) -> list[AppliedRow]:
     """Return the entries of RUN/applied, rank by rank."""
     files = sorted((path / "applied").glob("r*.json"))
-    return [row for file in files for row in json_object(file).get("remedies", [])]
+    return [row for file in files for row in applied_rows(json_object(file).get("remedies"))]

@@ -45,24 +45,24 @@ class Blamed(msgspec.Struct, frozen=True):
 class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"}):
     """One failure and what followed."""
 
-    number: int
+    number: int = 0
     """Place in the list."""
 
-    attempt: int
+    attempt: int = 0
     """The attempt that failed."""
 
-    cls: str
+    cls: str = ""
     """Exit class of the rank that failed first."""
 
-    suspects: Blamed
-    detected_ns: int
-    located_ns: int
-    decided_ns: int
-    down_ns: int
+    suspects: Blamed = Blamed([])
+    detected_ns: int = 0
+    located_ns: int = 0
+    decided_ns: int = 0
+    down_ns: int = 0
     first_step_ns: int | None = None
     """None: the next attempt has not made a step, or there was none."""
 
-    action: str
+    action: str = ""
     """One of `headway.fault.ladder.ACTIONS`."""
 
     reason: str = ""
