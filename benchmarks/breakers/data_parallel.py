@@ -1,5 +1,8 @@
 """Models of two ranks, under DistributedDataParallel and fully_shard, that a careless remedy would train otherwise.
 
+The model is a variable of the module, and so lives until the interpreter ends. Where the end of a function frees the
+last model of a group that was left, torch joins the group's threads under the interpreter's lock, which they may need.
+
 Ranks: 2
 """
 
@@ -48,6 +51,7 @@ def ddp_accumulates():
 
     Remedies: cluster.noise comm.bucket comm.gradient_view comm.static_graph
     """
+    global model
     begin()
     net = small()
     net[0].weight.register_hook(lambda gradient: gradient * 1.1)
@@ -73,6 +77,7 @@ def ddp_frozen_midway():
 
     Remedies: comm.bucket comm.gradient_view comm.static_graph
     """
+    global model
     begin()
     net = small()
     for phase in range(3):
@@ -88,6 +93,7 @@ def ddp_gradients_replaced():
 
     Remedies: comm.bucket comm.gradient_view
     """
+    global model
     begin()
     model = DistributedDataParallel(small())
     values = list(model.parameters())
@@ -122,6 +128,7 @@ def ddp_hook_per_bucket():
 
     Remedies: comm.bucket comm.gradient_view
     """
+    global model
     begin()
     calls = [0]
     layers = nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 60_000), nn.Tanh(), nn.Linear(60_000, 4)
@@ -141,6 +148,7 @@ def ddp_settings_read():
 
     Remedies: comm.bucket comm.gradient_view comm.static_graph
     """
+    global model
     begin()
     model = Reporting(small(), 0.5)
     end(model, train(model, torch.optim.SGD(model.parameters(), 0.1), 12, target=model.scale))
@@ -161,6 +169,7 @@ def ddp_unused_parameters():
 
     Remedies: comm.bucket comm.gradient_view comm.static_graph
     """
+    global model
     begin()
     model = DistributedDataParallel(Branches(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -196,8 +205,10 @@ def fsdp_edited_in_forward():
 
     Remedies: comm.order
     """
+    global model
     begin()
-    sharded(Editing(), 12)
+    model = Editing()
+    sharded(model, 12)
 
 
 class Skipping(Layers):
@@ -218,6 +229,7 @@ def fsdp_layers_skipped():
         with torch.no_grad():
             return loss + model(ROWS[:4], (step + 1) % 5).sum()
 
+    global model
     begin()
     model = Skipping()
     sharded(model, 16, asked=lambda step: (-1 if step < 4 else step % 5,), after=evaluated)
