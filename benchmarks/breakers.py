@@ -2,8 +2,9 @@
 
 Claim: of all scripts in benchmarks/breakers, none prints other digits, crashes, hangs or leaves a process behind under
 any remedy that it attacks, neither with a forced plan file of aggressive parameters nor with headway's own plan.
-Peer: the same script under plain python. A script says in its docstring what it attacks, and with which remedies;
-remedies that need a grant get it. Under data.server, which may change the order, the multiset of rows is compared.
+Peer: the same script under plain python. Scripts of a kind are the cases of one file, each a function whose docstring
+says what it attacks, and with which remedies; remedies that need a grant get it. Under data.server, which may change
+the order, the multiset of rows is compared.
 
 `python benchmarks/breakers.py NAME ... --remedy data.workers` runs some of them; without names a few, `--full` all.
 """
@@ -78,11 +79,12 @@ class Breaker:
     """First line of its docstring."""
     remedies: tuple[str, ...]
     ranks: int
+    path: Path
 
     @property
-    def path(self) -> Path:
-        """Where it lies."""
-        return SCRIPTS / f"{self.name}.py"
+    def command(self) -> tuple[object, ...]:
+        """The file and its argument: what comes behind `python`."""
+        return self.path, self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +113,24 @@ class Row:
 
 
 def breakers() -> dict[str, Breaker]:
-    """Return script name -> what its docstring says."""
+    """Return script name -> what its docstring says, or that of its file."""
     found = {}
     for path in sorted(SCRIPTS.glob("[a-z]*.py")):
-        lines = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
-        facts = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
-        found[path.stem] = Breaker(path.stem, lines[0], tuple(facts["Remedies"].split()), int(facts.get("Ranks", 1)))
+        file = ast.parse(path.read_text())
+        common = facts_of(file)
+        for case in file.body:
+            if isinstance(case, ast.FunctionDef) and not case.args.args and (text := ast.get_docstring(case)):
+                facts = {**common, **facts_of(case)}
+                if remedies := tuple(facts.get("Remedies", "").split()):
+                    attacks, ranks = text.splitlines()[0], int(facts.get("Ranks", 1))
+                    found[case.name] = Breaker(case.name, attacks, remedies, ranks, path)
     return found
+
+
+def facts_of(node: ast.Module | ast.FunctionDef) -> dict[str, str]:
+    """Return name -> value of the lines `NAME: VALUE` below the first of a docstring."""
+    lines = (ast.get_docstring(node) or "").splitlines()
+    return dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
 
 
 def plan_text(remedy: str) -> str:
@@ -168,14 +181,14 @@ def _marked(mark: str) -> Iterator[tuple[int, str]]:
 def plain(breaker: Breaker, folder: Path) -> Ended:
     """Run a script as its author would; two ranks meet at a file."""
     if breaker.ranks == 1:
-        return started([sys.executable, breaker.path], folder)
+        return started([sys.executable, *breaker.command], folder)
     store = f"file://{folder}/store"
 
     def rank(number: int) -> Ended:
         place = folder / f"rank{number}"
         place.mkdir()
         names = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": breaker.ranks, "STORE": store, "TOGETHER": folder}
-        return started([sys.executable, breaker.path], place, **{name: str(value) for name, value in names.items()})
+        return started([sys.executable, *breaker.command], place, **{name: str(value) for name, value in names.items()})
 
     with ThreadPoolExecutor(breaker.ranks) as pool:
         return next(iter(list(pool.map(rank, range(breaker.ranks)))))
@@ -184,7 +197,7 @@ def plain(breaker: Breaker, folder: Path) -> Ended:
 def recorded(breaker: Breaker, folder: Path, expected: Ended, *options: object) -> Ended:
     """Run a script under `headway run OPTIONS`; its stdout is the script's alone."""
     ranks = [] if breaker.ranks == 1 else ["--nproc-per-node", breaker.ranks]
-    command = [sys.executable, "-m", "headway.cli", "run", "--quiet", *ranks, *options, "--", breaker.path]
+    command = [sys.executable, "-m", "headway.cli", "run", "--quiet", *ranks, *options, "--", *breaker.command]
     ended = started(command, folder, limit_s=TIME_LIMIT_S + 10 * expected.wall_s, TOGETHER=str(folder))
     return replace(ended, out=PREFIX.sub("", ended.out))
 

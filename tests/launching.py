@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
+from headway.cli import main
 from tests.paths import ROOT
 
 LAUNCHER = """
@@ -58,6 +62,16 @@ def headway(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "headway.cli", *map(str, arguments)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+
+
+def headway_here(*arguments: object) -> subprocess.CompletedProcess:
+    """Run a command of headway's that starts no script in this process, its output kept."""
+    with contextlib.chdir(ROOT), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as error:
+        try:
+            main([*map(str, arguments)])
+        except SystemExit as left:
+            return subprocess.CompletedProcess(arguments, left.code, out.getvalue(), error.getvalue())
+    raise AssertionError("a command ends with its code")
 
 
 def wait_for(condition, timeout_s: float = 60.0):

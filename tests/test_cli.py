@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 
 from headway import cli
 from headway.cli import VERBS, split_script
+from tests.launching import headway, headway_here
 from tests.paths import ROOT
-
-
-def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "headway.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
 
 
 @given(ours=st.lists(st.text().filter(lambda a: a != "--")), script=st.lists(st.text()))
@@ -62,7 +59,7 @@ def test_every_verb_has_a_page_of_help_with_an_example(verb, capsys):
     ],
 )
 def test_a_mistake_exits_with_2_and_says_what_would_be_right(arguments, message):
-    answer = headway(*arguments)
+    answer = headway_here(*arguments)
 
     assert answer.returncode == 2
     assert message in " ".join(answer.stderr.replace("│", " ").split())

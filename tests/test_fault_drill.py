@@ -23,7 +23,7 @@ from headway.runtime.recorder.timers import LOOK_EVERY
 from headway.runtime.script.bad_loss import FEWEST, SPIKE, judge
 from headway.trace.recording.incident import Blamed, Incident
 from headway.verbs.jobs.drill import exit_code
-from tests.launching import headway, script
+from tests.launching import headway, headway_here, script
 from tests.remedy_context import TestContext, apply
 
 JOB = """
@@ -253,9 +253,8 @@ def test_a_run_whose_loss_broke_is_offered_the_guard_and_its_plan_holds_it_once_
     out = tmp_path / "run"
     headway("run", "--quiet", "--out", out, "--", job)
     asked, given = (
-        json.loads(headway("plan", out, "--json", *allow).stdout) for allow in ((), ("--allow", "lossy"))
-    )  # fmt: skip
-
+        json.loads(headway_here("plan", out, "--json", *allow).stdout) for allow in ((), ("--allow", "lossy"))
+    )
     seen = json.loads((out / "run.json").read_text())["bad_losses"]["0"]
 
     assert {row["what"] for row in seen} == {"nan"}

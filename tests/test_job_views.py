@@ -30,15 +30,11 @@ from headway.verbs.runs.views import heat_maps_of, why_object
 from headway.verbs.shared.explain import explain
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from tests.hung_jobs import HungJob, hung_reports
+from tests.launching import headway_here
 from tests.paths import GOLDEN, ROOT
 
 GPT = "layers=96,hidden=12288,heads=96,sequence=2048,vocabulary=64000"
 BEFORE = GOLDEN / "runs" / "before"
-
-
-def headway(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "headway.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def entry_of(spec: str, steps_per_s: float = 1 / 8.57, ranks: int = 12288, **facts: Any) -> dict[str, Any]:
@@ -115,11 +111,11 @@ def test_a_device_nobody_knows_is_refused():
 def test_why_shows_mfu_of_a_recorded_run():
     shape = "layers=2,hidden=64,heads=4,sequence=128,vocabulary=1000,batch=8,peak=1e12"
 
-    answer = headway("why", BEFORE, "--model", shape, "--json")
+    answer = headway_here("why", BEFORE, "--model", shape, "--json")
 
     assert answer.returncode == 0, answer.stderr
     assert 0 < json.loads(answer.stdout)["mfu"]["mfu"] < 1
-    wrong = headway("why", BEFORE, "--model", "layers=two")
+    wrong = headway_here("why", BEFORE, "--model", "layers=two")
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1
 
@@ -259,12 +255,12 @@ def test_why_and_the_page_of_a_run_show_what_its_hang_watch_saw(tmp_path):
 def test_the_verb_prints_one_object_and_refuses_what_is_no_mesh(tmp_path):
     dumps = sorted(GOLDEN.glob("flight_rank_*.json"))
 
-    answer = headway("hang", *dumps, "--mesh", "dp=4", "--json")
+    answer = headway_here("hang", *dumps, "--mesh", "dp=4", "--json")
 
     found = json.loads(answer.stdout)
     assert found["schema"] == "headway.hang/1"
     assert found["states"] == ["busy", "busy", "silent", "silent"]
-    wrong = headway("hang", *dumps, "--mesh", "tp:4")
+    wrong = headway_here("hang", *dumps, "--mesh", "tp:4")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert "--mesh holds 'tp:4'; write each axis once with its size" in wrong.stderr
     with pytest.raises(InputError, match="axis tp has size 0"):

@@ -13,6 +13,7 @@ import pytest
 
 from headway.data.stalls import WARMUP_STEPS
 from headway.verbs.loading.measure import Phase, doubts
+from tests.launching import headway_here
 from tests.paths import ROOT
 from tests.runs_made import MS, RunMaker, write_folder
 
@@ -58,6 +59,14 @@ def stalls(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str
 
     assert answer.returncode == code, answer.stderr
     return answer
+
+
+def told(*arguments: object, code: int = 0) -> str:
+    """Run the verb in this process, where it starts no script; return what it prints, or its complaint."""
+    answer = headway_here("data", "stalls", *arguments)
+
+    assert answer.returncode == code, answer.stderr
+    return answer.stderr if code else answer.stdout
 
 
 def phase(mean_s: float = 0.01, *, read_bytes: float = 0.0, files_dropped: int = 0, dropping_s: float = 0.0) -> Phase:
@@ -125,14 +134,14 @@ def recorded(tmp_path_factory):
 
 
 def test_a_recorded_run_is_split_by_replay_as_before(recorded):
-    answer = json.loads(stalls(recorded, "--json").stdout)
+    answer = json.loads(told(recorded, "--json"))
 
     assert answer["bottleneck"] == "fetch"
     assert "what_if" not in answer
 
 
 def test_what_ifs_are_replayed_together_and_split_again(recorded):
-    answer = json.loads(stalls(recorded, "--cache-fraction", 1, "--workers", 2, "--storage", 2, "--json").stdout)
+    answer = json.loads(told(recorded, "--cache-fraction", 1, "--workers", 2, "--storage", 2, "--json"))
     what_if = answer["what_if"]
 
     assert what_if["edits"] == ["cache_fraction=1.0", "workers=2", "storage=2.0x"]
@@ -142,7 +151,7 @@ def test_what_ifs_are_replayed_together_and_split_again(recorded):
 
 
 def test_a_faster_accelerator_makes_the_stall_a_larger_part_of_the_step(recorded):
-    answer = json.loads(stalls(recorded, "--accelerator", 5, "--cores", 16, "--json").stdout)
+    answer = json.loads(told(recorded, "--accelerator", 5, "--cores", 16, "--json"))
 
     assert answer["after"]["fractions"]["compute"] < answer["fractions"]["compute"]
 
@@ -159,8 +168,8 @@ def test_a_faster_accelerator_makes_the_stall_a_larger_part_of_the_step(recorded
         (["--steps", 60], "--steps needs a script to run. Put it behind --"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused_before_anything_runs(tmp_path, arguments, message):
-    assert message in " ".join(stalls(*arguments, code=2).stderr.split())
+def test_options_that_contradict_each_other_are_refused_before_anything_runs(arguments, message):
+    assert message in " ".join(told(*arguments, code=2).split())
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ import json
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from headway.core.rng import derived_seed
 from headway.runtime.launching.save_and_leave import LeaveBoard, Leaving
 from tests.launching import ROOT, run, start, wait_for
+from tests.recorded import environment
 
 JOB = str(ROOT / "tests" / "jobs" / "leaving.py")
 
@@ -122,7 +125,8 @@ def test_a_job_that_is_stopped_while_it_saves_leaves_behind_a_later_step_and_goe
     assert (cls, last.returncode) == ("preempted", 0), stderr + last.stderr
     assert 0 < int(left) < 60
     (tmp_path / "plain").mkdir()
-    assert run(tmp_path / "plain" / "run", [JOB, str(tmp_path / "plain"), "60", "saving"]).returncode == 0
+    plain = subprocess.run([sys.executable, JOB, tmp_path / "plain", "60", "saving"], env=environment(None), timeout=90)
+    assert plain.returncode == 0
     assert (tmp_path / "final-0").read_text() == (tmp_path / "plain" / "final-0").read_text()
 
 

@@ -43,6 +43,7 @@ from headway.verbs.runs.why import why as why_verb
 from headway.verbs.shared.explain import explain, fixes_of, refuted
 from headway.verbs.shared.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.shared.source import newest_run
+from tests.launching import headway_here
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 
@@ -51,14 +52,10 @@ FAILED = HEADER + '\n  File "train.py", line 3, in <module>\nValueError: x'
 BEFORE = str(ROOT / "tests" / "golden" / "runs" / "before")
 
 
-def headway(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "headway.cli", *arguments], cwd=ROOT, capture_output=True, text=True)
-
-
 def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
     plans = [tmp_path / "plain.json", tmp_path / "lossy.json"]
     for path, grants in zip(plans, ([], ["--allow", "lossy"]), strict=True):
-        assert headway("plan", BEFORE, "-o", str(path), *grants).returncode == 0
+        assert headway_here("plan", BEFORE, "-o", str(path), *grants).returncode == 0
 
     assert plans[0].read_bytes() == plans[1].read_bytes()
 
@@ -83,7 +80,7 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
     ],
 )
 def test_a_mistake_is_one_line_with_its_fix(arguments, message):
-    answer = headway(*arguments)
+    answer = headway_here(*arguments)
 
     assert answer.returncode == 2
     assert answer.stdout == ""
@@ -111,7 +108,7 @@ def test_a_verb_whose_output_was_closed_ends_as_usual():
 
 
 def test_the_help_of_whatif_lists_every_edit():
-    page = " ".join(headway("whatif", "--help").stdout.replace("│", " ").split())
+    page = " ".join(headway_here("whatif", "--help").stdout.replace("│", " ").split())
 
     assert [target for target in EDITS if target not in page] == []
 
@@ -371,7 +368,7 @@ def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):
     plan = tmp_path / "plan.json"
     write_plan(PlanFile(remedies=(Remedy("data.wrokers", {}, 2.0),)), plan)
 
-    answer = headway("run", "--apply", str(plan), "--", "go.py")
+    answer = headway_here("run", "--apply", str(plan), "--", "go.py")
 
     assert answer.returncode == 2
     assert "unknown remedy 'data.wrokers'. Did you mean 'data.workers'?" in answer.stderr
@@ -381,7 +378,7 @@ def test_a_plan_with_a_parameter_of_another_kind_is_refused_before_the_run(tmp_p
     plan = tmp_path / "plan.json"
     write_plan(PlanFile(remedies=(Remedy("data.workers", {"num_workers": "two"}, 2.0),)), plan)
 
-    answer = headway("run", "--apply", str(plan), "--out", str(tmp_path / "run"), "--", "go.py")
+    answer = headway_here("run", "--apply", str(plan), "--out", str(tmp_path / "run"), "--", "go.py")
 
     assert answer.returncode == 2
     assert "num_workers of data.workers is 'two'; it must be a whole number from 0 upwards." in answer.stderr
@@ -390,7 +387,7 @@ def test_a_plan_with_a_parameter_of_another_kind_is_refused_before_the_run(tmp_p
 
 def test_an_exported_window_stands_beside_its_ideal(tmp_path):
     target = tmp_path / "window.json.gz"
-    answer = headway("trace", "export", BEFORE, str(target), "--steps", "10:14", "--ideal")
+    answer = headway_here("trace", "export", BEFORE, str(target), "--steps", "10:14", "--ideal")
     events = json.loads(gzip.decompress(target.read_bytes()))["traceEvents"]
     titles = {event["args"]["name"] for event in events if event.get("name") == "process_name"}
 
@@ -399,7 +396,7 @@ def test_an_exported_window_stands_beside_its_ideal(tmp_path):
 
 
 def test_an_ideal_without_a_timeline_is_refused(tmp_path):
-    answer = headway("trace", "export", BEFORE, str(tmp_path / "w.parquet"), "--ideal")
+    answer = headway_here("trace", "export", BEFORE, str(tmp_path / "w.parquet"), "--ideal")
 
     assert answer.returncode == 2
     assert "End it with .json.gz" in answer.stderr

@@ -1,10 +1,14 @@
 """The training that every breaker shares: its loss tells batches, their order and their content apart.
 
-A script of this folder runs by itself. It prints what it likes, then one line `examples DIGEST` (the multiset of rows
-that it trained on, in whatever order) and, last, one line with its final loss and parameters to the digit.
+A case of this folder is a script that runs by itself: `python FILE CASE`. It is a function without parameters whose
+docstring says what it attacks, with which remedies and on how many ranks; where it does not, the file's docstring does.
+It prints what it likes, then one line `examples DIGEST` (the multiset of rows that it trained on, in whatever order)
+and, last, one line with its final loss and parameters to the digit. Classes and what they look at are of the module, as
+in a script of few functions: `global` names what a dataset, sampler or handler finds there.
 """
 
 import os
+import sys
 import time
 import zlib
 
@@ -63,6 +67,15 @@ class Training:
         finish(self.model, self.loss, *more, examples=self.examples)
 
 
+def train(loader, passes=1, training=None):
+    """Train on a loader, or on the one that a function makes for each pass, and print the digits."""
+    training = training or Training()
+    for _ in range(passes):
+        for batch in loader() if callable(loader) else loader:
+            training.step(batch)
+    training.finish()
+
+
 def finish(model, loss, *more, examples=0):
     """Print the digits of a model that trained by itself; in a group the first rank does."""
     total = sum((value.double() * (1 + place)).sum().item() for place, value in enumerate(model.parameters()))
@@ -78,3 +91,8 @@ def join():
         dist.init_process_group("gloo", init_method=os.environ["STORE"], **where)
     else:
         dist.init_process_group("gloo")
+
+
+def chosen(cases):
+    """Run the case that the command line names."""
+    cases[sys.argv[1]]()
