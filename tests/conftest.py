@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
+from hypothesis import settings
 
 from tests.quick_start import sitecustomize as quick_start  # before anything imports torch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(quick_start.__file__).parent), os.environ.get("PYTHONPATH")])
-)
-
-import sys
-
-import pytest
-from hypothesis import settings
+QUICK_START = str(Path(quick_start.__file__).parent)
+OTHERS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", QUICK_START)]
+os.environ["PYTHONPATH"] = os.pathsep.join([QUICK_START, *OTHERS])
 
 settings.register_profile("headway", derandomize=True, deadline=None, print_blob=False)
 settings.load_profile("headway")
@@ -42,3 +41,9 @@ def _torch_as_it_was():
     yield
     if (emulation := sys.modules.get("tests.accelerator")) is not None:
         emulation.leave_torch()
+
+
+@pytest.fixture
+def whole_start(monkeypatch):
+    """Start processes as users do: what sitecustomize changes before a script shows in what is known of its start."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(OTHERS))

@@ -21,7 +21,7 @@ from headway.data.runtime.remedies.workers import workers
 from tests.loaders_made import Squares
 from tests.paths import ROOT
 from tests.recorded import environment
-from tests.remedy_context import TestContext, applied
+from tests.remedy_context import TestContext, applied, apply
 
 REMEDIES = {
     "threads": (threads, {"num_workers": 2, "prefetch_factor": 2}),
@@ -143,7 +143,7 @@ def test_a_batch_under_two_remedies_is_counted_once():
     context = TestContext(verify=True)
     try:
         for remedy, parameters in (REMEDIES["cache"], REMEDIES["workers"]):
-            remedy(parameters, context)
+            apply(remedy, parameters, context)
         passes(DataLoader(Squares(40), 4), count=1)
     finally:
         for undo in reversed(context.undos):

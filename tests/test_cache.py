@@ -225,13 +225,6 @@ def test_a_dataset_is_cached_from_a_later_pass_on_when_trying_costs_little_by_th
     assert sum(READS[:30]) <= 3
 
 
-def test_no_budget_is_refused():
-    with applied(cache, {"bytes": 0}) as context:
-        pass
-
-    assert context.undos == []
-
-
 class Augmented(Counted):
     """Multiplies by a factor of its transform, which a script may change."""
 

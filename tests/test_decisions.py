@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from headway.core.processes.child import said
+from headway.data.remedies import Cache
 from headway.data.runtime.caching.cache import cache
 from headway.data.runtime.examples.outcome import MOST_DECISIONS, Report
 from headway.data.runtime.guard import decisions
@@ -20,7 +21,7 @@ from headway.data.runtime.remedies.switch import threads
 from headway.data.runtime.remedies.workers import workers
 from headway.runtime.in_rank.remedy import Refused
 from tests.loaders_made import Squares
-from tests.remedy_context import TestContext
+from tests.remedy_context import TestContext, apply
 
 HOME = os.getpid()
 
@@ -142,7 +143,7 @@ def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objec
         for name in sorted(remedies, key=lambda name: name != first):
             remedy, parameters = remedies[name]
             context.allow = "data.threads" if name == "threads" else "result-equivalent"
-            remedy(parameters, context)
+            apply(remedy, parameters, context)
         for _ in range(3):
             assert [batch.tolist() for batch in DataLoader(Hanging(12), 4)] == expected
     finally:
@@ -157,7 +158,7 @@ def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objec
 
 
 def test_a_report_of_ever_other_loaders_stays_short():
-    report = Report("data.cache", {}, TestContext())
+    report = Report("data.cache", Cache(1), TestContext())
     report({"dataset": "Other", "reason_not_applied": "empty"})
     for size in range(3 * MOST_DECISIONS):
         report({"dataset": "Rollout", "examples": size})

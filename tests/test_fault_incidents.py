@@ -15,6 +15,8 @@ from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import incidents
 from tests.launching import headway, run, script
 
+pytestmark = pytest.mark.usefixtures("whole_start")
+
 SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
 
 DIES = """

@@ -13,6 +13,8 @@ from tests.launching import run, script
 from tests.test_fault_incidents import SUPERVISOR
 from tests.warm_jobs import job
 
+pytestmark = pytest.mark.usefixtures("whole_start")
+
 FACES = """
 import json, multiprocessing, numpy, pickle, random, threading
 drawn = json.dumps([random.random(), float(numpy.random.rand()), torch.rand(1).item()])

@@ -15,7 +15,7 @@ from headway.data.runtime.remedies.workers import workers
 from tests.loaders_made import Squares
 from tests.remedy_context import applied
 
-PARAMETERS = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
+PARAMETERS = {"num_workers": 2, "prefetch_factor": 2}
 PARENT = os.getpid()
 
 

@@ -61,7 +61,9 @@ class ColdFiles:
             return
         path, _, flags = arguments
         if isinstance(path, (str, bytes)) and not flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_DIRECTORY):
-            self._drop_all([os.fsdecode(path)])
+            name = os.fsdecode(path)
+            if not name.endswith(".pyc"):  # the first batch may import modules, which are no data
+                self._drop_all([name])
 
     def around_fetcher(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap the fetcher's constructor, where a pass begins in the process that reads."""
