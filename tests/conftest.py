@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -17,22 +18,42 @@ OTHERS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if
 os.environ["PYTHONPATH"] = os.pathsep.join([QUICK_START, *OTHERS])
 
 settings.register_profile("headway", derandomize=True, deadline=None, print_blob=False)
-settings.load_profile("headway")
+settings.register_profile("fast", settings.get_profile("headway"), max_examples=20)
 
 LONGEST = [
-    "jobs", "world", "breakers", "engine_ranks", "checkpoint_life", "full_disk", "save_and_leave", "bootstrap",
-    "fault_drill", "fault_incidents",
-    "windows", "served_kills", "probes_comm", "left_behind", "elastic", "ring_folders",
-    "remedy", "resume_places", "draws_planned", "launch_attempts", "launch_ends", "fleet", "pretend",
-    "hang_watch", "resume_check", "snapshot_races", "failing_remedies", "cli", "switch", "prometheus",
+    "jobs", "breakers", "windows", "bootstrap", "fault_warm", "save_and_leave", "standby", "measure", "probes_comm",
+    "snapshot_races", "remedy", "resume_places", "device_forks", "fault_drill", "left_behind", "fleet", "hang_watch",
+    "fault_incidents", "recorded_pipeline", "world", "failing_remedies", "batch_verification", "draws_planned",
+    "switch", "launch_ends", "watch", "prometheus", "compress", "resume_check", "launch", "pretend", "elastic",
+    "report_browser", "checkpoint_switch", "ring_folders", "checkpoint_kills", "engine_ranks", "device_run",
+    "checkpoint_life", "full_disk",
 ]  # fmt: skip
 """Test files that take longest, and so begin first: a run on several processes does not wait for one at its end."""
 
+STARTS = re.compile(r"\bsubprocess\b|tests\.launching|run_script|tests\.spawn|multiprocessing|os\.fork|DataLoader")
+"""What stands in files whose tests start processes, or loaders that do."""
 
-def pytest_collection_modifyitems(items):
-    """Put the tests of the longest files first."""
+
+def pytest_addoption(parser):
+    """Add the option of quick checks."""
+    parser.addoption("--fast", action="store_true", help="leave out what starts processes or takes long")
+
+
+def pytest_configure(config):
+    """Take fewer examples with --fast."""
+    settings.load_profile("fast" if config.getoption("fast") else "headway")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Put the tests of the longest files first, or leave them and all that start processes out."""
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if config.getoption("fast"):
+        tests = {item.path for item in items if item.path.stem.startswith("test_")}
+        left_out = {path for path in tests if path.stem in order or STARTS.search(path.read_text())}
+        dropped = {item for item in items if item.path in left_out or item.get_closest_marker("slow")}
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
 
 
 @pytest.fixture(autouse=True)
