@@ -158,3 +158,12 @@ def test_times_between_measured_sizes_lie_between_and_unmeasured_codecs_are_refu
         times.seconds("half", 10)
     with pytest.raises(InputError, match="is not positive"):
         CodecTimes.from_json({"rows": [{"codec": "sign", "numel": 5, "encode_s": 0, "decode_s": 1}]})
+
+
+def test_what_half_precision_cannot_hold_is_told_before_it_is_sent():
+    x = torch.tensor([1.0, -65504.0])
+
+    assert codec_of("half").fits(x)
+    assert not codec_of("half").fits(2 * x)
+    assert codec_of("bfloat16").fits(2 * x)
+    assert codec_of("half").fits(x[:0])

@@ -34,12 +34,12 @@ def sharded() -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def gradients(model: Any, step: int, poison: bool = False) -> torch.Tensor:
+def gradients(model: Any, step: int, poison: bool = False, scale: float = 1.0) -> torch.Tensor:
     """Return this rank's shards of the gradients; each rank fits other numbers."""
     x = torch.randn(8, 30, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
     if poison and dist.get_rank() == 1:
         x[0, 0] = float("inf")
-    (model(x) - x[:, :3]).square().mean().backward()
+    (scale * (model(x) - x[:, :3]).square().mean()).backward()
     found = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
     model.zero_grad()
     return found
@@ -61,6 +61,9 @@ def _compared() -> dict[str, Any]:
         found[name]["share"] = stats["sent_bytes"] / stats["gradient_bytes"]
         assert stats["groups"] == 2 * 3
     model = sharded()
+    compress(model, "half", min_bytes=200)
+    found["overflow"] = bool(gradients(model, 0, scale=1e7).isfinite().all())  # finite, but not in half precision
+    model = sharded()
     compressed = compress(model, "half", min_bytes=10_000)  # the layer is smaller, the rest too
     found["small"] = torch.equal(gradients(model, 0), plain) and compressed.stats["groups"] == 0
     return found
@@ -70,6 +73,7 @@ def _compared() -> dict[str, Any]:
 def test_shards_of_gradients_are_near_the_plain_ones(ranks: int) -> None:
     for answer in on_ranks(_compared, ranks):
         assert answer.pop("small")
+        assert not answer.pop("overflow")
         for name, error in (("half", 1e-3), ("bfloat16", 1e-2), ("int8", 2e-2)):
             assert 0 < answer[name]["error"] < error
             # One rank's infinity makes every gradient NaN on all, in its step alone.
@@ -80,6 +84,12 @@ def test_shards_of_gradients_are_near_the_plain_ones(ranks: int) -> None:
 
 def _refusals() -> list[str]:
     model, words = sharded(), []
+    compress(model, "int8").close()
+    try:
+        compress(model, "half")
+    except InputError as cause:
+        words.append(str(cause))
+    model = sharded()
     for plan in ("topk:0.01", "sgin", {"*": "half"}, "half" if dist.get_rank() else "int8"):
         try:
             compress(model, plan)
@@ -97,6 +107,7 @@ def test_what_fsdp_cannot_have_is_refused_with_the_rule() -> None:
         for said, expected in zip(
             words,
             (
+                "has a custom reduce-scatter already",
                 "'topk:0.01'; its parameters are reduced together", "Did you mean 'sign'", "choose one of: half",
                 "ranks [1] compress otherwise than rank 0", "keeps no residuals, and the state has ['steps']",
             ),

@@ -68,6 +68,8 @@ def test_a_file_that_is_no_plan_is_refused(text: str, message: str, tmp_path) ->
         ({"interval": [2, 1]}, r"interval of host.gc is \[2, 1\]; write \[low, high\]"),
         ({"interval": [1]}, r"interval of host.gc is \[1\]"),
         ({"interval": "wide"}, r"interval of host.gc is 'wide'"),
+        ({"allow": ["lossy"]}, r"asks for --allow \['lossy'\]"),
+        ({"predicted_speedup": 10**400}, r"the speedups of host.gc are \[1000"),
         ({"allow": "anything"}, r"asks for --allow 'anything'; choose one of: result-equivalent, lossy"),
         ({"speed": 1}, r"remedy host.gc has unknown keys: speed. Remove them"),
     ],
@@ -76,6 +78,15 @@ def test_a_bad_remedy_is_refused(change: dict, message: str, tmp_path) -> None:
     row = {"name": "host.gc", "parameters": {"every_steps": 10}} | change
     (tmp_path / "plan.json").write_text(json.dumps({"schema": "headway.plan-file/1", "remedies": [row]}))
     with pytest.raises(InputError, match=message):
+        read_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    "change", [{"step_s": 10**400}, {"predicted_speedup": "x"}, {"interval": [3, 1]}, {"predicted_speedup": -1}]
+)
+def test_figures_of_a_whole_plan_are_checked_like_those_of_a_remedy(change: dict, tmp_path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"schema": "headway.plan-file/1", "remedies": [], **change}))
+    with pytest.raises(InputError, match=r"plan.json: the (plan's step_s|speedups of the plan|interval of the plan)"):
         read_plan(tmp_path / "plan.json")
 
 

@@ -89,6 +89,13 @@ RECORDS = (
 )
 
 
+def test_of_two_remedies_that_conflict_the_later_one_is_refused(context):
+    context.outcomes.append(Applied("fault.guard"))
+    outcome = apply_one(Remedy("model.tune", {}, allow="lossy"), REMEDIES, context)
+
+    assert outcome == Refused("model.tune", "it cannot be applied beside fault.guard, which the plan has before it")
+
+
 def test_a_remedy_without_its_grant_is_refused_with_the_line_that_grants_it(context):
     outcome = apply_one(Remedy("test.lossy", allow="result-equivalent"), {"test.lossy": f"{__name__}:RECORDS"}, context)
 

@@ -381,7 +381,7 @@ def test_a_plan_with_a_parameter_of_another_kind_is_refused_before_the_run(tmp_p
     answer = headway_here("run", "--apply", str(plan), "--out", str(tmp_path / "run"), "--", "go.py")
 
     assert answer.returncode == 2
-    assert "num_workers of data.workers is 'two'; it must be a whole number from 0 upwards." in answer.stderr
+    assert "num_workers of data.workers is 'two'; it must be a whole number from 1 upwards." in answer.stderr
     assert not (tmp_path / "run").exists()
 
 

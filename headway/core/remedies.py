@@ -74,6 +74,9 @@ class RemedyRecord:
     allow: str | None = None
     """Entry of `planfile.ALLOWANCES` without which it is never applied; None: it asks for one where it needs it."""
 
+    conflicts: tuple[str, ...] = ()
+    """Remedies beside which it cannot be applied."""
+
     changes: str = ""
     """What needs the grant, as a refusal says it."""
 

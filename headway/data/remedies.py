@@ -12,19 +12,19 @@ from headway.core.remedies import Count, Flag, Names, Parameters, Positive, Reme
 class Workers(Parameters, frozen=True):
     """Parameters of `data.workers`, in the words of torch's DataLoader."""
 
-    num_workers: Count = 2
+    num_workers: Size = 2
     prefetch_factor: Size = 2
     """Batches under way per worker."""
     persistent_workers: Flag = True
     pin_memory: Flag = False
-    max_workers: Count | None = None
+    max_workers: Size | None = None
     """Most workers that the tuner may come to; None: as `num_workers`."""
 
 
 class Threads(Parameters, frozen=True):
     """Parameters of `data.threads`."""
 
-    num_workers: Count = 2
+    num_workers: Size = 2
     """Threads."""
     prefetch_factor: Size = 2
     """Batches under way per thread."""

@@ -26,7 +26,7 @@ class Inject(Parameters, frozen=True):
 REMEDIES = (
     RemedyRecord(
         "fault.guard", Guard, "headway.fault.runtime.loss_guard:guard",
-        allow="lossy", changes="it changes the results of a job whose loss breaks",
+        allow="lossy", changes="it changes the results of a job whose loss breaks", conflicts=("model.tune",),
     ),
 )  # fmt: skip
 """What a plan may hold of this room."""

@@ -22,6 +22,7 @@ REMEDIES = (
     RemedyRecord(
         "model.tune", Tune, "headway.model.runtime.tuned_script:tune",
         allow="lossy", changes="other settings change what is learned",
+        conflicts=("fault.guard",),  # losses of trials may break, which ends no job
     ),
 )  # fmt: skip
 """What a plan may hold of this room."""

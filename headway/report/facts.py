@@ -18,10 +18,10 @@ from headway.trace.recording.run_facts import RunFacts
 
 def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
     """Return the facts at the foot of the page."""
-    facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script", [])))} if meta else {}
+    facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script") or []))} if meta else {}
     wanted = ("host", "device_type", "cores", "world_size", "headway_version", "dropped", "run_id")
     facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
-    if meta.get("bytes_per_step") is not None:
+    if isinstance(meta.get("bytes_per_step"), (int, float)):
         facts["events written"] = f"{format_bytes(meta['bytes_per_step'])} per step"
     facts |= {f"loader {name}": row for name, row in (meta.get("loaders") or {}).items()}
     if not meta and trace is not None:

@@ -8,8 +8,9 @@ names; a parameter that no pattern matches travels raw.
     checkpointer = Checkpointer(root, model=model, optimizer=optimizer, compression=compression)
 
 The remedy registers it at a model's first forward, only where the script has no hook; a script that registers one
-later gets the buckets from then on. A step in which any gradient of any rank is NaN or infinite is skipped on all:
-gradients become NaN, as with a plain sum, residuals stay, and the optimizer finds no gradients.
+later gets the buckets from then on. A step in which any gradient of any rank is NaN, infinite or beyond the range of
+its codec is skipped on all: gradients become NaN, as with a plain sum, residuals stay, and the optimizer finds no
+gradients.
 
 >>> Compress("topk:2.5")
 Traceback (most recent call last):
@@ -283,6 +284,10 @@ class _Models:
             return
         if model.process_group.size() < 2:
             self.context.note(Refused(NAME, "one rank sends nothing"))
+            return
+        names = [name for name, _ in model.module.named_parameters()]
+        if not isinstance(self.plan, str) and not any(fnmatch.filter(names, glob) for glob in self.plan):
+            self.context.note(Refused(NAME, f"no parameter has a name like {', '.join(self.plan)}"))
             return
         self._own = True
         try:

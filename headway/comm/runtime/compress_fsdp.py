@@ -7,8 +7,8 @@ all parts go to their owners in one all-to-all, and an owner adds what it decode
 
 What an owner has is its shard, so nothing is sent back, and no rank has to end with the bits of another one. Nothing
 is left out either: of the codecs only those whose error is rounding are taken, and no residuals are kept. A NaN or
-infinity on one rank makes the group's gradients NaN on all, as with a plain sum; whether such a step counts is the
-script's choice, as ever.
+infinity on one rank, or a number beyond half precision under `half`, makes the group's gradients NaN on all, as with a
+plain sum; whether such a step counts is the script's choice, as ever.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def sharded_modules(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
+def _has_own_reduction(module: Any) -> bool:
+    """Say whether somebody has set a custom reduce-scatter of a sharded module; torch's own classes are no such one."""
+    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+    reduce = getattr(group, "_reduce_scatter_comm", None)
+    return reduce is not None and not type(reduce).__module__.startswith("torch.")
+
+
 class ShardedCompression(Closing):
     """What `compress` returns for a model of FSDP2; it keeps no residuals."""
 
@@ -54,6 +61,11 @@ class ShardedCompression(Closing):
             raise InputError(
                 f"the plan for FSDP2 is {plan!r}; its parameters are reduced together and keep no residuals, so choose "
                 f"one of: {', '.join(CODECS)}."
+            )
+        own = [type(module).__name__ for module in modules if _has_own_reduction(module)]
+        if own:
+            raise InputError(
+                f"{own[0]} has a custom reduce-scatter already. FSDP2 takes one; compress before, or instead."
             )
         missing = [type(module).__name__ for module in modules if not hasattr(module, SETTER)]
         if missing:
@@ -118,12 +130,14 @@ class _ReduceScatter:
             return work
         word = str(op)
         if word not in SHARES:
+            word = "a scaled sum" if word.startswith("<") else word
             raise InputError(
                 f"FSDP2 asks for {word}; compressed gradients are summed or averaged. Set no divide factor."
             )
         ranks, n = group.size(), output_tensor.numel()
-        finite = is_finite(input_tensor)
-        parts = input_tensor.view(ranks, n).float() if finite else torch.zeros(ranks, n, device=input_tensor.device)
+        parts = input_tensor.view(ranks, n).float()
+        finite = is_finite(parts) and self.codec.fits(parts.view(-1))
+        parts = parts if finite else torch.zeros_like(parts)
         encoded = torch.stack([self.codec.encode(part, 0) for part in parts])
         packets = torch.cat([encoded.new_full((ranks, FLAG), not finite), encoded], 1)
         arrived = torch.empty_like(packets)

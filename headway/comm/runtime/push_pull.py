@@ -149,6 +149,8 @@ class PushPull:
         """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks; `buffer` holds all of them."""
         finite = all_finite(gradients.values() if buffer is None else [buffer])
         whole = {name: g if g.dtype == torch.float32 else g.float() for name, g in gradients.items()}
+        units = [unit for partition in layout.partitions for unit in partition]
+        finite = finite and all(unit.codec.fits(whole[unit.name][unit.start : unit.stop]) for unit in units)
         plain, plain_work = self._send_plain(layout, whole, finite, group)
         pushes = [self._push(units, whole, finite, group) for units in layout.partitions]
         if self.two_way:

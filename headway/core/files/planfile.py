@@ -12,9 +12,9 @@ True
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,14 +79,9 @@ class Remedy:
             raise InputError(f"a remedy is named {self.name!r}; give it a name like 'data.workers'.")
         if not isinstance(self.parameters, Mapping) or not all(isinstance(key, str) for key in self.parameters):
             raise InputError(f"parameters of {self.name} are {self.parameters!r}; pass a mapping with string keys.")
-        bounds = [] if self.interval is None else list(self.interval)
-        numbers = bounds if self.predicted_speedup is None else [self.predicted_speedup, *bounds]
-        if not all(_is_number(x) and math.isfinite(x) and x > 0 for x in numbers):
-            raise InputError(f"the speedups of {self.name} are {numbers}; write finite numbers > 0.")
-        if self.interval is not None and not (len(bounds) == 2 and bounds[0] <= bounds[1]):
-            raise InputError(f"the interval of {self.name} is {bounds}; write [low, high] with low <= high.")
-        if self.allow in ALSO_CALLED:
-            object.__setattr__(self, "allow", ALSO_CALLED[str(self.allow)])
+        _check_speedups(self.name, self.predicted_speedup, self.interval)
+        if isinstance(self.allow, str):
+            object.__setattr__(self, "allow", ALSO_CALLED.get(self.allow, self.allow))
         if self.allow is not None and self.allow not in ALLOWANCES:
             raise InputError(f"{self.name} asks for --allow {self.allow!r}; choose one of: {', '.join(ALLOWANCES)}.")
 
@@ -120,7 +115,8 @@ class PlanFile:
             raise InputError(
                 f"the plan's schema is {self.schema!r}, this headway reads {SCHEMA!r}. Make the plan again."
             )
-        if self.step_s is not None and not (_is_number(self.step_s) and math.isfinite(self.step_s) and self.step_s > 0):
+        _check_speedups("the plan", self.predicted_speedup, self.interval)
+        if self.step_s is not None and not _is_positive(self.step_s):
             raise InputError(f"the plan's step_s is {self.step_s!r}; write a finite number > 0, or leave it out.")
         if self.baseline is not None and not isinstance(self.baseline, str):
             raise InputError(f"the plan's baseline is {self.baseline!r}; write the path of a run folder, or null.")
@@ -192,6 +188,21 @@ def write_plan(plan: PlanFile, path: str | os.PathLike[str]) -> None:
         raise InputError(
             f"cannot write the plan {path}: {cause.strerror}. Choose a folder that can be written."
         ) from cause
+
+
+def _check_speedups(of: str, predicted: object, interval: Sequence[object] | None) -> None:
+    """Raise `InputError` where a predicted speedup or its bounds are no finite numbers above 0, or out of order."""
+    bounds: list[Any] = [] if interval is None else list(interval)
+    numbers = bounds if predicted is None else [predicted, *bounds]
+    if not all(map(_is_positive, numbers)):
+        raise InputError(f"the speedups of {of} are {repr(numbers)[:80]}; write finite numbers > 0.")
+    if interval is not None and not (len(bounds) == 2 and bounds[0] <= bounds[1]):
+        raise InputError(f"the interval of {of} is {bounds}; write [low, high] with low <= high.")
+
+
+def _is_positive(value: Any) -> bool:
+    """Say whether a JSON value is a finite number above 0; one of more digits than a double has is none."""
+    return _is_number(value) and 0 < value <= sys.float_info.max
 
 
 def _is_number(value: object) -> bool:

@@ -225,7 +225,11 @@ def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> App
         record = record_at(pick(table, remedy.name, "remedy"), remedy.name)
         context.allow, context.remedy = remedy.allow or "", remedy.name
         parameters, found = record.read(remedy.parameters), Refused(remedy.name, record.asks)
-        if record.allow in (None, context.allow):
+        there = {one.name for one in context.outcomes if isinstance(one, Applied)}
+        rival = next((name for name in record.conflicts if name in there), None)
+        if rival is not None:
+            found = Refused(remedy.name, f"it cannot be applied beside {rival}, which the plan has before it")
+        elif record.allow in (None, context.allow):
             found = load(str(record.apply))(parameters, context)
         if not isinstance(found, (Applied, Refused)):
             raise InputError(f"{remedy.name} returned {found!r}; a remedy returns Applied or Refused. Report this.")

@@ -27,6 +27,10 @@ READING, DATASET = "reading", "dataset"
 A reason without one is about the remedy itself, as it was given."""
 
 
+NO_MODEL = "the script made no model that it could be applied to"
+"""Why a run was without a remedy of distributed models."""
+
+
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What a remedy decided about a loader, when it was first read or later."""
 
@@ -63,10 +67,18 @@ class AppliedRow(msgspec.Struct, frozen=True, kw_only=True):
         return [converted(entry, Decision)[0] for entry in rows if isinstance(entry, Mapping)]
 
     @property
+    def unused(self) -> str:
+        """Why a remedy of distributed models had nothing to act on; '' where it had, or is of another kind."""
+        facts = self.facts or {}
+        return NO_MODEL if facts.get("models") == 0 and not facts.get("had_it") else ""
+
+    @property
     def why_without(self) -> str:
         """Why the run was without it in the end; '' where some loader had it to the last."""
         if reason := self.reason_not_applied or self.withdrawn:
             return reason
+        if self.unused:
+            return self.unused
         reasons = [entry.reason or "withdrawn" for entry in self.decisions("withdrawn")]
         if not reasons:
             last = {entry.dataset: entry.reason_not_applied for entry in self.decisions("loaders")}

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -72,7 +73,7 @@ def build(
     training = np.flatnonzero((columns.lane == 0) & (columns.process == lead.header.pid))
     main = columns.where(training)
     tables = _tables(run, rank, lead)
-    found = basis.basis_of(main, {int(key): value for key, value in tables.get("loops", {}).items()})
+    found = basis.basis_of(main, _loops(tables))
     gradients = basis.gradients_of(main)
     evaluation.mark_learning(main, gradients, found)
     columns.seq[training] = main.seq
@@ -129,6 +130,14 @@ def _tables(run: Path, rank: int, lead: Recorded) -> dict[str, Any]:
     """Return what the process that leads has said of itself; a child that trains has a file of its own."""
     own = json_object(run / "tables" / f"p{lead.header.pid}.json") if lead.header.role == "child" else {}
     return own or json_object(run / "tables" / f"r{rank}.json")
+
+
+def _loops(tables: Mapping[str, Any]) -> dict[int, int]:
+    """Return optimizer -> depth of the loop that steps it; {} where a damaged file does not say it."""
+    try:
+        return msgspec.convert(tables.get("loops", {}), dict[int, int], strict=False)
+    except msgspec.ValidationError:
+        return {}
 
 
 def _step_rows(bounds: NDArray[np.int64]) -> Rows:
@@ -228,6 +237,8 @@ def loaders(run: Path) -> dict[str, dict[str, Any]]:
     own = sorted((run / "loaders").glob("r*.json"), reverse=True)
     for path in own or sorted((run / "loaders").glob("p*.json"), reverse=True):
         for group, told in json_object(path).items():
+            if not isinstance(told, dict):
+                continue
             known = found.get(group, {})
             drawn = {
                 key: sorted({*(known.get(key) or ()), *(told.get(key) or ())})

@@ -237,5 +237,5 @@ def run_object(explanation: Explanation) -> dict[str, Any]:
         "goodput": explanation.ledger.goodput,
         "steps_per_s": steps_per_s(explanation.ledger),
         "baseline": meta.get("baseline"),
-        "applied": meta.get("applied") or [],
+        "applied": [row for row in meta.get("applied") or [] if isinstance(row, dict)],
     }

@@ -47,8 +47,12 @@ def run(
     if options.verify and plan is None:
         raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
     for remedy in plan.remedies if plan else ():
-        pick(REMEDIES, remedy.name, "remedy")
-        RECORDS[remedy.name].read(remedy.parameters)
+        try:
+            if not pick(RECORDS, remedy.name, "remedy").apply:
+                raise InputError(f"{remedy.name} is only predicted, headway cannot apply it. Remove it from the plan.")
+            RECORDS[remedy.name].read(remedy.parameters)
+        except InputError as cause:
+            raise InputError(f"{options.plan_path}: {cause}") from cause
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
     report = launch(options.launch_options({**REHEARSALS, **(REMEDIES if plan else {})}, baseline), script)
     if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last

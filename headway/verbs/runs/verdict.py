@@ -60,7 +60,7 @@ def applied_rows(
     rows: list[dict[str, Any]] = []
     for remedy in plan.remedies:
         outcome = found.get(remedy.name)
-        reason = "no rank reported on it" if outcome is None else outcome.reason_not_applied
+        reason = "no rank reported on it" if outcome is None else outcome.reason_not_applied or outcome.unused or None
         rows.append({
             "name": remedy.name,
             "parameters": dict(remedy.parameters),

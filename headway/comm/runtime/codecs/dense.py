@@ -46,7 +46,7 @@ def stretches(x: torch.Tensor, step: int = STRETCH) -> list[torch.Tensor]:
 
 
 def cast_encode(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `x` in a type of 2 bytes; what lies beyond its range becomes its largest number."""
+    """Return `x` in a type of 2 bytes; what lies beyond its range (see `Codec.fits`) becomes its largest number."""
     most = torch.finfo(dtype).max
     packet = torch.empty(2 * x.numel(), dtype=torch.uint8, device=x.device)
     for part, small in zip(stretches(x), stretches(packet.view(dtype)), strict=True):

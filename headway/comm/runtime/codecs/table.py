@@ -67,6 +67,11 @@ class Codec:
         given = (0 if self.name.kind == "shared-randomk" else next(self.draws)) if seed is None else seed
         return self.encoding(x.detach().reshape(-1).to(torch.float32), self.name, given)
 
+    def fits(self, x: torch.Tensor) -> bool:
+        """Say whether `x` (flat, finite) lies in the codec's range: a half precision number is 65,504 at most."""
+        most = float(torch.finfo(torch.float16).max)
+        return self.name.kind != "half" or not x.numel() or float(torch.linalg.vector_norm(x, float("inf"))) <= most
+
     def decode(self, packet: torch.Tensor, n: int, seed: int | None = None) -> torch.Tensor:
         """Return the [n] float32 of a packet; `seed` as given to `encode`, where places are shared."""
         out = torch.empty(n, device=packet.device)
