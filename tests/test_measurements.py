@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
 from headway.catalog import MEASUREMENTS
-from headway.core.remedies import load, record_at
+from headway.core.lazy import resolved
+from headway.core.remedies import record_at
 from headway.data.runtime.checks import measurements
 from headway.data.runtime.checks.measurements import Filling, Stopwatch
 from headway.runtime.calls.patches import replace_attribute
@@ -39,7 +40,7 @@ def stopwatch(**changes) -> tuple[Stopwatch, list]:
 
 @pytest.mark.parametrize("name", MEASUREMENTS)
 def test_each_measurement_of_the_catalog_is_a_function_that_says_what_it_measures(name):
-    function = load(record_at(MEASUREMENTS[name], name).apply)
+    function = resolved(record_at(MEASUREMENTS[name], name).apply)
 
     assert name == f"measure.{function.__name__}"
     assert function.__doc__.startswith("Measure with")

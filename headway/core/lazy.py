@@ -1,8 +1,10 @@
-"""Public names of a package that are loaded on first use (PEP 562), from one literal table.
+"""What a literal table names is loaded on first use: "module:attribute", and public names of a package (PEP 562).
 
 >>> load, names = lazily("headway.core", {"GIB": "headway.core.units:GIB"})
 >>> load("GIB"), names()
 (1073741824, ['GIB'])
+>>> resolved("headway.core.units:GIB")
+1073741824
 """
 
 from __future__ import annotations
@@ -10,6 +12,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def resolved(target: str) -> Any:
+    """Import and return what "module:attribute" names, or "module" itself."""
+    module, _, attribute = target.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, attribute) if attribute else found
 
 
 def lazily(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -20,9 +30,7 @@ def lazily(package: str, public: Mapping[str, str]) -> tuple[Callable[[str], obj
         target = public.get(name)
         if target is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}; it has: {', '.join(sorted(public))}")
-        module, _, attribute = target.partition(":")
-        value: object = importlib.import_module(module)
-        value = getattr(value, attribute) if attribute else value
+        value: object = resolved(target)
         vars(sys.modules[package])[name] = value
         return value
 

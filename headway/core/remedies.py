@@ -21,13 +21,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Annotated, Any, get_args, get_origin
 
 import msgspec
 from msgspec import Meta
 
 from headway.core.errors import InputError
+from headway.core.lazy import resolved
 from headway.core.tables import pick
 
 Count = Annotated[int, Meta(ge=0, description="a whole number from 0 upwards")]
@@ -35,7 +35,6 @@ Size = Annotated[int, Meta(ge=1, description="a whole number from 1 upwards")]
 Positive = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a number above 0")]
 Sizes = Annotated[list[Positive], Meta(min_length=1, description="a list of numbers above 0")]
 Names = Annotated[list[str], Meta(description="a list of names")]
-Name = Annotated[str, Meta(description="a name")]
 Flag = Annotated[bool, Meta(description="true or false")]
 
 
@@ -111,14 +110,8 @@ class RemedyRecord:
 
 def record_at(place: str, name: str) -> RemedyRecord:
     """Return the record called `name` in the tuple that `place`, "module:attribute", says."""
-    records: tuple[RemedyRecord, ...] = load(place)
+    records: tuple[RemedyRecord, ...] = resolved(place)
     return next(record for record in records if record.name == name)
-
-
-def load(place: str) -> Any:
-    """Return what "module:attribute" names."""
-    module, _, attribute = place.partition(":")
-    return getattr(import_module(module), attribute)
 
 
 def _rule(kind: Any) -> str:

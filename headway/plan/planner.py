@@ -11,7 +11,6 @@ win over a run as long as the recorded one.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -20,6 +19,7 @@ from typing import Any, Protocol, cast
 
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.lazy import resolved
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import LeftOut, excludes, reason_of, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
@@ -132,10 +132,9 @@ def resolve(adviser: str | Adviser) -> Adviser:
     """Return the function that "module:function" names; functions pass through."""
     if not isinstance(adviser, str):
         return adviser
-    module, colon, name = adviser.partition(":")
-    if not colon:
+    if ":" not in adviser:
         raise InputError(f"{adviser!r} names no adviser. Write module:function.")
-    return cast(Adviser, getattr(importlib.import_module(module), name))
+    return cast(Adviser, resolved(adviser))
 
 
 def compose(

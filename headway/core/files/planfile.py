@@ -201,7 +201,7 @@ def _check_speedups(of: str, predicted: object, interval: Sequence[object] | Non
 
 
 def _is_positive(value: Any) -> bool:
-    """Say whether a JSON value is a finite number above 0; one of more digits than a double has is none."""
+    """Say whether a JSON value is a number above 0 that a double can hold."""
     return _is_number(value) and 0 < value <= sys.float_info.max
 
 

@@ -10,9 +10,6 @@ granted it (`allow = "lossy"`). Actions:
 
 The rank whose batch it was raises first, and so is the one that is named. On a device the numbers are waited for:
 that is one synchronisation per step.
-
->>> sorted(ACTIONS)
-['rollback', 'skip', 'stop']
 """
 
 from __future__ import annotations
@@ -31,13 +28,6 @@ from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.runtime.script.bad_loss import USUAL, Bad, judge
 
 NAME = "fault.guard"
-
-ACTIONS: dict[str, str] = {
-    "skip": "leave the update out",
-    "rollback": "go back to the newest checkpoint",
-    "stop": "end the job",
-}
-"""What a guard may do -> in words."""
 
 MOST_SKIPS = 3
 """Updates in a row that are left out before going back: parameters that are NaN already do not mend."""

@@ -18,6 +18,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from headway.runtime.recorder import rehearsals
@@ -449,11 +450,8 @@ def loader_facts(loader: Any) -> dict[str, Any]:
 
     streams = isinstance(loader.dataset, IterableDataset)
     size = None
-    if not streams:
-        try:
-            size = len(loader.dataset)
-        except Exception:  # a dataset without a length, or one whose length fails: a fact less
-            size = None
+    with suppress(Exception):  # a dataset without a length, or one whose length fails: a fact less
+        size = None if streams else len(loader.dataset)
     return {
         "num_workers": loader.num_workers,
         "prefetch_factor": loader.prefetch_factor,
@@ -464,9 +462,12 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "smallest_dataset": size,
         "sampler": type(sampler_of(loader)).__name__,
         "dataset": type(loader.dataset).__name__,
-        **dict.fromkeys(("datasets", "loaders"), 1),
+        "datasets": 1,
+        "loaders": 1,
         "own": is_own(loader),
-        **dict.fromkeys(("draws", "collate_draws", "changes")),
+        "draws": None,
+        "collate_draws": None,
+        "changes": None,
         "changes_unchecked": "",
         "worker_init_fn": name_of(loader.worker_init_fn),
         "steered": None if streams else steered(loader),

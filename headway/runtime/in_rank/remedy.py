@@ -21,7 +21,8 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.files.planfile import Remedy, read_plan
-from headway.core.remedies import load, record_at
+from headway.core.lazy import resolved
+from headway.core.remedies import record_at
 from headway.core.tables import pick
 from headway.runtime.calls.patches import Undo, replace_attribute
 from headway.runtime.in_rank.guard import Passing, Restoring, guarded
@@ -224,13 +225,15 @@ def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> App
     try:
         record = record_at(pick(table, remedy.name, "remedy"), remedy.name)
         context.allow, context.remedy = remedy.allow or "", remedy.name
-        parameters, found = record.read(remedy.parameters), Refused(remedy.name, record.asks)
-        there = {one.name for one in context.outcomes if isinstance(one, Applied)}
-        rival = next((name for name in record.conflicts if name in there), None)
-        if rival is not None:
-            found = Refused(remedy.name, f"it cannot be applied beside {rival}, which the plan has before it")
-        elif record.allow in (None, context.allow):
-            found = load(str(record.apply))(parameters, context)
+        parameters = record.read(remedy.parameters)
+        rivals = [one.name for one in context.outcomes if isinstance(one, Applied) and one.name in record.conflicts]
+        found: object
+        if rivals:
+            found = Refused(remedy.name, f"it cannot be applied beside {rivals[0]}, which the plan has before it")
+        elif record.allow not in (None, context.allow):
+            found = Refused(remedy.name, record.asks)
+        else:
+            found = resolved(str(record.apply))(parameters, context)
         if not isinstance(found, (Applied, Refused)):
             raise InputError(f"{remedy.name} returned {found!r}; a remedy returns Applied or Refused. Report this.")
         outcome = found

@@ -12,12 +12,13 @@ Times in ns on CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from headway.core.lazy import resolved
 
 if TYPE_CHECKING:
     from headway.runtime.launching.agent import Group, RankSpec
@@ -186,9 +187,8 @@ def supervisor_of(options: LaunchOptions, recording: Recording, say: Callable[[s
     """Return what supervises the attempts of a run: what the options name, where there may be more than one."""
     if not options.supervisor or not options.max_restarts:
         return Unsupervised()
-    module, _, name = options.supervisor.partition(":")
     try:
-        made: Supervisor = getattr(importlib.import_module(module), name)(options, recording, say)
+        made: Supervisor = resolved(options.supervisor)(options, recording, say)
     except Exception as cause:  # a run folder on a full disk, say: the job is what matters
         say(f"restarts are not supervised: {type(cause).__name__}: {cause}")
         return Unsupervised()

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headway.core.remedies import load
+from headway.core.lazy import resolved
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import Probes
 from headway.runtime.recorder.rereading import start_detached
@@ -47,7 +47,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         def work() -> bytes:
-            return json.dumps({group: {"rehearsal": load(function)(loader)}}).encode()
+            return json.dumps({group: {"rehearsal": resolved(function)(loader)}}).encode()
 
         start_detached(work, descriptor, forks=True)
     finally:

@@ -15,7 +15,6 @@ nanoseconds.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, cast
 import numpy as np
 
 from headway.core.errors import FormatError, InputError
+from headway.core.lazy import resolved
 from headway.core.units import NS_PER_S
 from headway.trace.events.content import PARQUET_MAGIC, Content
 from headway.trace.events.parts import Parts
@@ -66,7 +66,7 @@ def open_any(path: str | Path) -> Trace:
     """
     content = Content(Path(path))
     if not content.path.exists():
-        if parts := _resolve("headway.trace.readers.chakra:rank_files")(content.path):
+        if parts := resolved("headway.trace.readers.chakra:rank_files")(content.path):
             return concat([open_any(part) for part in parts.values()])
         raise InputError(f"{path} does not exist. Check the path; a run folder or a trace file is needed.")
     name = recognise(content)
@@ -91,7 +91,7 @@ def open_several(paths: Sequence[str | Path]) -> list[Trace]:
     if len(profiles) < 2:
         return [open_any(path) for path in paths]
     others = [open_any(content.path) for content in contents if content not in profiles]
-    return [*_resolve("headway.trace.profiler.profiler_folder:read")(profiles), *others]
+    return [*resolved("headway.trace.profiler.profiler_folder:read")(profiles), *others]
 
 
 def recognise(content: Content) -> str:
@@ -107,12 +107,12 @@ def save_any(trace: Trace, path: str | Path) -> None:
     suffix = next((s for s in sorted(WRITERS, key=len, reverse=True) if Path(path).name.endswith(s)), None)
     if suffix is None:
         raise InputError(f"{path} names no format headway writes. End it with one of: {', '.join(sorted(WRITERS))}.")
-    _resolve(WRITERS[suffix])(trace, Path(path))
+    resolved(WRITERS[suffix])(trace, Path(path))
 
 
 def open_run(path: Path) -> Trace:
     """Return the trace of the last attempt of the run folder at `path`, all ranks."""
-    run: Any = _resolve("headway.trace.recording.runs:Run")
+    run: Any = resolved("headway.trace.recording.runs:Run")
     return cast(Trace, run.open(path).trace)
 
 
@@ -174,7 +174,7 @@ def _open_folder(path: Path) -> Trace:
     found = _in_folder(path)
     profiles = [content for name, content in found if name == PROFILE]
     others = [_read(READERS[name], content) for name, content in found if name != PROFILE]
-    read = _resolve("headway.trace.profiler.profiler_folder:read") if profiles else list
+    read = resolved("headway.trace.profiler.profiler_folder:read") if profiles else list
     return concat([*read(profiles), *others])
 
 
@@ -210,12 +210,12 @@ def _stored(content: Content) -> Parts | None:
     """Return the parts of one path, None for formats that are read whole, and for traces that list their edges."""
     name = recognise(content) if content.path.exists() else ""
     if name == "run":
-        run: Any = _resolve("headway.trace.recording.runs:Run")
+        run: Any = resolved("headway.trace.recording.runs:Run")
         return cast(Parts, run.open(content.path).parts)
     files = [(name, content)] if name or not content.path.is_dir() else _in_folder(content.path)
     if any(each != OWN for each, _ in files):
         return None
-    stored: Any = _resolve("headway.trace.events.parquet:Stored")
+    stored: Any = resolved("headway.trace.events.parquet:Stored")
     if any(stored(file.path).lists_edges for _, file in files):
         return None
     return Parts.of_files([file.path for _, file in files])
@@ -223,13 +223,7 @@ def _stored(content: Content) -> Parts | None:
 
 def _read(entry: Format, content: Content) -> Trace:
     """Call the reader of `entry`."""
-    return cast(Trace, _resolve(entry.reader)(content.path if entry.takes == "path" else content))
-
-
-def _resolve(target: str) -> Callable[..., Any]:
-    """Return the function that 'module:function' names."""
-    module, function = target.split(":")
-    return cast(Callable[..., Any], getattr(importlib.import_module(module), function))
+    return cast(Trace, resolved(entry.reader)(content.path if entry.takes == "path" else content))
 
 
 def _looks(content: Content) -> str:
@@ -238,7 +232,7 @@ def _looks(content: Content) -> str:
     if not content.head:
         return EMPTY
     if content.head.startswith(PARQUET_MAGIC):
-        columns = _resolve("headway.trace.events.parquet:columns_of")(content.path)
+        columns = resolved("headway.trace.events.parquet:columns_of")(content.path)
         return f"is Parquet with the columns {', '.join(columns[:8])}" if columns else DAMAGED
     if opening.startswith((b"{", b"[")):
         return f"is JSON that starts with {opening[:60].decode(errors='replace')!r} and has no 'traceEvents'"
@@ -248,18 +242,18 @@ def _looks(content: Content) -> str:
 
 
 def _is_run(content: Content) -> bool:
-    return content.path.is_dir() and bool(_resolve("headway.trace.recording.runs:is_run")(content.path))
+    return content.path.is_dir() and bool(resolved("headway.trace.recording.runs:is_run")(content.path))
 
 
 def _is_own(content: Content) -> bool:
     return content.head.startswith(PARQUET_MAGIC) and bool(
-        _resolve("headway.trace.events.parquet:is_ours")(content.path)
+        resolved("headway.trace.events.parquet:is_ours")(content.path)
     )
 
 
 def _is_straggler(content: Content) -> bool:
     is_parquet = content.head.startswith(PARQUET_MAGIC)
-    return is_parquet and "optype" in _resolve("headway.trace.events.parquet:columns_of")(content.path)
+    return is_parquet and "optype" in resolved("headway.trace.events.parquet:columns_of")(content.path)
 
 
 def _is_chrome(content: Content) -> bool:
@@ -286,7 +280,7 @@ def _is_torchtitan(content: Content) -> bool:
 
 
 def _is_chakra(content: Content) -> bool:
-    return bool(_resolve("headway.trace.readers.chakra:looks_like")(content))
+    return bool(resolved("headway.trace.readers.chakra:looks_like")(content))
 
 
 READERS: dict[str, Format] = {

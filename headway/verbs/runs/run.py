@@ -48,9 +48,10 @@ def run(
         raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
     for remedy in plan.remedies if plan else ():
         try:
-            if not pick(RECORDS, remedy.name, "remedy").apply:
+            record = pick(RECORDS, remedy.name, "remedy")
+            if not record.apply:
                 raise InputError(f"{remedy.name} is only predicted, headway cannot apply it. Remove it from the plan.")
-            RECORDS[remedy.name].read(remedy.parameters)
+            record.read(remedy.parameters)
         except InputError as cause:
             raise InputError(f"{options.plan_path}: {cause}") from cause
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
