@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from headway.comm import compress
+from headway.comm.runtime import compress_fsdp
 from headway.comm.runtime.compress_fsdp import CODECS, SETTER
 from headway.core.errors import InputError
 from tests.spawn import on_ranks
@@ -23,13 +24,14 @@ def _by_capability() -> None:
         pytest.skip(f"FSDP2 of this torch has no {SETTER}")
 
 
-def sharded() -> Any:
+def sharded(*sizes: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 41), nn.Tanh(), nn.Linear(41, 3))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    names = ("replicate", "shard") if sizes else None
+    mesh = init_device_mesh("cpu", sizes or (dist.get_world_size(),), mesh_dim_names=names)
     fully_shard(model[2], mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
@@ -114,3 +116,18 @@ def test_what_fsdp_cannot_have_is_refused_with_the_rule() -> None:
             strict=True,
         ):  # fmt: skip
             assert expected in said
+
+
+def _on_replicas() -> tuple[float, list[str]]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compress_fsdp, "warn", said.append)
+        plain, model = gradients(sharded(2, 2), 0), sharded(2, 2)
+        compress(model, "half", min_bytes=200)
+    return float((gradients(model, 0) - plain).norm() / plain.norm()), said
+
+
+def test_replicas_of_a_hybrid_mesh_are_summed_plain_and_said_to_be() -> None:
+    for error, said in on_ranks(_on_replicas, 4):
+        assert 0 < error < 1e-3
+        assert said == ["comm.compress: the mesh has replicas; between them gradients are summed uncompressed"]

@@ -51,6 +51,13 @@ def test_the_batches_of_a_server_are_compared_by_their_examples_not_by_their_ord
     assert counts == {"batches": 8, "compared": 2, "equal": 2, "unequal": 0}
 
 
+def test_a_cache_larger_than_the_memory_of_the_host_is_refused_with_both_sizes():
+    found = apply(server, {"cache_bytes": 10**25}, TestContext("result-equivalent"))
+
+    assert isinstance(found, Refused)
+    assert found.reason.startswith("its cache_bytes of 1e+25 is more than this host's memory of ")
+
+
 def test_a_loader_that_does_not_shuffle_keeps_its_order():
     with applied(server, PARAMETERS, allow="result-equivalent"):
         assert numbers(DataLoader(Squares(), 5), 1) == [list(range(37))]

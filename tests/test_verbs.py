@@ -28,6 +28,7 @@ from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.report.figures import NOT_RESOLVED, verdict
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
+from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.runtime.run_folder.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
 from headway.sim.whatif.edits import EDITS
@@ -37,6 +38,7 @@ from headway.trace.events.trace import Trace
 from headway.verbs.runs.compare import unfinished
 from headway.verbs.runs.plan import plan as plan_verb
 from headway.verbs.runs.report import heat_maps, known_steps, step_durations, timelines, window_of
+from headway.verbs.runs.run import tell
 from headway.verbs.runs.trace import interval
 from headway.verbs.runs.verdict import applied_rows, summarise, verdict_line
 from headway.verbs.runs.why import why as why_verb
@@ -372,6 +374,16 @@ def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):
 
     assert answer.returncode == 2
     assert "unknown remedy 'data.wrokers'. Did you mean 'data.workers'?" in answer.stderr
+
+
+def test_a_plan_whose_run_is_gone_says_that_nothing_is_measured(tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(ROOT / "tests" / "golden" / "runs" / "after", run)
+    plan = PlanFile(remedies=(Remedy("data.workers", {}, 2.0),))
+
+    tell(ExitReport(0, "ok", None, None, 1.0, run), plan, tmp_path / "gone", as_json=False)
+
+    assert f"Nothing is measured: {tmp_path / 'gone'}, of which the plan was made, is no run" in capsys.readouterr().err
 
 
 def test_a_plan_with_a_parameter_of_another_kind_is_refused_before_the_run(tmp_path):

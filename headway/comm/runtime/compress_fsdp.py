@@ -26,6 +26,7 @@ from headway.comm.runtime.push_pull import FLAG
 from headway.core.closing import Closing
 from headway.core.errors import InputError
 from headway.runtime.quantize import is_finite
+from headway.trace.rings.ring import warn
 
 CODECS = ("half", "bfloat16", "int8")
 """Codecs that need no residual."""
@@ -45,11 +46,21 @@ def sharded_modules(model: Any) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, kind)]
 
 
+def _group(module: Any) -> Any:
+    """Return what FSDP2 keeps of the parameters of a sharded module; None where they travel with another module's."""
+    return getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+
+
 def _has_own_reduction(module: Any) -> bool:
     """Say whether somebody has set a custom reduce-scatter of a sharded module; torch's own classes are no such one."""
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-    reduce = getattr(group, "_reduce_scatter_comm", None)
+    reduce = getattr(_group(module), "_reduce_scatter_comm", None)
     return reduce is not None and not type(reduce).__module__.startswith("torch.")
+
+
+def _has_replicas(module: Any) -> bool:
+    """Say whether the shards of a module are replicated, on a hybrid mesh: FSDP2 all-reduces them between replicas."""
+    mesh = getattr(_group(module), "mesh_info", None)
+    return getattr(mesh, "shard_process_group", None) is not None and hasattr(mesh, "replicate_process_group")
 
 
 class ShardedCompression(Closing):
@@ -79,6 +90,8 @@ class ShardedCompression(Closing):
                 f"{min_bytes}. Give all ranks the same plan."
             )
         self._reduce = _ReduceScatter(codec_of(str(plan)), min_bytes)
+        if any(_has_replicas(module) for module in modules):
+            warn("comm.compress: the mesh has replicas; between them gradients are summed uncompressed")
         for module in modules:
             module.set_custom_reduce_scatter(self._reduce)
 

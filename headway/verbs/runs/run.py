@@ -111,6 +111,9 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         beside = _beside(baseline, report.run)
         answer["ettr_predicted"] = beside and beside["predicted"]
         line = f"{ettr_sentence(beside)}\n" if beside else ""
+        if baseline is not None and not is_run(baseline):
+            line += f"Nothing is measured: {baseline}, of which the plan was made, is no run any more. --baseline RUN "
+            line += "names another.\n"
         line += verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
     except HeadwayError as reason:
         line = f"nothing to account for: {reason if not report.problems else report.problems[0]}"

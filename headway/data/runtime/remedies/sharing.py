@@ -29,6 +29,7 @@ from headway.data.runtime.guard.trial import unfit
 from headway.data.runtime.loader.loader import DataLoader as OwnLoader
 from headway.data.runtime.loader.served import Served
 from headway.data.serving.server import DataServer
+from headway.runtime.host.host_memory import host_memory
 from headway.runtime.in_rank.remedy import Applied, Context, Refused
 from headway.runtime.script.samplers import sampler_of
 
@@ -41,6 +42,13 @@ def server(parameters: Server, context: Context) -> Applied | Refused:
 
     Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
+    total_bytes = host_memory()["memory_total_bytes"]
+    if total_bytes is not None and parameters.cache_bytes > total_bytes:
+        return Refused(
+            "data.server",
+            f"its cache_bytes of {parameters.cache_bytes:.4g} is more than this host's memory of {total_bytes:.4g} "
+            "bytes: give less in the plan",
+        )
     options = DataServer(cache_bytes=parameters.cache_bytes, idle_s=parameters.idle_s)
     report = reporter("data.server", parameters, context)
     share = Share(options, report, verification=verification_of(context), decisions=Decisions(budget_of(context)))

@@ -359,7 +359,7 @@ class LoaderTuner:
             tuning.settled = True
             return
         else:
-            count = min(self.max_workers, 2 * tuning.num_workers)
+            count = max(tuning.num_workers, min(self.max_workers, 2 * tuning.num_workers, len(loader)))
             tuning.settled = count == tuning.num_workers
         tuning.batch_ns = batch_ns
         if count == tuning.num_workers:
