@@ -175,6 +175,13 @@ def test_other_json_is_no_watch():
         of_watch({"entries": []})
 
 
+@pytest.mark.parametrize(("end_ns", "said"), [(None, "so far no rank has stood still"), (9, "its ranks made progress")])
+def test_a_run_without_a_report_says_whether_one_may_come(tmp_path, end_ns, said):
+    (tmp_path / "run.json").write_text(json.dumps({"end_ns": end_ns}))
+    with pytest.raises(InputError, match=said):
+        verdict_of([tmp_path])
+
+
 def test_a_run_folder_gives_its_newest_report(tmp_path):
     (tmp_path / "rings").mkdir()
     with pytest.raises(InputError, match=r"holds no report of the hang watch"):

@@ -13,6 +13,7 @@ from headway.ledger.jobs.hang import Verdict, localise
 from headway.ledger.jobs.hang_reports import of_dumps, of_watch
 from headway.report.page.hang import render_hang
 from headway.trace.events.trace import Trace
+from headway.trace.recording.assemble import json_object
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
@@ -48,9 +49,16 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> Verdict:
     if len(sources) == 1 and is_run(sources[0]):
         reports = watch_reports(sources[0])
         if not reports:
+            runs = (facts := json_object(sources[0] / "run.json")) and facts.get("end_ns") is None
+            reason = (
+                "so far no rank has stood still for as long as is unusual, which is at least 30 s in a step and 600 s "
+                "before the first ones. Ask again, or name"
+                if runs
+                else "its ranks made progress. Name"
+            )
             raise InputError(
-                f"{sources[0]} holds no report of the hang watch in {sources[0] / 'hang'}: its ranks made progress. "
-                "Name the Flight Recorder dumps of the ranks instead."
+                f"{sources[0]} holds no report of the hang watch in {sources[0] / 'hang'}: {reason} the Flight "
+                "Recorder dumps of the ranks."
             )
         sources = reports[-1:]
     watched = _watched(sources[0]) if len(sources) == 1 else None
