@@ -260,7 +260,7 @@ def _sync(ops: Operations) -> Pair:
         first = np.flatnonzero((ops.launches >= 0) & (ops.rank == rank) & names[ops.column("name")])
         target = ops.launches[first]
         # A launch is two operations, first and first + 1, cut where its kernel starts. A copy that ends during the
-        # second one was waited for, and only what lies behind its end is the call's own time.
+        # second one was waited for, and only what lies after its end is the call's own time.
         blocked = (ops.end[target] <= ops.end[first + 1]) & (ops.end[target] > ops.begin[first + 1])
         ops.begin[first[blocked] + 1] = ops.came[first[blocked] + 1] = ops.end[target[blocked]]
         pairs.append((target[blocked], first[blocked] + 1))
