@@ -299,6 +299,7 @@ class _Engine:
     def solve(self, now_s: float) -> None:
         """Ask the policy, and begin a new ledger."""
         at, jobs, rates = self.active[self.fit[self.active]], self.jobs, self.rates
+        # Row i of what the policy sees is job at[i]; `position` [n] leads from a job back to its row.
         position = np.full(len(jobs), -1)
         position[at] = np.arange(at.size)
         partner = np.where(self.partner[at] >= 0, position[self.partner[at]], -1)
@@ -319,6 +320,7 @@ class _Engine:
         if found.memory is not None:
             self.memory[at] = found.memory
         self.partner[at] = -1
+        # The new ledger begins with what the old one owed to rows of single jobs; what pairs were owed lapses.
         elapsed_s = min(now_s - self.reset_at_s, now_s)
         half_s = self.timing.round_s / 2
         alone = self.rows.b < 0
@@ -338,6 +340,7 @@ class _Engine:
     def start(self, now_s: float) -> float:
         """Give devices to rows, and return how long the round lasts (0: nothing runs)."""
         rows, found, count = self.rows, self.allocation, self.cluster.count
+        # For each of r chosen rows: row [r] of the ledger, kind [r] its type, used [r, W] devices, rate [r] steps/s.
         if found.devices is not None:
             row, kind, used, rate = self.picked(found.devices)
         else:
@@ -371,6 +374,7 @@ class _Engine:
             steps_b[paired], seconds_b[paired] = self.work(
                 b[paired], rows.rate_b[row[paired], kind[paired]], lost_s[paired]
             )
+        # A pair keeps its devices until both of its jobs are done.
         seconds = np.maximum(seconds_a, seconds_b)
         first = a[np.isnan(self.start_s[a])]
         self.start_s[first] = now_s
@@ -401,6 +405,8 @@ class _Engine:
 
     def moved(self, a: Indices, b: Indices, kind: Indices, used: Values) -> Values:
         """Count the jobs that start again elsewhere or after a pause, and return the time that each row loses to it."""
+        # Devices by type as the digits of one number, to a base that no count reaches: equal numbers are equal
+        # placements (as long as the number is below 2^53, where float64 is exact).
         here = np.asarray(used @ self.radix ** np.arange(used.shape[1]), np.int64)
         before, self.ran_on = self.ran_on, np.full(len(self.jobs), -1)
         for who, at in ((a, here), (b[b >= 0], here[b >= 0])):

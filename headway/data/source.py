@@ -342,6 +342,8 @@ class SyntheticJpeg:
         width, height = self._size
         rng = stream(self._seed, "synthetic jpeg", index)
         y, x = np.mgrid[0:height, 0:width].astype(np.float32)
+        # One plane wave per colour: 0.5 to 6 periods along each side, in radians per pixel. The noise is the same in
+        # all three.
         waves = rng.uniform(0.5, 6.0, (3, 2)).astype(np.float32) * (2 * np.pi / np.array([height, width], np.float32))
         phase = rng.uniform(0, 2 * np.pi, 3).astype(np.float32)
         smooth = [np.sin(waves[c, 0] * y + waves[c, 1] * x + phase[c]) for c in range(3)]

@@ -30,19 +30,21 @@ def pollux(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
     the size changes. Sizes: 0, 1, 2, 4 and so on to a host, then whole hosts. A job that never ran loses nothing.
     """
     total, per_host = int(cluster.count.sum()), int(cluster.count.max())
-    held = np.asarray(state.previous).sum(axis=1).astype(np.int64)
+    current = np.asarray(state.previous).sum(axis=1).astype(np.int64)
+    # speedup [m, c]: useful progress of job m on sizes[c] devices, -inf where it cannot have so many. A job that does
+    # not adapt has its own size or none.
     if state.adapting is None:
         sizes = np.unique(np.append(state.scale, 0))
         speedup = np.where(sizes == state.scale[:, None], 1.0, np.where(sizes == 0, 0.0, -np.inf))
     else:
         powers = 2 ** np.arange(int(np.log2(per_host)) + 1)
-        sizes = np.unique(np.concatenate(([0], powers, np.arange(per_host, total + 1, per_host), held)))
+        sizes = np.unique(np.concatenate(([0], powers, np.arange(per_host, total + 1, per_host), current)))
         hosts = -(-sizes // per_host)
-        speedup = state.adapting.speedup(state.index, hosts, sizes, -(-total // len(held)))
-        speedup = np.where(sizes <= np.maximum(state.adapting.most(state.index), held)[:, None], speedup, -np.inf)
+        speedup = state.adapting.speedup(state.index, hosts, sizes, -(-total // len(current)))
+        speedup = np.where(sizes <= np.maximum(state.adapting.most(state.index), current)[:, None], speedup, -np.inf)
     age_s = now_s - state.arrival_s
     factor = np.maximum(age_s - state.moves * RESTART_S, 0.0) / (age_s + RESTART_S)
-    factor = np.where((sizes != held[:, None]) & (state.served_s > 0)[:, None], factor[:, None], 1.0)
+    factor = np.where((sizes != current[:, None]) & (state.served_s > 0)[:, None], factor[:, None], 1.0)
     v = np.maximum(speedup, 0.0) * factor * len(cluster.names) / total
     wanted = sizes[elastic(np.where(np.isneginf(speedup), -np.inf, -1 / (v + 1e-3)), sizes, total)]
     return _whole(_pack(np.asarray(state.previous, np.int64), wanted, cluster.count, state.rates > 0))

@@ -128,6 +128,8 @@ def read_applications(folder: Path) -> dict[str, Application]:
         for row in own:
             digits, size, times = row["placement"], row["local_bsz"], [row["step_time"], row["sync_time"]]
             tables.setdefault(digits, []).append([size, *times])
+            # The digits of a placement are replicas per host. Placements of equal (hosts, replicas, micro-batch) are
+            # one point of the interpolation, with their mean times; `tables` keeps them apart.
             groups.setdefault((len(digits), sum(map(int, digits)), size), []).append(times)
         points = [[*key, *np.mean(times, axis=0)] for key, times in sorted(groups.items())]
         keys = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")

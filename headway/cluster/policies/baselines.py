@@ -91,6 +91,8 @@ def gandiva(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
 
     A pair stays as long as its normalised rates add up to 1 or more on every type.
     """
+    # partner [m]: the job with which each shares devices, -1 for a job alone. Candidates are the pairs of the last
+    # decision and neighbours in a random order of the other jobs of equal scale.
     partner = np.full(len(state.left), -1)
     if state.scale.sum() > cluster.count.sum() and state.shared.size:
         alone = np.maximum(state.rates, 1e-300)
@@ -105,6 +107,7 @@ def gandiva(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
             if (here > 0).all() and (there > 0).all() and (here / alone[a] + there / alone[b] >= 1).all():
                 partner[a], partner[b] = b, a
     first = np.flatnonzero((partner >= 0) & (np.arange(len(partner)) < partner))
+    # A pair counts as one job: all get equal device time, and none more than its whole time.
     num_rows = len(partner) - first.size
     share = cluster.count / (num_rows * state.scale[:, None])
     share = np.where(state.rates > 0, share / np.maximum(share.sum(axis=1, keepdims=True), 1.0), 0.0)

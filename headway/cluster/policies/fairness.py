@@ -123,6 +123,7 @@ def hierarchical(state: QueueState, cluster: Cluster, now_s: float, inside: str 
             head = [np.flatnonzero(open_ & (entity == e)) for e in np.unique(entity[open_])]
             share = np.zeros(len(open_))
             share[[rows[first[rows].argmin()] for rows in head]] = 1.0
+        # [g] Weights of groups of equal jobs: over the jobs of an entity that can still rise they add up to 1.
         total = np.bincount(entity, share * groups.count)[entity]
         return np.asarray(np.where(share > 0, share / np.maximum(total, 1e-300), 0.0))
 
@@ -149,6 +150,13 @@ def _largest_sum(state: QueueState, cluster: Cluster, now_s: float, price: Value
     fastest = state.rates.max(axis=1)
     due = np.flatnonzero(np.isfinite(state.deadline_s))
     needed = state.left[due] / np.maximum(state.deadline_s[due] - now_s, 1.0) / fastest[due]
+    # Unknowns: X[m, j] is number m * num_types + j, then comes a shortfall s[m] for each deadline. Rows:
+    #
+    #     m              sum_j X[m, j] <= 1                                          at most its whole time
+    #     num_jobs + j   sum_m scale[m] X[m, j] <= count[j]                          at most all devices
+    #     place[m]       sum_j speed[m, j] X[m, j] + needed[m] s[m] >= needed[m]     done in time
+    #
+    # `speed` and `needed` are fractions of the job's fastest rate.
     cells = np.arange(num_jobs * num_types)
     row, kind = cells // num_types, cells % num_types
     speed = (state.rates / fastest[:, None]).reshape(-1)

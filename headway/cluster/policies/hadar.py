@@ -48,6 +48,7 @@ def ways(state: QueueState, free: Indices) -> tuple[Indices, Values]:
     rate[:, :-1] = np.where(state.scale[:, None] <= free, state.rates, 0.0)
     order = np.argsort(-state.rates, axis=1, kind="stable")
     offered = np.where(np.take_along_axis(state.rates, order, 1) > 0, free[order], 0)
+    # [m, W] In the job's own order of types: what faster types offer, so that each type gives what is still missing.
     before = np.cumsum(offered, axis=1) - offered
     taken = np.clip(state.scale[:, None] - before, 0, offered)
     np.put_along_axis(devices[:, -1], order, taken, 1)

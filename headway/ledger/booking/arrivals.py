@@ -97,6 +97,8 @@ def _last_of_few(key: Ints, rank: Ints, start_ns: Ints) -> Arrivals:
     n = len(key)
     alone = key < 0
     lone_key = np.where(alone, -1 - np.arange(n), key)
+    # In order of (key, start, rank descending) the last row of each run of one key is the last arrival, of equal ones
+    # the lowest rank, and the row before it gives the margin. A row without a key gets one of its own, below 0.
     order = np.lexsort((-rank, start_ns, lone_key))
     ends = np.append(np.flatnonzero(np.diff(lone_key[order])), n - 1) if n else np.zeros(0, np.int64)
     size = np.diff(ends, prepend=-1)
@@ -282,6 +284,12 @@ def meetings(identity: Ints, book: Ints, start: Ints, lost: Ints) -> Ints:
         return key
     code = number_alike(identity[good])
     order = np.lexsort((start[good], book[good], code))
+    # In order of (identity, rank, start), the n-th of a rank is its position less that of the first of its run, which
+    # the running maximum carries along:
+    #
+    #     identity, rank   a0 a0 a0 a1 a1 b0
+    #     begin             0  0  0  3  3  5
+    #     n-th              0  1  2  0  1  0
     opens = np.ones(len(good), bool)
     opens[1:] = (np.diff(code[order]) != 0) | (np.diff(book[good][order]) != 0)
     begin = np.maximum.accumulate(np.where(opens, np.arange(len(good)), 0))

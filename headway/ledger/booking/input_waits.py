@@ -140,6 +140,8 @@ def _book_inline(book: Book, rows: Rows, loads: Loads, pieces: Pieces, owner: In
     position = np.full(len(rows), -1, np.int64)
     position[loads.row] = np.arange(len(loads.row))
     load = position[owner[found]]
+    # The parts add up to the whole load; `owned` is the time that collections, saves and log lines inside left to it.
+    # The difference is taken out of the parts, and what a load owns beyond its parts is transfer.
     owned = np.zeros(len(loads.row), np.int64)
     np.add.at(owned, load, pieces.duration_ns[found])
     missing = np.where(owned > 0, np.maximum(loads.parts.sum(axis=1) - owned, 0), 0)

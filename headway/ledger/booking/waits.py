@@ -144,10 +144,13 @@ def match_batches(rows: Rows, waits: Ints, loads: Loads) -> Ints:
     created = rows.of("input.iter")
     workers_of = dict(zip(rows.column("corr", created).tolist(), rows.column("peer", created).tolist(), strict=True))
     count = np.array([workers_of.get(value, 0) for value in corr.tolist()], np.int64)
+    # Workers take turns, so batch s comes from worker s mod W. Where that does not hold, the n-th batch that was taken
+    # from a worker is its n-th load.
     regular = (count > 0) & (seq >= 0)
     regular &= worker == np.where(regular, seq % np.maximum(count, 1), worker)
     nth = np.where(regular, seq // np.maximum(count, 1), by_order)
     wanted = np.stack([group, worker, corr, nth], axis=1)
+    # Join on (loader, worker, iterator, n-th): equal keys have equal numbers, and `owner` is a table over the numbers.
     code = number_alike(np.concatenate([loads.key, wanted]))
     owner = np.full(int(code.max()) + 1, -1, np.int64)
     owner[code[: len(loads.row)]] = np.arange(len(loads.row))

@@ -119,6 +119,8 @@ def _overtaken(trace: Trace, done: NDArray[np.bool_], running: NDArray[np.bool_]
     seq = events["seq"][rows]
     _, group = np.unique(events["group"][rows], return_inverse=True)
     _, place = np.unique(np.stack([group, events["rank"][rows]]), axis=1, return_inverse=True)
+    # [k] per row of a collective: `group` numbers groups, `place` pairs of (group, rank). So `completed` is the highest
+    # number that any rank of the group is done with, the other maximum the highest that the row's own rank has come to.
     completed = _highest(group, np.where(done[rows], seq, -1))
     result = np.zeros(len(trace), dtype=bool)
     together = np.array([verb_of(name) >= 0 for name in trace.names])[trace.events["name"][rows]]

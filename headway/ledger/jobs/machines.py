@@ -251,6 +251,7 @@ def _without_waits(rows: Trace, waits: Trace) -> Trace:
         mine = np.flatnonzero(events["rank"] == rank)
         mine = mine[np.argsort(events["start_ns"][mine], kind="stable")]
         starts, ends = events["start_ns"][mine], (events["start_ns"] + events["duration_ns"])[mine]
+        # A wait is taken out of the pass that began last before it, if that one was still open, and up to its end.
         place = np.searchsorted(starts, begin, side="right") - 1
         inside = (place >= 0) & (begin < ends[np.maximum(place, 0)]) if len(mine) else np.zeros(len(begin), dtype=bool)
         lost = np.minimum(end[inside], ends[place[inside]]) - begin[inside]

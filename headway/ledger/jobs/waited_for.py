@@ -101,8 +101,11 @@ def _of_recording(trace: Trace) -> Pairs:
     found = [_last_arrivals(np.stack([name, group, seq]), np.flatnonzero(collective), clock)]
     sends, receives = (np.flatnonzero(trace.named(f"comm.{way}") & (seq >= 0)) for way in ("send", "recv"))
     peer = events["peer"].astype(np.int64)
+    # (group, sender, receiver, seq) is the key of a message: at the receiver `peer` is the sender, so the two change
+    # places.
     found.append(_matched(np.stack([group, rank, peer, seq]), sends, np.stack([group, peer, rank, seq]), receives))
     own = np.flatnonzero((events["depth"] == 0) & (events["duration_ns"] > 0) & (events["kind"] != KIND["MARK"]))
+    # In order of (rank, lane, start), neighbours on one lane follow each other.
     order = own[np.lexsort((clock[own], events["lane"][own], rank[own]))]
     same = (rank[order][1:] == rank[order][:-1]) & (events["lane"][order][1:] == events["lane"][order][:-1])
     found.append(np.stack([order[:-1][same], order[1:][same]]))

@@ -100,6 +100,8 @@ def _meetings(table: OperationTable, order: Dependencies, start: Ints, end: Ints
     channels: list[Ints] = []
     messages: list[bool] = []
     for index, (group, joint) in enumerate(zip(order.groups, order.synchronised, strict=True)):
+        # Flat indices into [S, D, K], one line per meeting: the group's operations in one step on one DP rank, or in
+        # one step on all of them where the group spans DP ranks. Those of one group and DP rank are a channel.
         block = np.arange(steps * num_dp).reshape(-1, 1) * table.shape[2] + np.array(group)
         block = block.reshape(steps, -1) if joint else block
         if block.shape[1] > 1:

@@ -111,11 +111,16 @@ def factors(table: OperationTable) -> Factors | None:
     ops = _ops(table)
     if ops is None:
         return None
+    # A duration [T, S, D, G, M] is taken for place x work: place [T, 1, D, G, 1] is what a worker usually takes for a
+    # stage, work [T, S, D, 1, M] how much longer a micro-batch takes. `common` [T, 1, 1, G, 1] is a stage on a typical
+    # worker, `rough` a first estimate of the work.
     seconds = np.moveaxis(table.duration_s[:, :, ops].astype(np.float64), 2, 0)
     common = _lower(np.median(seconds, axis=(1, 4), keepdims=True), 2)
     ratio = np.where(common > 0, seconds / np.where(common > 0, common, 1.0), 1.0)
     rough, chance = _rough_work(ratio)
     place = common * np.median(ratio / rough, axis=(1, 4), keepdims=True)
+    # What all stages of a DP rank share (`drift` [T, 1, D, 1, 1]) may be its workers or its micro-batches. Where chance
+    # explains it, it moves from the place to the work.
     drift = _lower(place / np.where(common > 0, _lower(place, 2), 1.0), 3)
     place = place / np.where(np.abs(drift - 1) > chance, 1.0, drift)
     rough = rough * np.where(np.abs(drift - 1) > chance, 1.0, drift)

@@ -138,6 +138,9 @@ def _booked(
     bubble, straggler = SUB_CODE["bubble.p2p"], SUB_CODE["straggler.compute"]
     waited = np.where(moves, bubble, straggler)[talks]
     through = end.max(axis=1)
+    # Intervals that compete for the rank's time as (start, end, sub-line, precedence), broadcast to the shape of start:
+    # operations, communication from the last arrival on; communication up to it; from the rank's last compute to that
+    # of its pipeline, and to that of all pipelines; from the rank's last operation to the end of the step.
     parts = (
         (np.where(talks, turn, start), end, sub, level),
         (start[:, talks], turn[:, talks], waited, np.array(_AWAITED)),

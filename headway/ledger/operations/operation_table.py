@@ -144,6 +144,8 @@ def arrange(trace: Trace, *, unknown_as_compute: bool = False) -> OperationTable
     num_stages = int(stage_of.max()) + 1
     _check_stages(stage_of, num_stages)
     code = trace.events["name"].astype(np.int64)
+    # Two integers per row: `identity` has (pipeline rank, type, seq) as its digits, `block` has (step, DP rank). Sorted
+    # by both, every block lists the same K operations in the same order, so that `order` reshapes to [S, D, K].
     identity = (stage_of * len(trace.names) + code) * (int(seq.max()) + 1) + seq
     block = step * len(dps) + dp
     order = np.lexsort((identity, block))
@@ -205,6 +207,8 @@ def _check_equal(
     stage: NDArray[np.int64],
 ) -> None:
     """Check that all blocks hold the same operations, each once."""
+    # `order` sorts by block (step * D + dp), then by identity: the rows of a block are one run of it, duplicates are
+    # neighbours, and blocks are equal exactly if `ordered` repeats its first run.
     ordered, blocks = identity[order], block[order]
     twice = np.flatnonzero((ordered[1:] == ordered[:-1]) & (blocks[1:] == blocks[:-1]))
     if len(twice):

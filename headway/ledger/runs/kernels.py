@@ -205,6 +205,8 @@ def device_books(trace: Trace, *, any_device: bool | None = None) -> list[Device
         cut_off = _cut_off(trace, mine)
         used = sorted({device[lane] or "" for lane in np.unique(events["lane"][mine]) if device[lane] is not None})
         for number in used or [""]:
+            # Rows of the host and of this device compete; `sweep` gives each instant to the highest precedence, and the
+            # appended -1 is what index -1 (nobody) reads.
             theirs = np.array([name is None or name == number for name in device])[events["lane"][mine]]
             rows = mine[theirs & (precedence[mine] > 0)]
             ends = events["start_ns"][rows] + events["duration_ns"][rows]
@@ -245,6 +247,7 @@ def _owners(trace: Trace, device: Sequence[str | None], any_device: bool | None)
     drawn = np.array([bool(DRAWN_LANES.match(name)) for name in trace.lanes])[lane]
     host = ~on_device & ~drawn & (on_main | any_device)
     step_names = np.array([name.startswith("ProfilerStep") for name in trace.names] + [False])[events["name"]]
+    # Later lines overwrite earlier ones: from the general to the particular.
     own(host & step_names, "host.launch" if any_device else "useful.compute", STEP_OWNS)
     own(host & (kind != KIND["MARK"]), "host.launch" if any_device else "useful.compute", HOST_OWNS)
     if not any_device:
@@ -299,6 +302,7 @@ def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> t
     events = trace.events
     on_device = np.array([_device_of(lane) is not None for lane in trace.lanes] + [False])[events["lane"]]
     kernels = np.flatnonzero(on_device & np.isin(events["kind"], MOVING))
+    # Sorted, and with the row of every open piece in it: searchsorted below finds the call of each piece exactly.
     rows = np.unique(np.concatenate([kernels, *(book.pieces.row[book.open] for book in books)]))
     message = on_device[rows] & np.isin(events["kind"][rows], MOVING[1:])
     names = ("rank", "group", "seq", "start_ns", "duration_ns")
@@ -336,6 +340,7 @@ def _lateness(calls: Calls, messages: Messages, devices: Sequence[OpenPieces]) -
             row = blamed.setdefault(value, {"useful": 0})
             row["useful"] += int(waited[culprit == value].sum())
         parts.append(waited)
+    # A call that is the last arrival of others too held a meeting up, alone unless its margin is 0.
     final = np.flatnonzero((np.bincount(met.last, minlength=len(rank)) > 1) & (met.margin_ns > 0))
     times = {value: int((rank[final] == value).sum()) for value in np.unique(rank).tolist()}
     margins = {v: int(np.median(met.margin_ns[final[rank[final] == v]])) for v, count in times.items() if count}

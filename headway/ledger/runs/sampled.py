@@ -156,6 +156,7 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | N
     What lies in an evaluation is left out: it says nothing about training.
     """
     pieces = device.pieces
+    # Every piece in two: before `middle` it waited for another rank, after it it worked. Empty halves are dropped.
     middle = pieces.start_ns + waited
     start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1)
     end = np.stack([middle, pieces.end_ns], axis=1).reshape(-1)
@@ -168,6 +169,8 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | N
         return None
     picked, evaluations = by_host(rows, rows.of(*BUCKET_OF)), evaluations_of(rows)
     level = np.array([BUCKET_OF[NAMES[code]].precedence for code in rows.name[picked].tolist()], np.int64)
+    # The host's labels are cut where the activity of the device changes, so that each lies in one activity: the one
+    # that began last.
     cuts = np.concatenate([start, *evaluations])
     labels = sweep(rows.start_ns[picked], rows.end_ns[picked], level, window=(low, high), cuts=cuts)
     name = np.append(rows.name[picked], -1)[labels.row]

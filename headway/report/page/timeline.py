@@ -335,6 +335,8 @@ def _with_remainder(
         last = min(int((marks.events["start_ns"] + marks.events["duration_ns"])[mine].max()), end) - start
         outer = (spans["rank"] == rank) & (spans["lane"] == main)
         gaps = _gaps(spans["start"][outer], spans["duration"][outer], first, last)
+        # The code after the last name of the trace is `REST_OF_STEP`, with which the table of names ends. A gap is no
+        # row of the trace: row -1.
         constant = {"depth": 0, "bucket": BUCKETS.index("useful"), "code": len(trace.names), "joined": 1}
         constant |= {"lane": main, "rank": int(rank), "row": -1}
         for column, value in constant.items():

@@ -78,6 +78,8 @@ class DeviceWindow:
         launched = np.flatnonzero(device & (events["corr"] >= 0) & (events["corr"] < OP))
         if not launches.size or not launched.size:
             return None
+        # Join on the correlation: `by` is the host row that launched each device row; `known` drops device rows whose
+        # launch is not in the window (the clip only keeps the look-up inside the array).
         launches = launches[np.argsort(events["corr"][launches], kind="stable")]
         corr = events["corr"][launches]
         at = np.minimum(np.searchsorted(corr, events["corr"][launched]), corr.size - 1)
@@ -121,6 +123,8 @@ def _main(trace: Trace, hosts: NDArray[np.bool_], own: Ints, stream: Stream) -> 
     events = trace.events
     rows = np.flatnonzero(hosts)
     begin, end = events["start_ns"][rows], events["start_ns"][rows] + events["duration_ns"][rows]
+    # A host row launched kernels first .. last - 1 of the stream. On `main` it reaches from the start of the first of
+    # them to when the stream had done the last. A mark that launched none is an instant, when the stream got to it.
     first, last = np.searchsorted(stream.launched_ns, [begin, end])
     marks = np.array([name in MARKS for name in trace.names] + [False])[events["name"][rows]]
     kept = (last > first) | marks

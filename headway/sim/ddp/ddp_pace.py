@@ -51,6 +51,8 @@ def paces_of(run: Run, ranks: list[int]) -> dict[tuple[int, int], float]:
         windows = trace.where(np.flatnonzero(trace.named("window"))).events
         work = _work_ns(trace, steps)
         begin, end = windows["start_ns"], windows["start_ns"] + windows["duration_ns"]
+        # Steps first .. last - 1 of each window are those that end inside it. Steps that no window touches or delays
+        # are `free`; those nearest to a window's middle are what its steps are compared with.
         first = np.searchsorted(steps["start_ns"] + steps["duration_ns"], begin, side="right")
         last = np.searchsorted(steps["start_ns"] + steps["duration_ns"], end, side="right")
         free = np.ones(work.size, bool)

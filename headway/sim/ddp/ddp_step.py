@@ -80,6 +80,8 @@ def step_of(window: Trace, threads: Sequence[Thread]) -> tuple[Step, list[Carrie
     counts = {thread.rank: thread.ran.size for thread in threads}
     if len(set(counts.values())) > 1:
         raise InputError(f"ranks queued different numbers of collectives: {counts}. Take windows of the same steps.")
+    # [collectives, ranks] here and below: line k is the k-th collective that each rank queued. It is the same one on
+    # all ranks if their groups, numbers and sizes agree.
     ran = np.stack([thread.ran for thread in threads], axis=1)
     group, seq, size = (events[column][ran].astype(np.int64) for column in ("group", "seq", "bytes"))
     known = (seq >= 0).all(axis=1)
@@ -147,6 +149,8 @@ def compiled(
     pool = np.zeros(step.size.size, np.int64) if step.pool is None else step.pool
     latency, duration = np.where(pool >= 0, latency, 0), np.where(pool >= 0, duration, 0)
     pools = [np.flatnonzero(pool == number) for number in range(int(pool.max(initial=0)) + 1)]
+    # waits [c]: the collective whose end frees the backend thread that takes this one, -1 where a thread is free. The
+    # first guess is that collectives of a pool end in the order in which they were queued.
     waits = np.full(step.size.size, -1, np.int64)
     for rows in pools:
         waits[rows[step.slots :]] = rows[: -step.slots]
@@ -188,6 +192,13 @@ def _freed(end: Ints, slots: int) -> Ints:
 def _build(step: Step, latency_ns: Ints, duration: NDArray[np.float64], waits: Ints) -> Compiled:
     """Lay out operations: an origin, the items of each rank, then per collective its latency and its pieces."""
     count = step.size.size
+    # Numbers of the operations: firsts[i] begins the items of thread i, and each collective has a latency and its
+    # pieces:
+    #
+    #     origin | items of thread 0 | items of thread 1 | ... | latency piece ... piece | latency piece ... piece | ...
+    #     0        firsts[0] = 1       firsts[1]                 head[0]           tail[0]   head[1]           tail[1]
+    #
+    # Only pieces are on lane 0, the link: a latency occupies nothing, and collectives at once share the link by pieces.
     firsts = np.cumsum([1, *(thread.what.size for thread in step.threads)])
     pieces = np.clip(-(-step.size // PIECE_BYTES), 1, MOST_PIECES)
     head = firsts[-1] + np.cumsum(pieces + 1) - (pieces + 1)

@@ -115,6 +115,8 @@ def collectives(trace: Trace) -> tuple[Ints, Ints]:
     """Return [c] rows of the calls of one rank in order, and [c] the row that ran each on a thread (-1: not seen)."""
     start = trace.events["start_ns"]
     names = np.array([*trace.names, ""])
+    # [names + 1] What a call and its run have in common: 'c10d::allreduce_' and 'gloo:all_reduce' are both 'allreduce'.
+    # The last entry is for rows without a name (code -1).
     plain = np.char.replace(np.char.lower(np.char.replace(np.char.replace(names, CALL, ""), GLOO, "")), "_", "")
     called = np.array([name.startswith(CALL) for name in names])[trace.events["name"]]
     ran = np.array([name.startswith(GLOO) for name in names])[trace.events["name"]]
@@ -125,6 +127,7 @@ def collectives(trace: Trace) -> tuple[Ints, Ints]:
         mine = np.flatnonzero(plain[trace.events["name"][calls]] == what)
         rows = np.flatnonzero(ran & (plain[trace.events["name"]] == what))
         rows = rows[np.argsort(start[rows], kind="stable")]
+        # What ran before the first call was called before the window. From there on, the n-th call is the n-th run.
         rows = rows[start[rows] >= (start[calls[mine[0]]] if mine.size else 0)]
         both = min(mine.size, rows.size)
         found[mine[:both]] = rows[:both]

@@ -84,6 +84,9 @@ def _fill(
     """Run the kernel over blocks of components and columns, on threads when that pays."""
     num_components, width = makespan.shape
     order, kernel = dag.compiled, kernels()
+    # position [n] is the place of an operation in topological order. A stable sort of that order by component gives, in
+    # CSR form, the operations of each component in topological order. row [n] is scratch space, the place within the
+    # component; threads may share it because all of them write the same values.
     position = np.empty(dag.n, np.int32)
     position[order.order] = np.arange(dag.n, dtype=np.int32)
     nothing = np.empty(0, np.int64)

@@ -337,10 +337,13 @@ def expand(num_bytes: Sequence[int] | Ints, parts: Sequence[int] | Ints, network
             "buckets need one size >= 0 and one number of parts >= 1 each; pass two lists of equal length."
         )
     one = network.pattern()
+    # Each part of each bucket is one copy of the pattern, which has m hops: hop i of copy c is number c m + i. `tiled`
+    # repeats what is equal in all copies, `shifted` turns numbers of hops in the pattern into those of each copy.
     bucket = np.repeat(np.arange(sizes.size), cuts)
     copies, m = bucket.size, one.src.size
     chunk_bytes = _ceil(_ceil(sizes, cuts), one.num_chunks)[bucket]
     pull = (one.src >= network.num_ranks) if network.num_servers else np.zeros(m, bool)
+    # [copies, 2] As a push and as a pull, which is what a parameter server sends.
     hop_ns = np.stack([network.hop_ns(chunk_bytes, pull=way) for way in (False, True)], axis=1)
     shift = np.arange(copies, dtype=np.int64) * m
 

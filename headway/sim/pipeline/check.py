@@ -84,6 +84,8 @@ def matched_messages(program: PipelineProgram, table: NDArray[np.int64]) -> tupl
     sends, receives = np.flatnonzero(program.op == SEND), np.flatnonzero(program.op == RECV)
     forward = feeds[program.stage[sends], program.peer_stage[sends]]
     arriving = feeds[program.peer_stage[receives], program.stage[receives]]
+    # Both sides in order of (sender, receiver, activations first, row): in a correct program position k of `sends` and
+    # position k of `receives` are one message, and the first difference shows what is wrong.
     by_send = np.lexsort((sends, ~forward, program.peer[sends], program.rank[sends]))
     by_receive = np.lexsort((receives, ~arriving, program.rank[receives], program.peer[receives]))
     sends, receives = sends[by_send], receives[by_receive]

@@ -74,10 +74,12 @@ def checked_positions(program: PipelineProgram) -> NDArray[np.int64]:
     """
     table = program.positions()
     rows = np.flatnonzero(program.op <= R)
+    # table [op, stage, microbatch] keeps the last row of each: a row that its own entry does not name is a duplicate.
     again = rows[table[program.op[rows], program.stage[rows], program.microbatch[rows]] != rows]
     if again.size:
         raise _wrong(program, int(again[0]), "is there twice", "Remove one of them")
     has = table >= 0
+    # Allowed are F with B alone, and F with I and W but no B.
     missing = ~has[F] | ~(has[B] ^ (has[I] & has[W])) | (has[B] & (has[I] | has[W]))
     if missing.any():
         stage, microbatch = map(int, np.argwhere(missing)[0])

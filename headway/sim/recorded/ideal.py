@@ -29,6 +29,8 @@ def replayed_trace(program: Program, edits: Iterable[Edit | str] = LOSSLESS) -> 
     origin_ns = min(int(lane.start_ns[0]) for lane in lanes)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("rank", "step", "name", "start_ns", "duration_ns")}
     for lane, last in zip(lanes, unrolled.last_op, strict=True):
+        # Segments tile the thread: each begins where the latest of those before it ended. One that ends no later has
+        # vanished.
         end = np.maximum.accumulate(end_ns[last])
         start = np.concatenate([[0], end[:-1]])
         kept = end > start

@@ -164,10 +164,13 @@ def between_loads(batches: Batches, prefetch: NDArray[np.int64]) -> NDArray[np.f
         if not workers or batches.together[index] or own.size <= workers or (batches.load_start_ns[own] < 0).any():
             continue
         bound = workers * int(prefetch[index])
+        # W workers take turns: batches k - W and k are of one worker, and position k - W of `gap` is the time between
+        # them. The worker is busy without a break if it knew of batch k, because batch k - bound was taken, before load
+        # k - W had ended.
         gap = (batches.load_start_ns[own[workers:]] - load_end[own[:-workers]]).astype(np.float64)
-        told_ns = np.full(own.size, np.iinfo(np.int64).min)
-        told_ns[bound:] = batches.end_ns[own[:-bound]] if own.size > bound else told_ns[bound:]
-        busy = told_ns[workers:] <= load_end[own[:-workers]]
+        known_ns = np.full(own.size, np.iinfo(np.int64).min)
+        known_ns[bound:] = batches.end_ns[own[:-bound]] if own.size > bound else known_ns[bound:]
+        busy = known_ns[workers:] <= load_end[own[:-workers]]
         usual = float(np.median(gap[busy])) if busy.any() else 0.0
         between[own[workers:]] = np.maximum(np.where(busy, gap, usual), 0.0)
     return between

@@ -312,6 +312,8 @@ def storage_is_shared(recording: Recording) -> bool | None:
     if len(spans) < 20:
         return None
     start, end, blocked, size = np.array(spans, dtype=np.float64).T
+    # active: loads that are blocked between two successive bounds = begun - ended. `area` is its integral up to each
+    # bound, so that the difference over a load / its length is how many were blocked at once, on average, while it was.
     bounds = np.sort(np.concatenate([start, end]))
     active = np.searchsorted(np.sort(start), bounds, side="right") - np.searchsorted(np.sort(end), bounds, side="right")
     area = np.concatenate([[0.0], np.cumsum(active[:-1] * np.diff(bounds))])
@@ -338,9 +340,12 @@ def own_service(batches: tuple[Batches, ...]) -> float:
     makers = np.concatenate([np.where(b.together, b.workers, 1)[b.iterator] for b in batches])
     known = (begin >= 0) & (blocked > 0)
     begin, wall, blocked, makers = begin[known], wall[known], blocked[known], makers[known]
+    # What W threads made together was recorded with the sum of their times: it took 1 / W of that, up to the same end.
     begin, wall = begin + wall * (1 - 1 / makers), wall / makers
     if not blocked.size:
         return 1.0
+    # A sweep: each load adds its blocked share at its begin and takes it away at its end, so that the running sum is
+    # what all loads ask of the pipe between two instants.
     instant = np.concatenate([begin, begin + wall])
     change = np.concatenate([blocked / wall, -blocked / wall])
     order = np.argsort(instant, kind="stable")

@@ -258,6 +258,7 @@ def _lane(rows: Trace, rank: int, kept: int) -> Lane:
     )
     owner = np.append(inside, -1)[pieces.row]
     step = np.searchsorted(step_end, pieces.start_ns, side="right") - 1
+    # A segment is a run of pieces with one owner in one step, with no cut inside; owner -1 is compute.
     changes = (owner[1:] != owner[:-1]) | (step[1:] != step[:-1]) | np.isin(pieces.start_ns[1:], cuts)
     change = np.flatnonzero(np.concatenate([[True], changes]))
     starts, owners = pieces.start_ns[change], owner[change]
@@ -429,6 +430,7 @@ def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[Meeting, ...]:
             segment = _last_segment(lane, row)
             row, segment = row[segment >= 0], segment[segment >= 0]
             start = events["start_ns"][row]
+            # Columns: name, group, seq (one collective has equal ones), segment, start, end, index of the rank.
             columns = [events["group"][row], events["seq"][row], segment, start, start + events["duration_ns"][row]]
             found.append(np.stack([np.full(row.size, which), *columns, np.full(row.size, index)], axis=1))
     table = np.concatenate(found) if found else np.zeros((0, 7), np.int64)

@@ -330,6 +330,10 @@ class _Block:
 def _blocks(lane: Lane, work: StageWork, kept: NDArray[np.bool_]) -> list[dict[Action, _Block]]:
     """Return the blocks of each pass; behind the last one of a pass follows what is not the pass's."""
     of_part = np.flatnonzero(work.part >= 0)
+    #     segments   | body of 0 | waits, other work | body of 1 | ...
+    #                ^ begins[0] ^ last[0]           ^ begins[1]
+    # Computations are numbered along the lane, so that `work.part` ascends over the segments that have one. What
+    # follows a body up to the next one of its pass is its tail, without the waits; the last body of a pass has none.
     first = np.searchsorted(work.part[of_part], np.arange(work.op.size), side="left")
     begins = of_part[np.minimum(first, of_part.size - 1)]
     last = of_part[np.searchsorted(work.part[of_part], np.arange(work.op.size), side="right") - 1]

@@ -63,6 +63,8 @@ class StageWork:
         begin, end = start[found], start[found] + rows.events["duration_ns"][found]
         op, stage = table[rows.events["name"][found]].astype(np.int64), rows.events["corr"][found].astype(np.int64)
         microbatch = rows.events["seq"][found].astype(np.int64)
+        # A pass opens with micro-batch 0 on the rank's first stage, so the running count of these numbers the passes. A
+        # segment is part of the computation that began last before it, if that one is not over.
         opens = (op == F) & (microbatch == 0) & (stage == stage.min())
         part = np.searchsorted(begin, lane.start_ns, side="right") - 1
         part = np.where((part >= 0) & (lane.start_ns < end[np.maximum(part, 0)]), part, -1)
@@ -146,6 +148,8 @@ def _sides(rows: Trace, lane: Lane, index: int, names: tuple[str, int]) -> Ints:
     post_key = message_key(group[posts], seq[posts], np.full(posts.size, bool(receives)), peers[posts])
     start = events["start_ns"][row].astype(np.int64)
     posted = posted_ns(key, start, post_key, events["start_ns"][posts])
+    # last [rows] is the last segment that each row owns (of equal indices the last assignment stays). A wait ends with
+    # it; a wait that took no time owns none, and the first segment that starts at or after it waits instead.
     last = np.full(int(max(lane.row.max(initial=-1), row.max(initial=-1))) + 1, -1, np.int64)
     owned = np.flatnonzero(lane.row >= 0)
     last[lane.row[owned]] = owned

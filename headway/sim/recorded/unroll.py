@@ -307,6 +307,9 @@ def _with_tokens(
     count = lane.size
     before = ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
     after = ops.add(np.full(count, FREE, np.int64), np.zeros(count, np.int64))
+    # Operation base + i lies between the points before + i and after + i; token + t is the token of worked[t]. Tokens
+    # take duration / limit on a lane with one place, so that work is done at `limit` cores' worth at most. A token is
+    # due at the end of the piece that is BURST pieces later.
     each = np.arange(count)
     ops.link(before + each, base + each)
     ops.link(base + each, after + each)
@@ -337,6 +340,8 @@ def _workers(
     lanes = np.tile(np.array([fetch_lane, FREE, CORES]), (mine.size, 1))
     load_begin, load_end = _chain(ops, parts, lanes, keep=2)
     ops.link(load_end, begin[batches.segment[mine]], np.rint(loading.handoff_ns[mine]).astype(np.int64))
+    # Of W workers, the one that makes batch k has made batch k - W. It learns of k when batch k - bound is taken, bound
+    # = W x prefetch; of the first `bound` batches when the pass begins (`before` is the segment that ends then).
     for which in np.unique(batches.iterator[mine]):
         own = np.flatnonzero(batches.iterator[mine] == which)
         workers, bound = int(loading.workers[which]), int(loading.workers[which] * loading.prefetch[which])

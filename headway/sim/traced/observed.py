@@ -92,6 +92,8 @@ class Observed:
         return np.rint(self.duration_ns * self._factors(scenario)).astype(np.int64)
 
     def _factors(self, scenario: Scenario) -> NDArray[np.float64]:
+        # The origin and the meeting points have row -1, by which an index reads the last row of the trace: `known`
+        # masks that.
         events, known = self.trace.events, self.row >= 0
         factor = np.ones(self.row.size)
         by_name = np.array([scenario.factor(name) for name in self.trace.names] + [1.0])

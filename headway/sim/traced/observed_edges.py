@@ -132,6 +132,8 @@ def leaves(trace: Trace) -> Ints:
     events = trace.events
     drawn = np.array([name.startswith(DRAWN) for name in trace.lanes] or [False])
     rows = np.flatnonzero(np.isin(events["kind"], WORK) & ~drawn[events["lane"]])
+    # In order of (rank, lane, start, longest first), a span holds another one exactly if the next row is on its lane
+    # and starts before its end. Rows of streams count as leaves in any case.
     order = np.lexsort(
         (-events["duration_ns"][rows], events["start_ns"][rows], events["lane"][rows], events["rank"][rows])
     )
@@ -248,6 +250,8 @@ def _sync(ops: Operations) -> Pair:
         kernels = np.flatnonzero(ops.device & (ops.rank == rank))
         kernels = kernels[np.argsort(ops.end[kernels], kind="stable")]
         calls = np.flatnonzero((ops.rank == rank) & ~ops.device & (ops.column("kind") == KIND["SYNC"]))
+        # The last kernel to end before a call returned is what the call waited for, if it was launched before the call
+        # and was still running when the call began.
         place = np.searchsorted(ops.end[kernels], ops.end[calls], side="right") - 1
         for call, at in zip(calls.tolist(), place.tolist(), strict=True):
             if at >= 0 and launched[kernels[at]] < ops.begin[call] < ops.end[kernels[at]]:
@@ -255,6 +259,8 @@ def _sync(ops: Operations) -> Pair:
                 pairs.append((kernels[[at]], np.array([call])))
         first = np.flatnonzero((ops.launches >= 0) & (ops.rank == rank) & names[ops.column("name")])
         target = ops.launches[first]
+        # A launch is two operations, first and first + 1, cut where its kernel starts. A copy that ends during the
+        # second one was waited for, and only what lies after its end is the call's own time.
         blocked = (ops.end[target] <= ops.end[first + 1]) & (ops.end[target] > ops.begin[first + 1])
         ops.begin[first[blocked] + 1] = ops.came[first[blocked] + 1] = ops.end[target[blocked]]
         pairs.append((target[blocked], first[blocked] + 1))
@@ -347,6 +353,8 @@ def _backward(ops: Operations) -> Pair:
     """Forward -> backward by the profiler's arrows; and threads that hand over to each other around backward."""
     events = ops.trace.events
     arrows = np.flatnonzero(events["corr"] >= FORWARD)
+    # Both ends of an arrow have its number as `corr`: in order of (rank, corr, start) they are neighbours, forward
+    # first. Arrows are then taken by pair of lanes; within one lane the order of the program says the same.
     arrows = arrows[np.lexsort((events["start_ns"][arrows], events["corr"][arrows], events["rank"][arrows]))]
     same = (np.diff(events["corr"][arrows]) == 0) & (np.diff(events["rank"][arrows]) == 0)
     first, second = arrows[:-1][same], arrows[1:][same]

@@ -110,6 +110,11 @@ def _mean(threads: list[Thread], count: int) -> _Mean:
 
 def _whole_steps(thread: Thread, count: int) -> Iterator[list[int]]:
     """Yield [count + 3] times of each step that the window holds whole: segments, rest, copies, other update."""
+    # total[i] is the thread's own time before item i, so that the own time from one item to another is a difference.
+    # Step k reaches from the end of the finaliser of backward k - 1 (waits and copies) to that of backward k:
+    #
+    #     ... copy | work grad work grad ... work grad work | wait copy ... wait copy | work ...
+    #                begin                        grads[-1]   final[0]           final[-1]
     own = thread.own_ns
     total = np.concatenate([[0], np.cumsum(own)])
     ends: dict[int, int] = {}

@@ -108,10 +108,16 @@ def expand_step(step: TrainingStep, *, factor: ArrayLike | None = None, lane_ord
     hops = expand(step.bucket_bytes(), step.parts[ends], step.network)
     before, takes = step.op_ns()
     work = np.concatenate([[before], takes])
-    buckets, width, m = ends.size, 1 + takes.size + ends.size, hops.src.size
+    buckets, width, num_hops = ends.size, 1 + takes.size + ends.size, hops.src.size
+    # Numbers of the operations, with R ranks and h hops:
+    #
+    #     lead ops Ins | lead ops Ins | ... | SEND RECV | SEND RECV | ... | Outs [R, buckets]
+    #     base[0] = 0    base[1] = width      sends[0]    sends[1]          outs[0, 0] = R width + 2 h
+    #
+    # Rank r computes on lane r, SENDs are on lanes R and up; Ins, RECVs and Outs have no lane (-1).
     base = np.arange(ranks) * width
-    sends = ranks * width + 2 * np.arange(m)
-    outs = ranks * width + 2 * m + np.arange(ranks * buckets).reshape(ranks, buckets)
+    sends = ranks * width + 2 * np.arange(num_hops)
+    outs = ranks * width + 2 * num_hops + np.arange(ranks * buckets).reshape(ranks, buckets)
 
     per_rank = np.concatenate([work, np.zeros(buckets, np.int64)])
     kinds = np.concatenate([[LEAD], profile.kind, np.full(buckets, IN)])
@@ -123,7 +129,7 @@ def expand_step(step: TrainingStep, *, factor: ArrayLike | None = None, lane_ord
     ])  # fmt: skip
     lane = np.concatenate([
         np.where(np.tile(kinds, ranks) == IN, -1, np.repeat(np.arange(ranks), width)),
-        np.stack([ranks + hops.lane, np.full(m, -1)], axis=1).reshape(-1),
+        np.stack([ranks + hops.lane, np.full(num_hops, -1)], axis=1).reshape(-1),
         np.full(outs.size, -1),
     ])  # fmt: skip
     src, dst = _edges(step, hops, base, sends, outs, lane_order=lane_order)
@@ -137,12 +143,14 @@ def expand_step(step: TrainingStep, *, factor: ArrayLike | None = None, lane_ord
             priority=None if lane_order else _priority(step, hops, kinds, ranks, outs.size),
         ),
         duration_ns=duration,
-        kind=np.concatenate([np.tile(kinds, ranks), np.tile([SEND, RECV], m), np.full(outs.size, OUT)]),
+        kind=np.concatenate([np.tile(kinds, ranks), np.tile([SEND, RECV], num_hops), np.full(outs.size, OUT)]),
         rank=np.concatenate([
             np.repeat(np.arange(ranks), width), np.stack([hops.src, hops.dst], axis=1).reshape(-1),
             np.repeat(np.arange(ranks), buckets),
         ]),
-        index=np.concatenate([np.tile(index, ranks), np.repeat(np.arange(m), 2), np.tile(np.arange(buckets), ranks)]),
+        index=np.concatenate([
+            np.tile(index, ranks), np.repeat(np.arange(num_hops), 2), np.tile(np.arange(buckets), ranks),
+        ]),
         hops=hops,
         step=step,
     )  # fmt: skip
@@ -212,6 +220,9 @@ def steady_ns(step: TrainingStep, *, num_steps: int = STEADY_STEPS) -> int:
         mine = np.flatnonzero((profile.kind == FORWARD) & (profile.block == block))
         alone = profile.overlaps_forward and mine.size > 0 and one.duration_ns[0] == 0
         waits.append((update, 1 + int(mine[0]) if alone else 0))
+    # One step of the worker is n operations, and step k has the numbers k n .. k n + n - 1. `across` [e, 2] holds the
+    # edges from a step to the next one: the last backward -> the lead (operation 0), and each update -> the first
+    # forward of its block where forwards overlap, else the lead.
     across = np.array(waits, np.int64)
     src = np.concatenate([(one.src[None, :] + shift[:, None]).reshape(-1), *(across[:, 0] + s for s in shift[:-1])])
     dst = np.concatenate([(one.dst[None, :] + shift[:, None]).reshape(-1), *(across[:, 1] + s for s in shift[1:])])
@@ -226,6 +237,7 @@ def steady_ns(step: TrainingStep, *, num_steps: int = STEADY_STEPS) -> int:
         lane_order=False,
     )
     ends = greedy(dag, np.tile(one.duration_ns, num_steps)).end_ns.reshape(num_steps, n)[:, 1 : 1 + size]
+    # The first step fills the pipeline: the mean distance between the ends of the later ones is the steady state.
     finished = ends[:, updates - 1].max(axis=1)
     return round(int(finished[-1] - finished[0]) / (num_steps - 1))
 

@@ -164,6 +164,8 @@ class StepView:
         shape = (tensors, k)
         jobs_ns = self.step.network.stages((size[ends] + parts[ends] - 1) // parts[ends])
         ops = _ops(tensors, stages)
+        # A bucket passes a stage as `jobs` equal jobs, which are three operations: the first, all between, the last.
+        # Gradients that end no bucket have zeros there.
         for index, stage in enumerate(jobs_ns):
             job, jobs = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
             job[ends], jobs[ends] = stage.job_ns, parts[ends] * stage.jobs
@@ -194,6 +196,13 @@ def _compile(tensors: int, stages: int, recv_ns: int) -> Dag:
     job matter to the next stage: a job's start is a maximum of linear
     functions of its number, so the largest is at one of the ends.
     """
+    # Numbers of the operations, with S stages and T gradients:
+    #
+    #     earlier buckets, per stage | segments of compute | rest of backward | ops [T, S, 3] | update
+    #     0                            S                     S + T              S + T + 1       n - 1
+    #
+    # Edges: segment t -> the first job of bucket t on stage 0; first -> first and last -> last job on the next stage;
+    # the last job of all -> update. The order on the lanes says the rest.
     ops = _ops(tensors, stages)
     segment = stages + np.arange(tensors)
     update = stages + tensors + 1 + ops.size

@@ -312,7 +312,10 @@ class TrainingStep:
         profile, m = self.profile, self.microbatches
         base = np.where(self.half[profile.block] & (profile.block >= 0), profile.half_ns, profile.duration_ns)
         fixed = np.minimum(profile.fixed_ns, base)
+        # A micro-batch pays the fixed part of an operation in full, and 1 / m of what grows with the batch.
         takes = np.where(profile.kind == UPDATE, base, fixed + np.rint((base - fixed) / m).astype(np.int64))
+        # fused[i] joins operation i + 1 to i: its fixed part is saved, and `bincount` moves its time to the head of the
+        # group.
         takes = takes - np.concatenate([[0], np.where(self.fused[:-1], np.minimum(fixed, takes)[1:], 0)])
         head = _heads(self.fused)
         takes = np.bincount(head, takes, takes.size).astype(np.int64)

@@ -202,6 +202,8 @@ def _live(fleet: Fleet, log: Lifetimes, day: int, lived: Floats, failed: Floats)
         disks = np.bincount(where).astype(np.float64)
         fails = np.bincount(where, log.failed[mine] & (log.last[mine] == day))
         leaves = np.bincount(where, ~log.failed[mine] & (log.last[mine] == day) & (day < log.num_days - 1))
+        # Drives of one model that came on one day are one cohort. They may be under several schemes: what they lived
+        # and lost is booked to these in proportion to the disks under each.
         for first, num, lost in zip(born.tolist(), disks.tolist(), fails.tolist(), strict=True):
             rows = (state.cohorts["dgroup"] == number) & (state.cohorts["born"] == first)
             share = np.bincount(scheme[rows], state.cohorts["disks"][rows], minlength=lived.shape[1])

@@ -202,6 +202,7 @@ class _Rows:
         rows = np.flatnonzero(among)
         if flow is None or not len(rows):
             return
+        # Lanes are numbered anew by thread alone, because rows and arrows of one thread differ in category.
         place = {key: code for code, key in enumerate(dict.fromkeys((p, t) for _, p, t in self.events.lanes))}
         lane_of = np.array([place[p, t] for _, p, t in self.events.lanes], dtype=np.int64)
         order = rows[np.lexsort((self.nest.depth[rows], self.events.start_ns[rows], lane_of[self.events.lane[rows]]))]
@@ -210,6 +211,8 @@ class _Rows:
         for code in np.unique(flow_lane).tolist():
             first, last = np.searchsorted(lane, [code, code + 1])
             ends = np.flatnonzero(flow_lane == code)
+            # An arrow touches the row that starts at its moment. Of several, the search from the left finds the
+            # outermost.
             at = first + np.searchsorted(start_ns[first:last], flow.start_ns[ends])
             hit = (at < last) & (start_ns[np.minimum(at, len(order) - 1)] == flow.start_ns[ends])
             corr[order[at[hit]]] = flow.id[ends[hit]] + offset
@@ -224,10 +227,12 @@ class _Rows:
             marks = marks[np.argsort(events.start_ns[marks], kind="stable")]
             begins, ends = events.start_ns[marks], events.start_ns[marks] + events.duration_ns[marks]
             at = np.searchsorted(begins, events.start_ns, side="right") - 1
+            # A mark without duration still holds the instant at which it begins.
             inside = (at >= 0) & (events.start_ns < np.maximum(ends[at], begins[at] + 1))
             step[inside] = numbers[events.label[marks[at[inside]]]]
         elif self.on_device[events.label].any():
             ends = self._update_ends()
+            # The number of updates that had ended by a row's start is its step; rows after the last update have none.
             at = np.searchsorted(ends, events.start_ns, side="right")
             step[at < len(ends)] = at[at < len(ends)]
         launch = self._launch_of(corr)
@@ -323,6 +328,7 @@ class _Rows:
         for value in np.unique(lane[rows]).tolist():
             inner = np.flatnonzero(lane[rows] == value)
             theirs = among[lane[among] == value]
+            # Only the last one to begin is looked at: if it has ended, one around it that is still open is not found.
             at = np.searchsorted(start_ns[theirs], start_ns[rows[inner]], side="right") - 1
             outer = theirs[np.maximum(at, 0)] if len(theirs) else np.zeros(len(inner), dtype=np.int64)
             good = (at >= 0) & (start_ns[rows[inner]] < start_ns[outer] + self.events.duration_ns[outer])
@@ -343,6 +349,8 @@ class _Rows:
         launches = np.flatnonzero(starts[events.label] & ~self.on_device[events.label])
         begins = [Begins(rows, self.lane[rows], events.start_ns[rows]) for rows in (messages, launches)]
         carried = messages_of(kernels, launch[kernels], *begins)
+        # A kernel may carry several messages: it gets the sum of their bytes and, as its group, an entry that lists
+        # them. Where the messages are not known, the kernel itself counts as the only one.
         for kernel in kernels.tolist():
             rows = carried.get(kernel, [kernel])
             ends = [(int(columns["group"][row]), int(columns["peer"][row]), bool(sent[row])) for row in rows]

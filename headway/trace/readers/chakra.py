@@ -168,6 +168,7 @@ def messages(trace: Trace, rank: int) -> Iterator[bytes]:
 def _nodes(trace: Trace, rank: int) -> Iterator[bytes]:
     """Yield a node per row."""
     source, target = (np.zeros((2, 0), np.int64) if trace.edges is None else trace.edges).tolist()
+    # Edges are sorted by target, so that row i waits for source[first[i]:first[i + 1]].
     first = np.searchsorted(target, np.arange(len(trace) + 1)).tolist()
     events = trace.events
     works = leaves(events["lane"], events["start_ns"], events["duration_ns"])

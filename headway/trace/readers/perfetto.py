@@ -216,6 +216,7 @@ def _flows(part: Trace) -> dict[int, list[int]]:
     device = np.isin(events["lane"], [code for code, lane in enumerate(part.lanes) if "stream " in lane])
     callers = np.isin(kind, [KIND["HOST"], KIND["SYNC"]]) & ~device
     linked = (corr >= 0) & (corr < OP)
+    # A launch whose kernel is not in this part, or the reverse, would be a flow of one row.
     both = np.intersect1d(corr[device & linked], corr[callers & linked])
     enter(np.flatnonzero((device | callers) & linked & np.isin(corr, both)), "launch", rank, corr)
     enter(np.flatnonzero(corr >= FORWARD), "backward", rank, corr)

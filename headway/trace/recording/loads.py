@@ -39,6 +39,10 @@ class Loads:
         gc_ns: NDArray[np.int64],
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return (fetch, cpu_wait, prep, collate); with the GC they add up to the duration, clocks' grain clipped."""
+        # Each is clipped to what the ones before it leave, so that the parts add up whatever the clocks said:
+        #
+        #     duration   | fetch | delay |           cpu           |
+        #     cpu                        | prep | collate |   gc   |
         gc = np.clip(gc_ns, 0, duration_ns)
         cpu = np.clip(cpu_ns, gc, duration_ns)
         delay = np.clip(delay_ns, 0, duration_ns - cpu)

@@ -198,6 +198,8 @@ def _attach_parts(rows: Rows, records: NDArray[np.void]) -> None:
     if not len(at):
         return
     loads = np.flatnonzero(np.isin(records["code"], [SPANS["input.load"].code, SPANS["input.made"].code]))
+    # An `input.parts` carries the start and the lane of its load. The clip only keeps the look-up inside the array:
+    # what has no load of equal start and lane is dropped by `same`.
     key = _key(records, loads)
     order = np.argsort(key, kind="stable")
     found = np.searchsorted(key[order], _key(records, at))

@@ -86,6 +86,7 @@ def place(rows: Rows, bounds_ns: NDArray[np.int64]) -> None:
     """
     segment = (rows.name == FORWARD) | (rows.name == BACKWARD)
     worked = np.flatnonzero(np.isin(rows.name, BY_EVENTS))
+    # Of what a device did, `seq` is the host's moment of launch until here: the step is that of the launch.
     rows.step[worked] = step_of(rows.seq[worked], bounds_ns)
     rows.seq[worked] = rows.start_ns[worked] + rows.duration_ns[worked] - rows.seq[worked]
     late = np.flatnonzero((rows.seq >= 0) & (segment | (rows.name == REGION)))
@@ -95,5 +96,6 @@ def place(rows: Rows, bounds_ns: NDArray[np.int64]) -> None:
         own = np.flatnonzero(rows.name == name)
         own = own[np.lexsort((rows.start_ns[own], rows.step[own]))]
         step = rows.step[own]
+        # Number within the step = position in this order less the position of the step's first row.
         first = np.flatnonzero(np.concatenate([[True], step[1:] != step[:-1]])) if len(own) else own
         rows.seq[own] = np.arange(len(own)) - np.repeat(first, np.diff(np.append(first, len(own))))

@@ -246,12 +246,15 @@ class _Program:
         order = np.arange(len(start))
         last = _first_of(order, met, start == np.maximum.reduceat(start, begin)[met.meeting])
         first = _first_of(order, met, end == np.minimum.reduceat(end, begin)[met.meeting])
+        # Two kinds of pairs (call that ends, call that starts) in a meeting, so that every call occurs on both sides:
+        # its end against the last start, and its start against the first end. Other pairs are contradicted less.
         ends = np.concatenate([order, first[met.meeting]])
         starts = np.concatenate([last[met.meeting], order])
         short = start[starts] - end[ends]
         bad = np.flatnonzero(short > (0 if self.margin else GRAIN_NS))
         short, found = short[bad], self._described(ends[bad], starts[bad])
         code = number_alike(found.cell)
+        # Worst first within each cell; the first of each run of one cell is kept.
         ranked = np.lexsort((found.start, found.end, -short, code))
         worst = ranked[np.diff(code[ranked], prepend=-1) != 0]
         worst = worst[np.argsort(-short[worst], kind="stable")]
@@ -298,6 +301,13 @@ class _Program:
         before, least, most = self._steepness(moving)
         shared, cell = np.unique(rows.cell, axis=0, return_inverse=True)
         width, spare = len(moving), len(shared) if self.soft else 0
+        # The program. `up` and `down` are the moves of each knot, both >= 0, so that their sum is what moving costs:
+        #
+        #                                     up    down   violation
+        #     a contradiction (row)           A     -A     1 in its cell (soft)   >= need + margin
+        #     a stretch between two knots     D     -D     0                      between least and most
+        #
+        # A is the move of the end less the move of the start, D the move of a knot less that of the one before it.
         matrix = np.zeros((size + len(before), 2 * width + spare))
         np.add.at(matrix, (at, column), weight)
         if not self.soft and (~matrix[:size].any(axis=1)).any():

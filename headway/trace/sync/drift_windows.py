@@ -134,6 +134,10 @@ def least_absolute(owner: Ints, when: Floats, value: Floats, noise: Floats, bord
     middle = np.array([np.median(part) for part in np.split(value, np.searchsorted(owner, np.arange(1, count)))])
     value = value - middle[owner]
     prior = _prior(border)
+    # In window w the fit is before * f[w] + after * f[w + 1], where f [Q] are its values at the borders. So the normal
+    # equations of each owner are a band: window w adds sums of before^2 at (w, w), before * after at (w, w + 1) and
+    # after^2 at (w + 1, w + 1), and the prior reaches one diagonal further. bands[k] holds the entries (w, w + k),
+    # [Q, S]. Weights of 1 / |residual| turn least squares into least absolute deviations.
     cell = owner * width + at
     fitted: Floats = np.zeros((count, width))
     weight = 1.0 / noise[owner] ** 2

@@ -170,15 +170,20 @@ def _pairs(meetings: Meetings, clock: Ints, origin: Ints, *, most: int) -> dict[
     cuts = np.flatnonzero(np.diff(meetings.channel[order], prepend=-1, append=-1))
     size = np.diff(meetings.first)
     for begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-        held = order[begin:end]
-        held = held[np.linspace(0, len(held) - 1, min(most, len(held))).astype(np.int64)]
-        rows = np.repeat(meetings.first[held] - np.cumsum(size[held]) + size[held], size[held]) + np.arange(
-            int(size[held].sum())
+        picked = order[begin:end]
+        picked = picked[np.linspace(0, len(picked) - 1, min(most, len(picked))).astype(np.int64)]
+        # The calls of the picked meetings, one meeting after the other: each is the range first[i] .. first[i] +
+        # size[i] - 1, written as one running arange plus an offset per meeting. `column` says which of the picked
+        # meetings each is of.
+        rows = np.repeat(meetings.first[picked] - np.cumsum(size[picked]) + size[picked], size[picked]) + np.arange(
+            int(size[picked].sum())
         )
-        column = np.repeat(np.arange(len(held)), size[held])
-        members, ends = _matrix(clock[rows], column, relative[rows], len(held))
-        sender = int(clock[rows[meetings.sends[rows]][0]]) if meetings.message[held[0]] else -1
+        column = np.repeat(np.arange(len(picked)), size[picked])
+        members, ends = _matrix(clock[rows], column, relative[rows], len(picked))
+        sender = int(clock[rows[meetings.sends[rows]][0]]) if meetings.message[picked[0]] else -1
         own = meetings.end_ns[rows] - meetings.start_ns[rows]
+        # The shortest call of a meeting holds the least waiting: its length is taken for how early a sender may be
+        # done.
         early = float(np.median(np.minimum.reduceat(own, np.flatnonzero(np.diff(column, prepend=-1)))))
         for i, j in _candidates(ends):
             a, b = int(members[i]), int(members[j])

@@ -272,6 +272,7 @@ def _backward_start_ns(trace: Trace, waits: Ints) -> Ints:
         own = rows[events["rank"][rows] == rank]
         own = own[np.argsort(events["start_ns"][own], kind="stable")]
         begin = events["start_ns"][own]
+        # The backward that began last before the wait, if it reaches up to the wait's start.
         place = np.searchsorted(begin, start_ns[mine], side="right") - 1
         mine, place = mine[place >= 0], place[place >= 0]
         inside = begin[place] + events["duration_ns"][own][place] >= start_ns[mine]
