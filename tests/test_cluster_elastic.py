@@ -144,6 +144,13 @@ def test_pollux_completes_jobs_as_fast_as_published(capsys):
     assert found["used_fraction"] <= 1
 
 
+@needs_scipy
+def test_placements_on_more_hosts_than_a_number_has_digits_are_told_apart(capsys):
+    found = simulated(capsys, 6, "pollux", "--load", "0.5", "--devices", "t4=512")
+
+    assert found["moves"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -154,6 +154,15 @@ def test_bad_input_unequal_steps_are_named_with_stage_type_and_counts():
         analyse(without(trace, optype="forward-recv", stage=1, seq=3, step=2, rank=3))
 
 
+def test_bad_input_steps_whose_operations_are_numbered_otherwise_are_named_with_the_number():
+    trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
+    at = (trace.events["rank"] == 1) & (trace.events["step"] == 1) & (trace.events["seq"] == 0)
+    trace.events["seq"][at & trace.named("forward-compute")] = 9
+
+    with pytest.raises(InputError, match=r"stage 0 has (no .* number 0|a .* number 9) on DP rank 1 in step 1 but"):
+        analyse(trace)
+
+
 def test_bad_input_a_dp_rank_missing_in_a_step_is_named():
     trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
     gone = (trace.events["step"] == 1) & np.isin(trace.events["rank"], [1, 3])

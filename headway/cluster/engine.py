@@ -132,7 +132,6 @@ class _Engine:
         self.shuffler = random.Random(seed + 5)  # the stream of types that the published mechanism draws from
         self.window, self.resizes = window, deque(sorted(resizes, key=lambda resize: resize.at_s))
         self.round_s, self.resized, self.stranded = timing.round_s, False, np.zeros(n, np.bool_)
-        self.radix = float(max([cluster.count.max(), *(resize.count for resize in resizes)]) + 1)
         self.sizes = [(0.0, int(cluster.count.sum()))]  # from when on the cluster had how many devices
         self.entity = np.unique(np.array(jobs.entity), return_inverse=True)[1].reshape(-1)
         self.able = self.allowed = rates.alone
@@ -405,9 +404,9 @@ class _Engine:
 
     def moved(self, a: Indices, b: Indices, kind: Indices, used: Values) -> Values:
         """Count the jobs that start again elsewhere or after a pause, and return the time that each row loses to it."""
-        # Devices by type as the digits of one number, to a base that no count reaches: equal numbers are equal
-        # placements (as long as the number is below 2^53, where float64 is exact).
-        here = np.asarray(used @ self.radix ** np.arange(used.shape[1]), np.int64)
+        # Placements are compared by hash: with jobs that adapt `used` has a column per host, hundreds of them, and the
+        # counts as digits of one number would not fit. The hash of bytes is never -1, which is "did not run".
+        here = np.fromiter((hash(row.tobytes()) for row in used), np.int64, len(used))
         before, self.ran_on = self.ran_on, np.full(len(self.jobs), -1)
         for who, at in ((a, here), (b[b >= 0], here[b >= 0])):
             again = who[np.isfinite(self.start_s[who]) & (before[who] != at)]

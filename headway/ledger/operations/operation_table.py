@@ -231,9 +231,15 @@ def _check_equal(
             same = (stage == stage[row]) & (trace.events["name"] == trace.events["name"][row])
             counts = [int((same & (block == b)).sum()) for b in (0, index)]
             here = f"on DP rank {dps[index % len(dps)]} in step {steps[index // len(dps)]}"
+            there = f"on DP rank {dps[0]} in step {steps[0]}"
+            number, has = trace.events["seq"][row], ("no", "one") if odd[0] in wanted else ("a", "none")
+            unlike = (
+                f"{counts[1]} {trace.name_of(row)} operations {here} but {counts[0]} {there}"
+                if counts[0] != counts[1]
+                else f"{has[0]} {trace.name_of(row)} operation number {number} {here} but {has[1]} {there}"
+            )
             raise InputError(
-                f"stage {stage[row]} has {counts[1]} {trace.name_of(row)} operations {here} but {counts[0]} on DP rank "
-                f"{dps[0]} in step {steps[0]}; all steps and DP ranks must run the same operations. "
+                f"stage {stage[row]} has {unlike}; all steps and DP ranks must run the same operations. "
                 "Drop the step from the trace or add the missing rows."
             )
 
