@@ -16,7 +16,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import HeadwayError, InputError
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         gc.disable()
     code = 0
     try:
-        code = dispatch(ours, script, start=keep_imported if is_process else None)
+        code = dispatch(ours, script)
         print(end="", flush=True)  # a standard output that was closed before the start is None, and has no flush
     except HeadwayError as error:
         complain(str(error))
@@ -385,8 +385,8 @@ def complain(text: str) -> None:
     say_beside(f"headway: {text.translate(STEERING)}\n")
 
 
-def dispatch(ours: list[str], script: list[str] | None, start: Callable[[], None] | None = None) -> int:
-    """Run the verb that `ours` names; a verb that takes a script gets `script`. `start` is called before it."""
+def dispatch(ours: list[str], script: list[str] | None) -> int:
+    """Run the verb that `ours` names; a verb that takes a script gets `script`."""
     from cyclopts import CycloptsError
 
     words = {word.split()[0]: word for word in (*VERBS, *GROUPS)}
@@ -398,8 +398,8 @@ def dispatch(ours: list[str], script: list[str] | None, start: Callable[[], None
         command, bound, ignored = app.parse_args(ours, print_error=False, exit_on_error=False, help_on_error=False)
     except CycloptsError as error:
         raise InputError(misuse(ours, error)) from None
-    if start is not None:
-        start()
+    if not gc.isenabled():
+        keep_imported()
     if "script" in ignored:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
