@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import gc
 import os
 import shlex
 import signal
@@ -318,6 +319,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Parse, dispatch, and exit with the verb's code."""
     reserve_standard_files()
     ours, script = split_script(sys.argv[1:] if arguments is None else arguments)
+    is_process = arguments is None  # what is imported then lasts as long as the process does
+    if is_process:
+        gc.disable()
     code = 0
     try:
         code = dispatch(ours, script)
@@ -340,6 +344,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     leave_stdout()
+    if is_process:
+        gc.freeze()  # Python's last collections would look at all there is, to give back what ends with the process
     # While Python ends, Ctrl-C has its default effect: a second one would put a signal's code in place of ours.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
     sys.exit(code)
@@ -365,6 +371,12 @@ def leave_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def keep_imported() -> None:
+    """Collect garbage from now on, but not in what was imported: looking through that again and again costs 0.1 s."""
+    gc.freeze()
+    gc.enable()
+
+
 def complain(text: str) -> None:
     """Write one line of our own on stderr; a name in it does not steer the terminal."""
     from headway.core.processes.beside import say_beside
@@ -386,6 +398,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         command, bound, ignored = app.parse_args(ours, print_error=False, exit_on_error=False, help_on_error=False)
     except CycloptsError as error:
         raise InputError(misuse(ours, error)) from None
+    if not gc.isenabled():
+        keep_imported()
     if "script" in ignored:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:

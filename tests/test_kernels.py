@@ -57,15 +57,35 @@ def test_compiled_code_goes_where_numba_cache_dir_says(tmp_path) -> None:
     assert list(tmp_path.rglob("*csr*.nbc"))
 
 
+def test_compiled_code_is_loaded_without_what_only_compiling_needs_and_gives_the_same(tmp_path) -> None:
+    code = (
+        "import sys, numpy as np; from headway.sim.graph.greedy import greedy; from headway.sim.graph.dag import Dag\n"
+        "times = greedy(Dag.from_edges(4, [0, 1], [2, 2], lane=[0, 0, 1, 1]), np.array([5, 7, 3, 2]))\n"
+        "print(times.end_ns.tolist(), 'numba.np.linalg' in sys.modules, 'scipy.linalg' in sys.modules)"
+    )
+    first, second = (run(code, NUMBA_CACHE_DIR=str(tmp_path)) for _ in range(2))
+
+    assert first.stdout.startswith("[5, 12, 15, 2] True"), first.stderr
+    assert second.stdout == "[5, 12, 15, 2] False False\n", second.stderr
+
+
+@pytest.mark.parametrize("load", [None, lambda self, signature, context: (self, signature, context)])
+def test_a_numba_that_loads_in_another_way_is_left_as_it_is(load) -> None:
+    cache = type("Cache", (), {} if load is None else {"load_overload": load})()
+    kernels._load_without_compiler(cache)
+
+    assert not vars(cache)
+
+
 def test_without_a_writable_folder_the_kernels_compile_anyway_and_one_warning_says_what_to_set(
     monkeypatch, caplog
 ) -> None:
     real = numba.njit
 
-    def njit(**options):
+    def njit(*functions, **options):  # numba compiles functions of its own as well
         if options.get("cache"):
             raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
-        return real(**options)
+        return real(*functions, **options)
 
     monkeypatch.setattr(numba, "njit", njit)
     kernels._warn.cache_clear()

@@ -12,11 +12,10 @@ headway.core.errors.FormatError: a.yaml is no YAML that headway reads: it refers
 
 from __future__ import annotations
 
+import functools
 import os
 import tomllib
 from typing import Any
-
-import yaml
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.regular_file import read_regular
@@ -25,21 +24,28 @@ MOST_TEXT_BYTES = 200_000
 """Characters of a file: the parsers take 10 to 20 microseconds for each."""
 
 
-class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """The safe loader without aliases, which can make a short text mean any amount of values."""
+@functools.cache
+def _loader() -> Any:
+    """Return the safe loader without aliases, which can make a short text mean any amount of values."""
+    import yaml  # commands that read none start without it
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        """Refuse an alias; compose anything else."""
-        if self.check_event(yaml.AliasEvent):
-            raise ValueError("it refers to a part of itself. Write it out")
-        return super().compose_node(parent, index)
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            """Refuse an alias; compose anything else."""
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("it refers to a part of itself. Write it out")
+            return super().compose_node(parent, index)
+
+    return Loader
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Return what YAML says; `where` names the file in messages. Raises `FormatError`."""
+    import yaml
+
     _check_size(text, where)
     try:
-        return yaml.load(text, Loader=_Loader)
+        return yaml.load(text, Loader=_loader())
     except (yaml.YAMLError, ValueError, RecursionError, OverflowError) as cause:
         reason = " ".join(str(cause).split())
         raise FormatError(f"{where} is no YAML that headway reads: {reason}.") from cause

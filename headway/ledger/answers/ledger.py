@@ -28,7 +28,6 @@ from headway.ledger.booking.arrivals import Lateness
 from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
 from headway.ledger.kinds.cause import Cause
 from headway.ledger.kinds.sampled_lines import SampledLine
-from headway.ledger.operations.operation_ledger import operation_account
 from headway.ledger.runs.kernels import profile_account
 from headway.ledger.runs.recorded import RECORDED, RecordedRun, recorded_account, recorded_trace_account
 from headway.trace.events.parts import Parts
@@ -232,6 +231,9 @@ def _account_of(parts: Parts) -> Account:
     if not len(parts):
         raise InputError("the trace has no events, so it tells no time. Record at least one step.")
     if parts.meta.get("source") == OPERATIONS:
+        # Other traces' commands start without the reader of these, and what it needs.
+        from headway.ledger.operations.operation_ledger import operation_account
+
         return operation_account(parts.whole())
     if _recorded(parts):
         return recorded_trace_account(parts)

@@ -13,8 +13,6 @@ there is nothing to say.
 from __future__ import annotations
 
 from headway.report.figures import Json, clean, finite, percent, plural, seconds
-from headway.report.page.hang import sentences
-from headway.report.page.machines import machine_lines
 
 SLOW_CREATION_S = 1.0
 """Creation of groups is told from here on, or when the job has several."""
@@ -23,8 +21,15 @@ SLOW_CREATION_S = 1.0
 def job_lines(why: Json) -> list[str]:
     """Return every line, in order: hang, machines, MFU, groups."""
     hang, machines = why.get("hang"), why.get("machines")
-    told = [f"Hung: {line}" for line in sentences(hang)] if hang else []
-    told += [f"Machines: {line}" for line in machine_lines(machines)] if machines else []
+    told: list[str] = []
+    if hang:
+        from headway.report.page.hang import sentences
+
+        told += [f"Hung: {line}" for line in sentences(hang)]
+    if machines:
+        from headway.report.page.machines import machine_lines
+
+        told += [f"Machines: {line}" for line in machine_lines(machines)]
     return [*told, *mfu_lines(why), *_creation(why)]
 
 

@@ -26,10 +26,11 @@ from headway.runtime.host.rank_variables import SOURCES, number
 from headway.runtime.launching.agent import RankSpec, Signals
 from headway.runtime.launching.attempts import Attempts, say
 from headway.runtime.launching.options import LaunchOptions
-from headway.runtime.launching.run_of_ranks import RUNS, ExitReport, open_recording, open_streams, recorded_env, report
+from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, recorded_env, report
 from headway.runtime.run_folder.exit_class import OomWatch
 from headway.runtime.run_folder.problems import Problems
 from headway.runtime.run_folder.recording import Exit, Recording, write_json
+from headway.trace.recording.runs import RUNS
 
 PEERS_S = 10.0
 """How long local rank 0 waits for the other ranks of its host to have written theirs."""

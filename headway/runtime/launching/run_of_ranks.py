@@ -30,9 +30,7 @@ from headway.runtime.run_folder.exit_class import (
 )
 from headway.runtime.run_folder.recording import Exit, Recording, claim_folder, next_folder
 from headway.runtime.run_folder.streams import Streams
-
-RUNS = Path("headway-runs")
-"""Default parent of run folders, in the working directory."""
+from headway.trace.recording.runs import RUNS
 
 
 @dataclass(frozen=True, slots=True)

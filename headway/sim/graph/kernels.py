@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
@@ -39,12 +40,41 @@ _log = logging.getLogger(__name__)
 def kernel(function: F) -> F:
     """Compile on first call, keep the machine code on disk where that is possible, release the GIL."""
     try:
-        return cast(F, numba.njit(cache=True, nogil=True)(function))
+        compiled = numba.njit(cache=True, nogil=True)(function)
     except RuntimeError as cause:
         if "cannot cache" not in str(cause):
             raise HeadwayError(f"numba refuses {function.__name__}: {cause}. Reinstall numba.") from cause
         _warn()
         return cast(F, numba.njit(nogil=True)(function))
+    _load_without_compiler(getattr(compiled, "_cache", None))
+    return cast(F, compiled)
+
+
+KNOWN_LOAD = ("refresh", "_guard_against_spurious_io_errors", "_load_overload")
+"""Names that numba's `load_overload` uses: it makes the context ready to compile, then reads the file."""
+
+NEWEST_TRIED = (0, 68)
+"""Machine code that misses a C function would end the process: a newer numba is not trusted to need the same ones."""
+
+
+def _load_without_compiler(cache: Any) -> None:
+    """Let a cache of numba's read machine code without what only compiling needs: 0.3 s of CPU, scipy among it.
+
+    `refresh` imports how numba lowers all of numpy; when something is compiled, the compiler calls it itself. Machine
+    code needs its runtime alone, and the addresses of C functions that numba knows from its import; those of hashing,
+    which no kernel uses, come with `refresh`. A numba that loads in another way, or was not tried, is left as it is.
+    """
+    runtime = getattr(sys.modules.get("numba.core.runtime"), "rtsys", None)
+    code = getattr(getattr(type(cache), "load_overload", None), "__code__", None)
+    if runtime is None or getattr(code, "co_names", None) != KNOWN_LOAD or numba.version_info.short > NEWEST_TRIED:
+        return
+
+    def load_overload(signature: object, context: Any) -> Any:
+        runtime.initialize(context)
+        with cache._guard_against_spurious_io_errors():
+            return cache._load_overload(signature, context)
+
+    cache.load_overload = load_overload
 
 
 @functools.cache

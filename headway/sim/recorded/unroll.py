@@ -13,6 +13,7 @@ Dag is for `greedy`.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 
@@ -452,6 +453,7 @@ def edited_segments(
     return tuple(result)
 
 
+@functools.lru_cache(maxsize=1)  # a plan replays one recording under dozens of edits, which change none of this
 def _own_comm(recording: Recording) -> list[NDArray[np.float64]]:
     """Return, per rank, [m] durations in which a collective over ranks counts from the last arrival only."""
     own = [lane.duration_ns.astype(np.float64) for lane in recording.lanes]
@@ -470,6 +472,8 @@ def _own_comm(recording: Recording) -> list[NDArray[np.float64]]:
         rows = lane.row[segments]
         own[index][np.isin(lane.row, rows[rows >= 0])] = 0.0
         own[index][segments] = messages.own_ns[waits]
+    for durations in own:
+        durations.setflags(write=False)
     return own
 
 

@@ -25,12 +25,12 @@ from headway.core.units import format_bytes
 from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
-from headway.runtime.launching.run_of_ranks import RUNS, ExitReport
+from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.runtime.run_folder.recording import claim_folder, next_folder
 from headway.sim.recorded.program import Program
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts
-from headway.trace.recording.runs import Run
+from headway.trace.recording.runs import RUNS, Run
 
 STEPS = 60
 """Steps of each phase by default, warm-up included."""

@@ -7,17 +7,17 @@ watch of the run reported). What is not known is None.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.jobs.group_creation import creation
 from headway.ledger.jobs.machines import machine_times
-from headway.report.page.charts import HeatMap, worker_heat_map
-from headway.report.page.machines import machine_heat_maps
 from headway.trace.recording.run_facts import RunFacts
-from headway.verbs.jobs.hang import verdict_of, watch_reports
 from headway.verbs.shared.explain import Explanation
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
+
+if TYPE_CHECKING:
+    from headway.report.page.charts import HeatMap
 
 
 def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict[str, Any]:
@@ -44,7 +44,11 @@ def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, Any]:
 def hang_of(explanation: Explanation) -> dict[str, Any] | None:
     """Return the `headway.hang/1` object of the run's newest report of its hang watch, None without one."""
     run = explanation.run
-    if run is None or not watch_reports(run.path):
+    if run is None or not (run.path / "hang").is_dir():
+        return None
+    from headway.verbs.jobs.hang import verdict_of, watch_reports
+
+    if not watch_reports(run.path):
         return None
     found = verdict_of([run.path]).to_json()
     return {**found, "ended_the_run": run.facts.exit is not None and run.facts.exit.cls == "hang"}
@@ -52,6 +56,9 @@ def hang_of(explanation: Explanation) -> dict[str, Any] | None:
 
 def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:
     """Return the heat maps of compute time, behind that of the what-if analysis of an operation trace."""
+    from headway.report.page.charts import worker_heat_map
+    from headway.report.page.machines import machine_heat_maps
+
     ranks = explanation.parts.ranks
     where = {rank: (row["dp"], row["pp"]) for rank, row in ranks.items() if "dp" in row and "pp" in row}
     worker = worker_heat_map(why.get("straggler") or {})

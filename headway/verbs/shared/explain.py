@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.catalog import ADVISERS, causes_of
 from headway.core.errors import BarMissedError, InputError
@@ -16,8 +16,6 @@ from headway.ledger.answers.causes import Fix, find_causes
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause
-from headway.ledger.operations.straggler import StragglerReport, analyse, ideal_trace, root_causes
-from headway.parallel.recorded import reasons_of
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
@@ -32,6 +30,9 @@ from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.shared.script_terms import script_terms
 from headway.verbs.shared.verified import outcomes_of, withdrawn
+
+if TYPE_CHECKING:
+    from headway.ledger.operations.straggler import StragglerReport
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class Explanation:
 def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program | None) -> Trace | None:
     """Return `trace` as it would have been without its losses, None where nothing can replay it."""
     if straggler is not None:
+        from headway.ledger.operations.straggler import ideal_trace
+
         return ideal_trace(trace, straggler)
     return replayed_trace(program) if program is not None else None
 
@@ -168,6 +171,8 @@ def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanatio
         return replace(explain_run(merge([Run.open(path) for path in paths]), source, allow=allow), paths=tuple(paths))
     parts = open_parts(paths)
     if parts.meta.get("source") == "straggler":
+        from headway.ledger.operations.straggler import analyse, root_causes
+
         report = analyse(parts.whole())
         causes = tuple(root_causes(report))
         return Explanation(source, parts, Ledger.of(parts), causes, straggler=report, paths=tuple(paths))
@@ -214,6 +219,8 @@ def with_reasons(cause: Cause, program: Program) -> Cause:
     """Say of a pipeline's bubble what it comes from, where the run shows it."""
     if cause.cause != "bubble.p2p":
         return cause
+    from headway.parallel.recorded import reasons_of
+
     try:
         reasons = reasons_of(program)
     except (InputError, BarMissedError):

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
-from headway.runtime.launching.run_of_ranks import RUNS
-from headway.trace.recording.runs import Run, is_run
+from headway.trace.recording.runs import RUNS, Run, is_run
 
 
 def newest_run() -> Path:
