@@ -29,8 +29,7 @@ from headway.runtime.launching.options import LaunchOptions
 from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, recorded_env, report
 from headway.runtime.run_folder.exit_class import OomWatch
 from headway.runtime.run_folder.problems import Problems
-from headway.runtime.run_folder.recording import Exit, Recording, write_json
-from headway.trace.recording.runs import RUNS
+from headway.runtime.run_folder.recording import RUNS, Exit, Recording, write_json
 
 PEERS_S = 10.0
 """How long local rank 0 waits for the other ranks of its host to have written theirs."""

@@ -28,9 +28,8 @@ from headway.runtime.run_folder.exit_class import (
     first_failure,
     traceback_of,
 )
-from headway.runtime.run_folder.recording import Exit, Recording, claim_folder, next_folder
+from headway.runtime.run_folder.recording import RUNS, Exit, Recording, claim_folder, next_folder
 from headway.runtime.run_folder.streams import Streams
-from headway.trace.recording.runs import RUNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from headway.runtime.host.load_watch import LoadWatch
     from headway.runtime.run_folder.drain import Drainer
 
+RUNS = Path("headway-runs")
+"""Default parent of run folders, in the working directory."""
+
 SCHEMA = "headway.run-folder/1"
 DEFAULT_MAX_RUN_BYTES = 512_000_000
 

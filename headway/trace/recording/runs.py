@@ -31,9 +31,6 @@ from headway.trace.rings.ring import UNRECORDED, UNRECORDED_SUFFIX
 from headway.trace.rings.ring_folders import ring_folders
 from headway.trace.sync.clocks import refined
 
-RUNS = Path("headway-runs")
-"""Default parent of run folders, in the working directory."""
-
 _FACTS = ("world_size", "device_type", "start_ns", "end_ns", "cores", "host")
 _EVENTS = re.compile(r"a(\d+)-r(\d+)\.parquet")
 

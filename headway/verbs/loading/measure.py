@@ -26,11 +26,11 @@ from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.launching.run_of_ranks import ExitReport
-from headway.runtime.run_folder.recording import claim_folder, next_folder
+from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.sim.recorded.program import Program
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts
-from headway.trace.recording.runs import RUNS, Run
+from headway.trace.recording.runs import Run
 
 STEPS = 60
 """Steps of each phase by default, warm-up included."""

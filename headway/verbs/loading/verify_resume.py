@@ -16,8 +16,7 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
-from headway.runtime.run_folder.recording import claim_folder, next_folder
-from headway.trace.recording.runs import RUNS
+from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
 
 

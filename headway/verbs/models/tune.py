@@ -17,8 +17,7 @@ from headway.model.tuning.space import parsed
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
-from headway.runtime.run_folder.recording import claim_folder, next_folder
-from headway.trace.recording.runs import RUNS
+from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
 
 REMEDY = "model.tune"

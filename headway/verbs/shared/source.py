@@ -6,7 +6,8 @@ from pathlib import Path
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
-from headway.trace.recording.runs import RUNS, Run, is_run
+from headway.runtime.run_folder.recording import RUNS
+from headway.trace.recording.runs import Run, is_run
 
 
 def newest_run() -> Path:
