@@ -174,7 +174,7 @@ def test_two_hosts_that_do_not_see_each_others_processes_share_a_run_folder(tmp_
     hosts = [
         subprocess.Popen(
             ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c",
-             f"for i in $(seq {300 * rank}); do /bin/true; done; exec {sys.executable} -m headway.cli run --nnodes 2 "
+             f"for i in $(seq {300 * rank}); do (:); done; exec {sys.executable} -m headway.cli run --nnodes 2 "
              f"--node-rank {rank} --master-addr 127.0.0.1 --master-port {port} --out shared --windows 0 --quiet "
              "-- train.py pause"],
             cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
