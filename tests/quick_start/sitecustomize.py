@@ -64,9 +64,9 @@ class Lazy(types.ModuleType):
 
     def __getattr__(self, name):
         """Execute the module and return what was asked for; whoever looks through all modules asks for `__...__`."""
-        if (name.startswith("__") and name != "__all__") or not execute(self):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(self, name)
+        if not name.startswith("__") or name == "__all__":
+            execute(self)
+        return types.ModuleType.__getattribute__(self, name)
 
     def __dir__(self):
         """Return the names in the executed module."""
@@ -85,22 +85,22 @@ LOCK = threading.RLock()
 
 
 def execute(module):
-    """Execute a module that waits for it; return whether it was waiting."""
+    """Execute a module if it waits for it."""
     with LOCK:
         load = WAITING.pop(module.__name__, None)
         if load is not None:
             module.__class__ = types.ModuleType
             load(module)
-    return load is not None
 
 
 def meta_registrations():
     """Have what torch registers for tensors without data."""
-    if "torch._meta_registrations" in WAITING:
-        for library in MAKERS:
-            library._destroy()  # what stands in the place of the registrations that follow
-        MAKERS.clear()
-        execute(sys.modules["torch._meta_registrations"])
+    with LOCK:
+        if "torch._meta_registrations" in WAITING:
+            for library in MAKERS:
+                library._destroy()  # what stands in the place of the registrations that follow
+            MAKERS.clear()
+            execute(sys.modules["torch._meta_registrations"])
 
 
 MAKERS = []
