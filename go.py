@@ -178,7 +178,7 @@ def main() -> None:
     if task == "test":
         os.chdir(ROOT)
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        command += [] if arguments else ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+        command += [] if {*arguments} - {"--fast"} else ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     os.execv(command[0], command)
 
 

@@ -142,7 +142,8 @@ def plan_text(remedy: str) -> str:
 def started(command: Sequence[object], folder: Path, *, limit_s: float = 300.0, **env: str) -> Ended:
     """Run a command in `folder` to its end, or to the time limit, and end what it leaves behind."""
     mark, began = uuid.uuid4().hex, time.monotonic()
-    names = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), MARK: mark, **env}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    names = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark, **env}
     with (folder / "out").open("w+") as out, (folder / "error").open("w+") as error:
         process = subprocess.Popen(list(map(str, command)), cwd=folder, env=names, stdout=out, stderr=error)
         try:

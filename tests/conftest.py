@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from hypothesis import settings
 
 from tests.quick_start import sitecustomize as quick_start  # before anything imports torch
 
+gc.disable()  # until all tests are collected: what that makes stays to the end
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 QUICK_START = str(Path(quick_start.__file__).parent)
 OTHERS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", QUICK_START)]
@@ -44,16 +46,28 @@ def pytest_configure(config):
     settings.load_profile("fast" if config.getoption("fast") else "headway")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the longest files and all that start processes with --fast, before they are imported."""
+    name = collection_path.stem
+    if config.getoption("fast") and name.startswith("test_") and collection_path.suffix == ".py":
+        return name.removeprefix("test_") in LONGEST or bool(STARTS.search(collection_path.read_text())) or None
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
-    """Put the tests of the longest files first, or leave them and all that start processes out."""
+    """Put the tests of the longest files first, or leave the long ones out."""
     order = {f"test_{name}": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if config.getoption("fast"):
-        tests = {item.path for item in items if item.path.stem.startswith("test_")}
-        left_out = {path for path in tests if path.stem in order or STARTS.search(path.read_text())}
-        dropped = {item for item in items if item.path in left_out or item.get_closest_marker("slow")}
+        dropped = {item for item in items if item.get_closest_marker("slow")}
         config.hook.pytest_deselected(items=list(dropped))
         items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_collection_finish():
+    """Collect garbage from here on, and look for it among what the tests make: a collection takes 0.3 s less so."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from headway.runtime.in_rank import bootstrap
 from headway.trace.events.vocabulary import SPAN_OF_CODE
 from headway.trace.rings.records import read_ring
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 INJECT = ROOT / "headway" / "runtime" / "inject"
 
@@ -24,7 +24,7 @@ def environment(folder: Path | None, **extra: str) -> dict[str, str]:
     base = {name: value for name, value in os.environ.items() if not name.startswith(("HEADWAY", "RANK", "WORLD"))}
     base["OMP_NUM_THREADS"] = "1"
     if folder is not None:
-        base.update({"HEADWAY_RUN": str(folder), "PYTHONPATH": os.pathsep.join([str(INJECT), str(ROOT)])})
+        base.update({"HEADWAY_RUN": str(folder), "PYTHONPATH": python_path(INJECT, ROOT)})
     return {**base, **extra}
 
 

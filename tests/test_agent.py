@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from headway.runtime.host.rank_env import INJECT
 from headway.runtime.launching.agent import Group, RankSpec, Signals
+from tests.paths import ROOT, python_path
 
 
 def group_of(*scripts: str) -> Group:
@@ -144,7 +144,7 @@ def test_a_rank_has_the_files_that_the_launcher_was_given_to_hand_on():
 
 def test_a_rank_may_ask_for_the_session_and_the_group_that_it_leads_already(tmp_path):
     script = "import os; os.setpgrp(); os.setpgid(0, 0); os.setsid(); assert os.getpgrp() == os.getpid()"
-    env = {**os.environ, "HEADWAY_RUN": str(tmp_path), "PYTHONPATH": str(INJECT)}
+    env = {**os.environ, "HEADWAY_RUN": str(tmp_path), "PYTHONPATH": python_path(INJECT)}
     group = Group([RankSpec(0, 0, (sys.executable, "-c", script), env)])
     group.start(lambda spec: (1, 2))
     with Signals() as signals:
@@ -178,7 +178,7 @@ def test_a_rank_whose_launcher_is_killed_is_asked_to_end_and_may_save_first(tmp_
         "while not Path('ready').exists(): time.sleep(0.01)\n"
         "os.kill(os.getpid(), 9)"
     )
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environ = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     subprocess.run([sys.executable, "-c", launcher], cwd=tmp_path, env=environ, timeout=60, check=False)
 
     for _ in range(1000):

@@ -18,7 +18,7 @@ from headway.runtime.in_rank.bootstrap import rank_of
 from headway.runtime.launching.attached import launch_line_id, place_of
 from headway.trace.recording.runs import Run
 from tests.launching import DDP, script, wait_for
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 ONE_RANK = """
 import sys
@@ -103,7 +103,7 @@ def test_under_torchrun_two_ranks_share_one_run_folder(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(launcher),
          str(tmp_path / "run"), script(tmp_path, DDP)],
         cwd=ROOT, capture_output=True, text=True, timeout=110,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        env={**os.environ, "PYTHONPATH": python_path(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
     )  # fmt: skip
     run = Run.open(tmp_path / "run")
 

@@ -19,7 +19,7 @@ from headway.data.runtime.following import alone
 from headway.data.runtime.remedies.switch import threads
 from headway.data.runtime.remedies.workers import workers
 from tests.loaders_made import Squares
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.recorded import environment
 from tests.remedy_context import TestContext, applied, apply
 
@@ -219,7 +219,7 @@ def test_a_run_whose_batches_were_changed_exits_with_3_unless_the_script_failed(
     command = [sys.executable, "-m", "headway.cli", "run", "--windows", "0", "--out", "run", "--apply", "plan.json"]
     done = subprocess.run(
         [*command, "--verify", "--json", "--", "train.py", *words],
-        env=environment(None, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=environment(None, PYTHONPATH=python_path(ROOT)), capture_output=True, text=True, timeout=120, cwd=tmp_path,
     )  # fmt: skip
 
     assert done.returncode == code, done.stderr[-2000:]

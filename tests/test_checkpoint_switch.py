@@ -19,7 +19,7 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.in_rank.remedy import Refused
 from headway.runtime.run_folder.exit_class import HEADER
 from headway.storage import verify
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.recorded import environment
 from tests.remedy_context import TestContext, applied, apply
 
@@ -152,8 +152,8 @@ def last_fails(folder, end, *before):
     (folder / "train.py").write_text(LAST_FAILS)
     places = [str(folder / "step-1"), str(folder / "step-2")]
     return subprocess.run(
-        [sys.executable, *before, str(folder / "train.py"), end, *places], env=environment(None, PYTHONPATH=str(ROOT)),
-        capture_output=True, text=True, timeout=60, cwd=folder,
+        [sys.executable, *before, str(folder / "train.py"), end, *places],
+        env=environment(None, PYTHONPATH=python_path(ROOT)), capture_output=True, text=True, timeout=60, cwd=folder,
     )  # fmt: skip
 
 
@@ -222,8 +222,9 @@ def test_a_real_script_saves_behind_its_steps_with_the_same_losses_and_files(tmp
     outputs = []
     for number, before in enumerate(([sys.executable], command)):
         done = subprocess.run(
-            [*before, str(script), str(tmp_path / f"ckpt-{number}")], env=environment(None, PYTHONPATH=str(ROOT)),
-            capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            [*before, str(script), str(tmp_path / f"ckpt-{number}")],
+            env=environment(None, PYTHONPATH=python_path(ROOT)), capture_output=True, text=True, timeout=120,
+            cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         outputs.append(re.findall(r"loss (\S+)", done.stdout))

@@ -18,7 +18,7 @@ from headway.verbs.models.comm_bench import bench
 from headway.verbs.runs.plan import plan
 from headway.verbs.runs.whatif import whatif
 from tests.launching import script
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.test_ddp_run import GOLDEN
 
 JOB = """
@@ -51,7 +51,7 @@ def applied(folder: Path, *arguments: str) -> tuple[int, str]:
             sys.executable, "-m", "headway", "run", "--nproc-per-node", "2", "--windows", "0", "--apply",
             str(folder / "plan.json"), "--out", str(folder / "run"), "--", script(folder, JOB), *arguments,
         ],
-        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": python_path(ROOT)},
     )  # fmt: skip
     return done.returncode, done.stderr
 

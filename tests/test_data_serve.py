@@ -18,7 +18,7 @@ import pytest
 from headway.core.errors import InputError
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
 from headway.verbs.loading.data_serve import serve, status
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.served_made import end, has_ended, server_of
 
 MODULE = """
@@ -48,7 +48,7 @@ def folder(monkeypatch):
 
 def test_what_is_named_is_served_until_it_is_told_to_end(folder, capsys):
     command = [sys.executable, "-m", "headway.cli", "data", "serve", "served_module:images", "--cache", "1MiB"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     process = subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     path = process.stdout.readline().decode().strip()
     loader = Pipeline(SyntheticJpeg(6, 32, 24)).decode().resize(8, 8).batch(2).loader(server=path)

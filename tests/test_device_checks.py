@@ -15,7 +15,7 @@ from benchmarks import on_device
 from headway.runtime.host import device
 from headway.runtime.in_rank import device_checks
 from headway.verbs.doctor import doctor
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 
 def test_without_a_device_every_check_says_why_it_was_not_asked(monkeypatch, capsys):
@@ -71,7 +71,7 @@ def test_a_thread_counts_on_while_a_mark_waits_unless_its_event_keeps_the_lock(h
         f"accelerator.CudaEvent.HOLDS_LOCK = {holds}; stand_in()\n"
         "from headway.runtime.in_rank import device_checks; print(device_checks.lock().ok)"
     )
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     done = subprocess.run([sys.executable, "-c", source], env=env, capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == str(not holds)

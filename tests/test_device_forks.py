@@ -10,7 +10,7 @@ import pytest
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.host.device import PRETEND
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.recorded import environment, rows, run_script
 
 SCRIPT = """
@@ -104,7 +104,8 @@ def test_workers_of_an_emulated_device_are_recorded_and_tuned_in_silence(tmp_pat
     (tmp_path / "train.py").write_text(TRAIN)
     remedy = Remedy("data.workers", {"num_workers": 2}, 1.0, (1.0, 1.0), None)
     write_plan(PlanFile((remedy,), predicted_speedup=1.0, interval=(1.0, 1.0)), tmp_path / "plan.json")
-    env = environment(None, **{PRETEND: "device", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore:This DataLoader"})
+    quiet = {"PYTHONWARNINGS": "ignore:This DataLoader"}
+    env = environment(None, **{PRETEND: "device", "PYTHONPATH": python_path(ROOT)}, **quiet)
 
     def losses(workers: int, *launch: str) -> str:
         command = [sys.executable, *launch, "train.py", str(workers)]

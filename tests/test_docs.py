@@ -18,7 +18,7 @@ import pytest
 
 from headway.catalog import REMEDIES
 from headway.cli import VERBS
-from tests.paths import GOLDEN, ROOT
+from tests.paths import GOLDEN, ROOT, python_path
 
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 WRITE = bool(os.environ.get("HEADWAY_WRITE_GOLDEN"))
@@ -39,7 +39,7 @@ def answer(command: str, folder: Path) -> str:
     process = subprocess.run(
         [sys.executable, "-m", "headway.cli", *arguments],
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"},
+        env={**environment, "PYTHONPATH": python_path(ROOT), "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         text=True,
         timeout=100,

@@ -20,7 +20,7 @@ from headway.data.runtime.remedies.workers import workers
 from headway.runtime.in_rank.guard import guarded
 from headway.runtime.in_rank.remedy import Refused, apply_one
 from tests.loaders_made import Squares
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.recorded import environment
 from tests.remedy_context import applied
 from tests.test_remedy import context  # noqa: F401  # a fixture
@@ -118,7 +118,7 @@ def test_steps_of_each_remedy_that_fail_leave_the_script_its_results():
     """In a process of its own: each step fails in a fork, and what pytest makes of warnings would count as failures."""
     command = [sys.executable, str(ROOT / "benchmarks" / "failing_remedies.py"), "--sample", "1"]
     done = subprocess.run(
-        command, env=environment(None, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=300
+        command, env=environment(None, PYTHONPATH=python_path(ROOT)), capture_output=True, text=True, timeout=300
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

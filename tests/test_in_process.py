@@ -14,7 +14,7 @@ import torch
 import headway
 from headway.runtime.in_rank import bootstrap
 from headway.trace.recording.runs import Run
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.recorded import recording
 
 
@@ -116,7 +116,7 @@ def test_a_kernel_that_goes_away_leaves_a_run_that_can_be_opened(tmp_path, end):
             optimizer.step()
         """
     script = textwrap.dedent(code) + end
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, timeout=100)
 
     assert int(Run.open(tmp_path / "own").trace.named("optimizer.step").sum()) == 5

@@ -18,7 +18,7 @@ import torch
 import headway
 from headway.integrations.trainer_report import TrainerReport
 from headway.trace.recording.runs import Run
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 FIGURES = {"headway/step_s", "headway/steps_per_s", "headway/goodput"}
 
@@ -60,7 +60,7 @@ def train(steps=3):
 
 def test_importing_the_room_loads_no_trainer():
     code = "import sys, headway.integrations; print({'torch', 'transformers', 'lightning', 'keras'} & set(sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
 
     assert answer.stdout == "set()\n"
@@ -193,7 +193,7 @@ def test_keras_marks_evaluation_and_epochs_and_hands_figures_to_later_callbacks(
             model.evaluate(x, y, verbose=0, callbacks=[ours])
         print(sorted(history.history), history.history["headway/goodput"])
         """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": "torch"}
+    environment = {**os.environ, "PYTHONPATH": python_path(ROOT), "KERAS_BACKEND": "torch"}
     command = [sys.executable, "-c", textwrap.dedent(script)]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=110)
 

@@ -16,7 +16,7 @@ from headway.core.errors import InputError
 from headway.core.files import private
 from headway.core.files.private import runtime_directory
 from headway.data import DataLoader
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 JOB = "import sys; print('said'); print('more', file=sys.stderr)"
 
@@ -26,7 +26,7 @@ def run(folder: Path, *options: str) -> dict[str, int]:
     (folder / "job.py").write_text(JOB)
     subprocess.run(
         [sys.executable, "-m", "headway.cli", "run", "--quiet", *options, "--", "job.py"], cwd=folder, check=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)}, umask=0o022, capture_output=True, timeout=100,
+        env={**os.environ, "PYTHONPATH": python_path(ROOT)}, umask=0o022, capture_output=True, timeout=100,
     )  # fmt: skip
     return {
         str(path.relative_to(folder)): path.stat().st_mode & 0o777

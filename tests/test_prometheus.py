@@ -25,7 +25,7 @@ from headway.ledger.live.live_ledger import LiveLedger
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.live_feed import Finalised, records_of
 from headway.runtime.run_folder.prometheus import LedgerCollector, Metrics, check_port
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.recorded import environment
 from tests.runs_made import MS, RunMaker
 
@@ -173,7 +173,7 @@ def test_counters_of_a_real_job_go_on_over_its_restart(tmp_path):
     (tmp_path / "train.py").write_text(JOB)
     command = [sys.executable, "-m", "headway.cli", "run", "--nproc-per-node", "2", "--max-restarts", "1",
                "--metrics-port", "0", "--windows", "0", "--out", "run", "--", "train.py"]  # fmt: skip
-    env = environment(None, PYTHONPATH=str(ROOT))
+    env = environment(None, PYTHONPATH=python_path(ROOT))
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as job:

@@ -129,6 +129,15 @@ def test_gc_is_frozen_after_the_first_step_and_runs_at_agreed_steps(tmp_path):
     assert [row["a"] for row in inside] == [2, 2]
 
 
+@pytest.fixture
+def unfrozen():
+    """A process that has frozen nothing, as this one has what pytest collected."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("unfrozen")
 def test_gc_comes_back_when_memory_grows(context, monkeypatch):
     from headway.host import runtime
 
@@ -152,6 +161,7 @@ def test_gc_comes_back_when_memory_grows(context, monkeypatch):
     assert rss_bytes() > 1 << 20
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_gc_that_the_script_switched_off_is_left_alone(context):
     from headway.host.runtime import Collector
 
@@ -166,6 +176,7 @@ def test_gc_that_the_script_switched_off_is_left_alone(context):
     assert "switched, frozen or debugged automatic collection itself" in context.outcomes[-1].reason
 
 
+@pytest.mark.usefixtures("unfrozen")
 def test_a_script_that_switches_gc_itself_has_its_way_and_children_collect(context):
     from headway.host import runtime
 

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from headway import data
 from headway.data.runtime.checks.resume_check import Check
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 SCRIPT = """
     import random, sys, torch
@@ -133,7 +133,7 @@ def verify(folder, *arguments, behind=()):
     """Run the verb on the script; returns the process."""
     (folder / "train.py").write_text(textwrap.dedent(SCRIPT))
     env = {name: value for name, value in os.environ.items() if not name.startswith("HEADWAY")}
-    env["PYTHONPATH"] = str(ROOT)
+    env["PYTHONPATH"] = python_path(ROOT)
     command = [sys.executable, "-m", "headway.cli", "data", "verify-resume", *arguments, *behind]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 

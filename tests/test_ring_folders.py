@@ -19,9 +19,8 @@ from headway.runtime.run_folder.finalise import finalise
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.recording.runs import Run
 from headway.trace.rings import ring_folders, spool
+from tests.paths import ROOT, python_path
 from tests.rings_made import Process
-
-ROOT = Path(__file__).resolve().parent.parent
 
 MOUNTINFO = r"""22 1 8:1 / / rw shared:1 - ext4 /dev/sda1 rw
 31 22 0:26 / /home rw - nfs4 server:/home rw,vers=4.2
@@ -171,11 +170,11 @@ def test_two_hosts_that_do_not_see_each_others_processes_share_a_run_folder(tmp_
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
     hosts = [
         subprocess.Popen(
             ["unshare", "--pid", "--fork", "--mount-proc", "bash", "-c",
-             f"for i in $(seq {300 * rank}); do /bin/true; done; exec {sys.executable} -m headway.cli run --nnodes 2 "
+             f"for i in $(seq {300 * rank}); do (:); done; exec {sys.executable} -m headway.cli run --nnodes 2 "
              f"--node-rank {rank} --master-addr 127.0.0.1 --master-port {port} --out shared --windows 0 --quiet "
              "-- train.py pause"],
             cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

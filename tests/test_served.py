@@ -18,7 +18,7 @@ from headway.data import DataLoader, DataServer, Pipeline, SyntheticJpeg, genera
 from headway.data.caches.scrutiny import Scrutiny
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.loader import links, served
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.served_made import Rows, end, ids, only
 from tests.served_made import runtime as runtime
 from tests.test_server import facts
@@ -77,7 +77,7 @@ def test_jobs_of_other_processes_share_the_reading_also_of_overlapping_subsets(r
     )
     note = tmp_path / "reads"
     command = [sys.executable, str(script)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": python_path(ROOT)}
     jobs = [
         subprocess.Popen([*command, span, str(note)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for span in ("0,40", "20,60")

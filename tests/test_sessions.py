@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError, InputError
 from headway.core.rng import stream
 from headway.data.sessions import BATCH, cluster_parquet, session_order, sessions_per_batch
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 
 def log(num_rows: int = 600, num_sessions: int = 40) -> pa.Table:
@@ -134,7 +134,7 @@ def test_bad_input_is_one_clear_error_and_leaves_no_file(tmp_path, options, erro
 def test_the_command_clusters_and_prints_one_object(tmp_path):
     pq.write_table(log(), tmp_path / "in.parquet")
     command = ["data", "cluster", "in.parquet", "out.parquet", "--by", "session", "--time", "time", "--json"]
-    env = {"PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": python_path(ROOT)}
 
     done = subprocess.run(
         [sys.executable, "-m", "headway.cli", *command], cwd=tmp_path, env=env, capture_output=True, text=True

@@ -20,8 +20,6 @@ from headway.runtime.launching.rendezvous import answers
 from tests.launching import script, start, wait_for
 from tests.test_elastic import free_port
 
-pytestmark = pytest.mark.usefixtures("whole_start")
-
 SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
 
 JOB = """

@@ -23,7 +23,7 @@ from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.remedies.switch import threads, unthreadable
 from headway.runtime.in_rank.remedy import Applied, Refused
 from tests.loaders_made import ByTurns, Stream, epochs, plain
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.recorded import environment
 from tests.remedy_context import applied
 
@@ -243,7 +243,8 @@ def test_an_unmodified_script_gets_bit_equal_losses_in_less_time(tmp_path):
         command = [sys.executable, "-m", "headway.cli", "run", "--windows", "0", "--out", str(run), *more]
         done = subprocess.run(
             [*command, "--", str(script)],
-            env=environment(None, PYTHONPATH=str(ROOT)), capture_output=True, text=True, timeout=120, cwd=tmp_path,
+            env=environment(None, PYTHONPATH=python_path(ROOT)), capture_output=True, text=True, timeout=120,
+            cwd=tmp_path,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]
         outputs.append([line.split() for line in done.stdout.splitlines()])

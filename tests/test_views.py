@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, IterableDataset, Rando
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 
 KINDS = {
     "none": {},
@@ -289,7 +289,7 @@ def test_datasets_and_lambdas_of_the_script_itself_work_and_the_interpreter_ends
         """)
     )
     done = subprocess.run(
-        [sys.executable, script, kind], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        [sys.executable, script, kind], cwd=ROOT, env={"PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 

@@ -21,13 +21,13 @@ import pytest
 from headway.core.errors import InputError
 from headway.trace.recording.runs import Run
 from headway.verbs.runs.watch import WatchedRun, watch
-from tests.paths import ROOT
+from tests.paths import ROOT, python_path
 from tests.runs_made import RunMaker, write_folder
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ENV = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @contextmanager

@@ -192,6 +192,7 @@ class _MetricsServer(socketserver.ThreadingMixIn, WSGIServer):
 
     daemon_threads = True
     block_on_close = False
+    request_queue_size = 128  # with the 5 of the base class, connections beyond wait for a second and more
 
     def __init__(self, port: int, host: str) -> None:
         """Listen. Raises `OSError`."""

@@ -16,10 +16,11 @@ Users do not see each other's plans, nor do containers. Where the file cannot be
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,8 +120,10 @@ def _ledger() -> Iterator[list[_Entry]]:
         return
     try:
         text = os.pread(file, os.fstat(file).st_size, 0).decode("utf-8", "surrogateescape")
+        started = functools.cache(_started_ticks)  # a process has several images, and is asked for once
         # Of two lines of one image the later one is the rest of a longer file, whose writer was killed.
-        found = {(e.pid, e.key): e for e in map(_entry, reversed(text.splitlines())) if e is not None}
+        rows = reversed(text.splitlines())
+        found = {(e.pid, e.key): e for row in rows if (e := _entry(row, started)) is not None}
         entries = [*reversed(found.values())]
         yield entries
         lines = [f"{e.pid} {e.started_ticks} {e.key} {e.num_bytes} {e.is_planned} {e.group}\n" for e in entries]
@@ -133,13 +136,13 @@ def _ledger() -> Iterator[list[_Entry]]:
         os.close(file)
 
 
-def _entry(line: str) -> _Entry | None:
+def _entry(line: str, started: Callable[[int], int | None]) -> _Entry | None:
     """Return what a line says; None for one of a process that has ended, and for one that was not written whole."""
     words = line.split(maxsplit=5)
     if len(words) < 6 or not all(word.isdigit() for word in words[:5]):
         return None
     pid, started_ticks, key, num_bytes, is_planned = map(int, words[:5])
-    is_alive = _started_ticks(pid) == started_ticks
+    is_alive = started(pid) == started_ticks
     return _Entry(pid, started_ticks, key, num_bytes, is_planned, words[5]) if is_alive else None
 
 
