@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import gc
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.paths import ROOT
 from tests.quick_start import sitecustomize as quick_start  # before anything imports torch
 
 gc.disable()  # until all tests are collected: what that makes stays to the end
@@ -42,7 +44,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Take fewer examples with --fast."""
+    """Take fewer examples with --fast; compile headway once where Python keeps nothing of what it compiles."""
+    if sys.dont_write_bytecode and not hasattr(config, "workerinput"):
+        compileall.compile_dir(ROOT / "headway", quiet=2, workers=2)
     settings.load_profile("fast" if config.getoption("fast") else "headway")
 
 
